@@ -1,0 +1,54 @@
+# make demo and make test set up all they need: a virtual environment with the versions of constraints.txt.
+# Another interpreter or place: make demo PYTHON=/opt/python3.12/bin/python VENV=/scratch/venv
+
+VENV ?= .venv
+# The first that runs, is new enough and can make an environment: a name on the PATH alone proves none of these.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	"$$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
+	&& { command -v "$$name"; break; }; done)
+RUN = $(VENV)/bin/python -m
+
+.PHONY: help demo test test-slow lint install
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       train a 3-D masked autoencoder on generated tissue; ends with the path of its report"
+	@echo "make test       run the tests"
+	@echo "make test-slow  run the long tests"
+	@echo "make lint       check style and types"
+	@echo "make install    set up $(VENV) only"
+
+demo: $(VENV)/.installed data/em.zarr
+	$(RUN) vitrail train configs/demo/mae3d.yaml --fresh
+
+test: $(VENV)/.installed-dev
+	$(RUN) pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-dev
+	$(RUN) pytest -m slow
+
+lint: $(VENV)/.installed-dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+install: $(VENV)/.installed
+
+# It appears under this name only when it is complete.
+data/em.zarr: | $(VENV)/.installed
+	$(RUN) vitrail data generate $@
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv and ensurepip was not found on the PATH;" \
+		"install it or name it: make demo PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv "$(VENV)"
+	@touch $@
+
+# A stamp is made last, so that an install that fails is done again.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
+	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.created
+	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(VENV)/.installed $@

@@ -1,0 +1,27 @@
+"""vitrail trains vision transformers on scientific images and volumes, from a laptop to a supercomputer.
+
+    import vitrail
+    vitrail.train("configs/demo/mae3d.yaml")
+    model = vitrail.load("runs/demo-mae3d")
+
+Importing the package is cheap: PyTorch comes in with the first call.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["evaluate", "load", "load_recipe", "train"]
+
+if TYPE_CHECKING:
+    from vitrail.recipe import load_recipe
+    from vitrail.train.run import evaluate, load, train
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in ("evaluate", "load", "train"):
+        return getattr(importlib.import_module("vitrail.train.run"), name)
+    if name == "load_recipe":
+        return getattr(importlib.import_module("vitrail.recipe"), name)
+    raise AttributeError(f"module 'vitrail' has no attribute {name!r}")

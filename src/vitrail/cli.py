@@ -1,0 +1,376 @@
+"""The verbs of the command line: arguments in, one call, results out. Nothing heavy is imported before it is needed.
+
+Results go to standard output, so that they can be piped; progress, notes and errors go to standard error.
+Exit codes: 0 done, 1 failed after the first step, 2 wrong input or environment, 75 stopped and ready to be continued.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+import vitrail
+from vitrail.errors import RunFailed, UserError
+
+
+class Verbs(TyperGroup):
+    """Turns what a verb raises into a sentence and an exit code; a traceback is left for bugs alone."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here, where a pipe that was closed can still be handled
+            return result
+        except UserError as error:
+            _tell(str(error))
+            raise typer.Exit(1 if isinstance(error, RunFailed) else 2) from error
+        except ModuleNotFoundError as error:
+            if not error.name or error.name.partition(".")[0] == "vitrail":
+                raise
+            from vitrail.recipe.kinds import _remedy
+
+            _tell(f"{error.name} is not installed; {_remedy(error.name)}")
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+        except BrokenPipeError as error:
+            # Python flushes once more at exit, and would complain there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from error
+
+
+_SETTINGS: dict[str, Any] = {
+    "no_args_is_help": True,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "rich_markup_mode": None,  # plain help: three times as fast, and its examples can be copied
+    "pretty_exceptions_enable": False,
+    "add_completion": False,
+}
+app = typer.Typer(cls=Verbs, **_SETTINGS)
+data = typer.Typer(**_SETTINGS)
+app.add_typer(data, name="data", help="Make a volume to try things on, or look at your own.")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe; repeatable.", show_default=False)
+]
+Plugins = Annotated[
+    list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Import a module that adds kinds; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console entry."""
+    app(args=None if arguments is None else list(arguments), prog_name="vitrail")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vitrail {vitrail.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def vitrail_(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train vision transformers on scientific images and volumes.
+
+    \b
+    vitrail data generate data/em.zarr            make a volume to try things on
+    vitrail train configs/demo/mae3d.yaml         train; prints the path of a report
+    vitrail VERB --help                           what a verb does, with an example
+
+    Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 failed after the first
+    step, 2 wrong input or environment, 75 stopped by a signal or the time limit and ready to be continued.
+    """
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder to continue.")],
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start beside an earlier run, never over it.")] = False,
+    plugin: Plugins = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Train as a recipe says, or continue a run.
+
+    \b
+    vitrail train configs/demo/mae3d.yaml
+    vitrail train configs/demo/mae3d.yaml run.steps=100 optimizer.lr=1e-3 --fresh
+    vitrail train runs/demo-mae3d                 continue, or lengthen with run.steps=2000
+    torchrun --nproc-per-node 4 -m vitrail train configs/demo/mae3d.yaml
+
+    Output goes to run.dir, which is runs/<run.name> unless the recipe says otherwise: the recipe, metrics.jsonl,
+    checkpoints, pictures and report.html, whose path is printed at the end. Where that folder holds checkpoints of the
+    same recipe, the run goes on from the newest good one.
+    """
+    from vitrail.train.run import train as run_training
+
+    _load_plugins(plugin)
+    outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, **({"quiet": True} if quiet else {}))
+    if _is_chief():
+        if outcome.code:
+            _note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")
+        print(outcome.run_dir / "report.html")
+    raise typer.Exit(outcome.code)
+
+
+@app.command("eval", short_help="Score a checkpoint on held-out data.")
+def evaluate(
+    run: Run,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="Step of the checkpoint; the newest good one if not given."),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Held-out samples; eval.samples if not given.")
+    ] = None,
+    weights: Annotated[
+        Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where there are any.")
+    ] = None,
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint of a run on its held-out data (data.valid).
+
+    \b
+    vitrail eval runs/demo-mae3d
+    vitrail eval runs/demo-mae3d --checkpoint 1300 --samples 256 --weights raw --json
+
+    The samples and their masks are always the same, so scores can be compared. They are printed; nothing is written.
+    """
+    from vitrail.train.run import evaluate as run_evaluation
+
+    _load_plugins(plugin)
+    scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())
+    if _is_chief():
+        _print_tree(scores, as_json)
+
+
+@app.command(short_help="Write the page of a run.")
+def report(
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON too.")] = False
+) -> None:
+    """Write the page of a run, whatever state the run is in, and print its path.
+
+    \b
+    vitrail report runs/demo-mae3d
+    vitrail report runs/demo-mae3d --json
+
+    The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe, which opens offline.
+    With --json the facts are printed instead of the path, which is among them as "report".
+    """
+    from vitrail.report import summary, write_report
+
+    page = write_report(run)
+    if as_json:
+        _print_tree({"report": str(page), **summary(run)}, as_json)
+    else:
+        print(page)
+
+
+@data.command(short_help="Generate tissue to try things on.")
+def generate(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the volume goes, for example data/em.zarr.")],
+    shape: Annotated[str, typer.Option(metavar="Z,Y,X", help="Voxels along each axis.")] = "128,128,192",
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another seed grows other tissue.")] = 0,
+    levels: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Resolution levels, each half the size of the one before.")
+    ] = 3,
+    ome_version: Annotated[Literal["0.4", "0.5"], typer.Option(help="Version of OME-Zarr.")] = "0.5",
+    chunk: Annotated[int, typer.Option(metavar="N", min=1, help="Voxels along each side of a chunk.")] = 64,
+    force: Annotated[bool, typer.Option("--force", help="Replace what lies at OUT.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Generate tissue that looks like volume electron microscopy, with labels, as OME-Zarr.
+
+    \b
+    vitrail data generate data/em.zarr
+    vitrail data generate data/big.zarr --shape 256,512,512 --seed 1 --ome-version 0.4
+
+    The volume is written to OUT (8 nm voxels; membranes, mitochondria and vesicles under labels/structures), and its
+    path is printed. The same shape and seed give the same voxels.
+    """
+    if out.exists() and not force:
+        raise UserError(f"{out} exists already; choose another path, or replace it with --force")
+    sizes = _read_sizes(shape)
+    from vitrail.data.generate import generate_em, write_ome_zarr
+
+    volume = generate_em(sizes, seed)
+    write_ome_zarr(out, volume, levels=levels, version=ome_version, chunk=chunk, name="em", overwrite=force)
+    made = {
+        "path": str(out),
+        "shape": list(sizes),
+        "seed": seed,
+        "levels": levels,
+        "version": ome_version,
+        "chunk": chunk,
+    }
+    if as_json:
+        _print_tree(made, as_json)
+    else:
+        print(out)
+
+
+@data.command(short_help="Look at data before training on it.")
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="An OME-Zarr group or a folder of images.")],
+    picture: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Also draw a picture with a scale bar.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Look at data before training on it: shape, axes, voxel size, levels, and statistics of a few crops.
+
+    \b
+    vitrail data inspect data/em.zarr
+    vitrail data inspect data/em.zarr --picture em.png --json
+
+    The facts are printed; the picture, if asked for, goes to OUT.png.
+    """
+    from vitrail.data.inspect import inspect as look_at
+    from vitrail.data.inspect import picture as draw
+    from vitrail.data.sources import guess_kind
+    from vitrail.recipe import kinds
+
+    config: Any = kinds.find("source", guess_kind(path))
+    source = config(path=path).open()
+    facts = look_at(source)
+    if picture is not None:
+        facts["picture"] = str(draw(source, picture))
+    _print_tree(facts, as_json)
+
+
+@app.command(short_help="Try what training needs on this machine.")
+def doctor(as_json: Json = False) -> None:
+    """Try what training needs on this machine: versions, devices, attention, process groups, disk, zarr.
+
+    \b
+    vitrail doctor
+    vitrail doctor --json > doctor.json           to send along with a question
+
+    Each check says ok, warn or fail, and what to do. Exits with 2 if one fails. Nothing is left behind.
+    """
+    from vitrail.launch import machine
+
+    checks = machine.doctor()
+    if as_json:
+        _print_tree({"environment": machine.environment(), "checks": checks}, as_json)
+    else:
+        width = max(len(check["name"]) for check in checks)
+        for check in checks:
+            colour = {"ok": "green", "warn": "yellow", "fail": "red"}[check["status"]]
+            status = typer.style(f"{check['status']:4}", fg=colour)
+            typer.echo(f"{status}  {check['name']:{width}}  {check['detail']}")
+            if check["remedy"]:
+                typer.echo(f"{'':{width + 8}}-> {check['remedy']}")
+    raise typer.Exit(2 if any(check["status"] == "fail" for check in checks) else 0)
+
+
+@app.command(short_help="Print the JSON Schema of recipes.")
+def schema(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+) -> None:
+    """Print the JSON Schema of recipes, with which editors check and complete them.
+
+    \b
+    vitrail schema --out vitrail.schema.json
+
+    Then begin a recipe with this line, which most editors with a YAML language server understand:
+
+    \b
+    # yaml-language-server: $schema=vitrail.schema.json
+    """
+    import json
+
+    from vitrail.recipe import json_schema
+
+    text = json.dumps(json_schema(), indent=2)
+    if out is None:
+        print(text)
+        return
+    try:
+        out.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: it cannot be written ({error.strerror}); choose another path") from error
+    print(out)
+
+
+# ---------------------------------------------------------------- words in, words out
+
+
+def _load_plugins(modules: list[str] | None) -> None:
+    from vitrail.recipe.kinds import load_plugin
+
+    for module in modules or ():
+        load_plugin(module)
+
+
+def _read_sizes(text: str) -> tuple[int, int, int]:
+    """Three numbers with commas; one number stands for a cube."""
+    words = text.split(",")
+    words = words * 3 if len(words) == 1 else words
+    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
+        raise UserError(f"--shape {text!r}: expected one whole number or three with commas, such as 128,128,192")
+    z, y, x = map(int, words)
+    return z, y, x
+
+
+def _is_chief() -> bool:
+    """Whether this process may print: alone, or the first of several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell(message: str) -> None:
+    """An error on standard error, a line for each problem; said once, unless it is about one rank."""
+    for line in message.splitlines():
+        if _is_chief() or message.startswith("rank "):
+            _note(f"error: {line}")
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
+    from vitrail.report.units import plain
+
+    if as_json:
+        import json
+
+        from vitrail.report.facts import _strict
+
+        print(json.dumps(_strict(tree), indent=2, allow_nan=False))
+        return
+
+    def show(value: Any) -> str:
+        if isinstance(value, dict):
+            return "; ".join(f"{name} {show(inner)}" for name, inner in value.items())
+        if isinstance(value, list):
+            return ", ".join(map(show, value)) or "none"
+        return plain(value, 6) if isinstance(value, float) else "none" if value is None else str(value)
+
+    def walk(tree: dict[str, Any], indent: str) -> None:
+        for name, value in tree.items():
+            if name == "histogram":  # for machines
+                continue
+            rows = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
+            print(f"{indent}{name}:", end="\n" if rows or isinstance(value, dict) else f" {show(value)}\n")
+            if isinstance(value, dict):
+                walk(value, indent + "  ")
+            for row in rows or ():
+                print(f"{indent}  {show(row)}")
+
+    walk(tree, "")

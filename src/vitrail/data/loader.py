@@ -1,0 +1,120 @@
+"""Batches in order, read ahead by threads and sent to the device while it computes.
+
+Threads, not processes: decoding releases the GIL, blocks are shared, and nothing has to be forked or pickled. What a
+rank reads is a slice of the global batch, named by counters alone.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.data.augment import orient
+from vitrail.data.batch import Batch
+from vitrail.data.reader import Reader
+from vitrail.data.sampler import Sample, Sampler
+
+
+class Loader:
+    """Yields this rank's part of the batches first, first + 1, ...; `counters(step)` names its samples."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        reader: Reader,
+        counters: Callable[[int], Sequence[int]],
+        *,
+        device: torch.device,
+        workers: int,
+        prefetch: int,
+    ):
+        self.sampler, self.reader, self.counters = sampler, reader, counters
+        self.device, self.workers, self.prefetch = device, workers, prefetch
+
+    def load(self, counters: Sequence[int], pool: ThreadPoolExecutor | None = None) -> Batch:
+        """The samples with these counters, now."""
+        return self._finish(self._start(counters, pool))
+
+    def batches(self, first: int, last: int) -> Iterator[Batch]:
+        """Batches of the steps first..last-1, read ahead by threads (or at once, with no workers)."""
+        if self.workers == 0:
+            yield from (self.load(self.counters(step)) for step in range(first, last))
+            return
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=self.prefetch)
+        stopped = threading.Event()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitrail-reader")
+        feeder = threading.Thread(target=self._feed, args=(first, last, pool, ready, stopped), daemon=True)
+        feeder.start()
+        try:
+            for _ in range(first, last):
+                got = ready.get()
+                if isinstance(got, BaseException):
+                    raise got
+                if got.values.is_cuda:
+                    # Copied on the feeder's stream: wait for the copy, and keep the memory until this stream is done.
+                    torch.cuda.current_stream().wait_stream(self._copy_stream)
+                    got.values.record_stream(torch.cuda.current_stream())
+                yield got
+        finally:
+            stopped.set()
+            while feeder.is_alive():  # it may be waiting to put
+                try:
+                    ready.get_nowait()
+                except queue.Empty:
+                    feeder.join(0.01)
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _feed(
+        self,
+        first: int,
+        last: int,
+        pool: ThreadPoolExecutor,
+        ready: "queue.Queue[Batch | BaseException]",
+        stopped: threading.Event,
+    ) -> None:
+        pending: deque[_Pending] = deque()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                self._copy_stream = torch.cuda.Stream()
+                torch.cuda.set_stream(self._copy_stream)
+            upcoming = iter(range(first, last))
+            while not stopped.is_set():
+                while len(pending) < self.prefetch and (step := next(upcoming, None)) is not None:
+                    pending.append(self._start(self.counters(step), pool))
+                if not pending:
+                    return
+                ready.put(self._finish(pending.popleft()))
+        except BaseException as error:
+            ready.put(error)
+
+    def _start(self, counters: Sequence[int], pool: ThreadPoolExecutor | None) -> "_Pending":
+        samples = [self.sampler(counter) for counter in counters]
+        shape = (len(samples), self.reader.channels, *self.reader.crop)
+        dtype = torch.from_numpy(np.empty(0, self.reader.dtype)).dtype
+        host = torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        jobs = []
+        for row, sample in zip(host.numpy(), samples, strict=True):
+            if pool is None:
+                self.reader.read_into(row, sample)
+            else:
+                jobs.append(pool.submit(self.reader.read_into, row, sample))
+        return _Pending(list(counters), samples, host, jobs)
+
+    def _finish(self, pending: "_Pending") -> Batch:
+        for job in pending.jobs:
+            job.result()
+        values = pending.host.to(self.device, non_blocking=True)
+        return Batch(pending.counters, orient(values, [s.orientation for s in pending.samples]))
+
+
+class _Pending:
+    """A batch whose samples are still being read."""
+
+    def __init__(self, counters: list[int], samples: list[Sample], host: Tensor, jobs: "list[Future[None]]"):
+        self.counters, self.samples, self.host, self.jobs = counters, samples, host, jobs

@@ -1,0 +1,87 @@
+"""Reads the crops that the sampler names. It is only a cache: it never changes the answer.
+
+Blocks are decoded once and shared by all threads, within a limit of memory; a block that another thread is already
+reading is waited for, not read twice.
+"""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from vitrail.data.sampler import Sample
+from vitrail.data.source import Source
+from vitrail.errors import UserError
+
+# PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
+_HOST_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32", "bool": "uint8"}
+
+
+def host_dtype(dtype: np.dtype) -> np.dtype:
+    """The type in which samples of a source travel to the device."""
+    native = np.dtype(dtype).newbyteorder("=")
+    return np.dtype(_HOST_TYPES.get(native.name, native.name))
+
+
+class Reader:
+    def __init__(self, sources: Sequence[Source], crop: tuple[int, ...], *, whole_blocks: bool, cache_bytes: int):
+        self.sources, self.crop = list(sources), crop
+        self.whole_blocks = whole_blocks  # decode the block once for several crops, or just the crop
+        self.cache_bytes = cache_bytes
+        self.dtype = np.result_type(*[host_dtype(s.dtype) for s in sources])
+        self.channels = len(sources[0].variables)
+        self._blocks: OrderedDict[tuple, Future[np.ndarray]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, out: np.ndarray, sample: Sample) -> None:
+        """Write the sample's crop, unturned, into out [C, *crop]."""
+        if self.whole_blocks and self._block_bytes(sample) <= self.cache_bytes:
+            block = self._block(sample)
+            window = tuple(
+                slice(s - b.start, s - b.start + c) for s, b, c in zip(sample.start, sample.block, self.crop, strict=True)
+            )
+            out[...] = block[(slice(None), *window)]
+        else:
+            region = tuple(slice(s, s + c) for s, c in zip(sample.start, self.crop, strict=True))
+            out[...] = self.sources[sample.source].read(sample.item, region)
+        if out.dtype.kind == "f" and not np.isfinite(out).all():
+            name = self.sources[sample.source].items[sample.item].name
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(out))[0])
+            position = [s + w for s, w in zip(sample.start, where[1:], strict=True)]
+            variable = self.sources[sample.source].variables[where[0]]
+            raise UserError(
+                f"{name}: variable {variable!r} is NaN or infinite at voxel {position}; "
+                "fill or mask such values in the file, or leave them out with `region`"
+            )
+
+    def _block_bytes(self, sample: Sample) -> int:
+        return math.prod(b.stop - b.start for b in sample.block) * self.channels * self.dtype.itemsize
+
+    def _block(self, sample: Sample) -> np.ndarray:
+        name = (sample.source, sample.item, *[(b.start, b.stop) for b in sample.block])
+        with self._lock:
+            future = self._blocks.get(name)
+            mine = future is None
+            if future is None:
+                future = self._blocks[name] = Future()
+            self._blocks.move_to_end(name)
+        if mine:
+            try:
+                block = self.sources[sample.source].read(sample.item, sample.block)
+                future.set_result(block)
+            except BaseException as error:
+                with self._lock:
+                    del self._blocks[name]
+                future.set_exception(error)
+                raise
+            with self._lock:
+                self._bytes += block.nbytes
+                for old in [k for k, f in self._blocks.items() if f.done() and k != name]:
+                    if self._bytes <= self.cache_bytes:
+                        break
+                    self._bytes -= self._blocks.pop(old).result().nbytes
+        return future.result()

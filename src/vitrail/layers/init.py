@@ -1,0 +1,112 @@
+"""Initialisation that does not depend on the layout.
+
+Each parameter is drawn from generators seeded by (seed, its full name, block of 2^16 elements), so that a rank draws
+only the blocks which its shard touches and any sharding gives the same model. Rules are read from the unwrapped model
+on the meta device; the values are written after sharding.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vitrail.draws import key
+
+BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Normal:
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """A small tensor computed whole, such as a table of positions."""
+
+    values: Callable[[], Tensor]
+
+
+Rule = Normal | Constant | Table
+
+
+def mark(parameter: nn.Parameter, rule: Rule) -> nn.Parameter:
+    """Give a parameter a rule other than its module's default."""
+    parameter.init_rule = rule  # type: ignore[attr-defined]
+    return parameter
+
+
+def init_rules(model: nn.Module) -> dict[str, Rule]:
+    """The rule of every parameter by full name; call it before sharding, which replaces the parameters."""
+    rules: dict[str, Rule] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}" if prefix else name
+            rules[full_name] = getattr(parameter, "init_rule", None) or _default_rule(module, name, full_name)
+    return rules
+
+
+def _default_rule(module: nn.Module, name: str, full_name: str) -> Rule:
+    if name == "bias":
+        return Constant(0.0)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return Constant(1.0)
+    if isinstance(module, nn.Linear):
+        return Normal(0.02)
+    raise AssertionError(f"{full_name} has no initialisation rule: mark() it in {type(module).__name__}")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, rules: dict[str, Rule], seed: int) -> None:
+    """Write the initial values into the (sharded or plain) parameters of a materialised model."""
+    for name, parameter in model.named_parameters():
+        local, offset = local_shard(parameter)
+        if local.numel():
+            _fill(local, offset, tuple(parameter.shape), rules[name], name, seed)
+
+
+def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The part of a tensor that this rank holds and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offset)
+
+
+def _fill(
+    local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], rule: Rule, name: str, seed: int
+) -> None:
+    window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+    if isinstance(rule, Constant):
+        local.fill_(rule.value)
+    elif isinstance(rule, Table):
+        local.copy_(rule.values().reshape(shape)[window])
+    else:
+        # Row by row groups: what is drawn at a time stays near one block, whatever the sharding.
+        row = math.prod(shape[1:])
+        rows = max(1, BLOCK // max(row, 1))
+        for first in range(0, local.shape[0], rows):
+            last = min(first + rows, local.shape[0])
+            start = (offset[0] + first) * row
+            values = _normal(seed, name, start, start + (last - first) * row).reshape(last - first, *shape[1:])
+            local[first:last].copy_(values[(slice(None), *window[1:])] * rule.std)
+
+
+def _normal(seed: int, name: str, start: int, stop: int) -> Tensor:
+    """Elements start..stop of the endless standard-normal sequence of this name."""
+    pieces = []
+    for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+        generator = torch.Generator().manual_seed(key(seed, "init:" + name, block))
+        values = torch.randn(BLOCK, generator=generator)
+        pieces.append(values[max(start - block * BLOCK, 0) : min(stop - block * BLOCK, BLOCK)])
+    return torch.cat(pieces)

@@ -1,0 +1,94 @@
+"""Which tokens are hidden. Every kind gives each token a score from noise; the lowest scores stay visible.
+
+So the count of visible tokens is exact for every kind, and a mask is a pure function of the noise passed in.
+"""
+
+import math
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitrail.recipe import config
+
+
+class Mask(NamedTuple):
+    visible: Tensor  # [B, n] indices, rising
+    hidden: Tensor  # [B, N - n] indices, rising
+
+
+def num_visible(tokens: int, ratio: float) -> int:
+    """Tokens that stay when a ratio is hidden, rounded down (the tiny term undoes rounding in 1 - ratio)."""
+    return int(tokens * (1 - ratio) + 1e-6)
+
+
+@config
+class _MaskConfig:
+    ratio: float = 0.75  # of the tokens, hidden
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio < 1:
+            raise ValueError(f"ratio {self.ratio} must lie between 0 and 1")
+
+
+@config
+class RandomMask(_MaskConfig):
+    """Each token by itself."""
+
+    kind: Literal["random"] = "random"
+
+    def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:
+        return noise
+
+
+@config
+class BlockMask(_MaskConfig):
+    """Whole blocks of neighbouring tokens."""
+
+    kind: Literal["block"] = "block"
+    block: int = 2  # tokens along each axis
+
+    def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:
+        corner = [torch.arange(g, device=noise.device) // self.block * self.block for g in grid]
+        return noise.unflatten(1, grid)[(slice(None), *torch.meshgrid(*corner, indexing="ij"))].flatten(1)
+
+
+@config
+class TubeMask(_MaskConfig):
+    """The same places along the whole first axis (time, or depth)."""
+
+    kind: Literal["tube"] = "tube"
+
+    def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:
+        return noise.unflatten(1, grid)[:, :1].expand(-1, *grid).flatten(1)
+
+
+@config
+class GridMask(_MaskConfig):
+    """Visible tokens on a regular lattice, shifted at random for each sample."""
+
+    kind: Literal["grid"] = "grid"
+
+    def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:
+        stride = max(2, round((1 - self.ratio) ** (-1 / len(grid))))
+        out = torch.zeros_like(noise).unflatten(1, grid)
+        for axis, size in enumerate(grid):
+            shift = (noise[:, axis] * stride).long()  # the first numbers of a sample also choose its shift
+            off = (torch.arange(size, device=noise.device) + shift[:, None]) % stride != 0  # [B, size]
+            out = out + off.view(-1, *[size if a == axis else 1 for a in range(len(grid))])
+        return out.flatten(1)
+
+
+MaskConfig = Annotated[RandomMask | BlockMask | TubeMask | GridMask, Field(discriminator="kind")]
+
+
+def make_mask(
+    c: RandomMask | BlockMask | TubeMask | GridMask, noise: Tensor, grid: tuple[int, ...]
+) -> Mask:
+    """Sort the tokens by score, equal scores by the noise itself, and cut at the exact count; noise [B, N]."""
+    keep = num_visible(math.prod(grid), c.ratio)
+    score = c.score(noise, grid)
+    order = noise.argsort(dim=1, stable=True)
+    order = order.gather(1, score.gather(1, order).argsort(dim=1, stable=True))
+    return Mask(order[:, :keep].sort(dim=1).values, order[:, keep:].sort(dim=1).values)

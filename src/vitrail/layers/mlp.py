@@ -1,0 +1,33 @@
+"""The two MLPs of vision transformers: GELU, and SwiGLU with gate and value as two layers (a split keeps pairs)."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def swiglu_hidden(width: int, *, multiplier: float = 1.0, multiple_of: int = 256) -> int:
+    """Llama's rule: two thirds of four widths, times a multiplier, rounded up."""
+    hidden = int(multiplier * int(2 * (4 * width) / 3))
+    return multiple_of * math.ceil(hidden / multiple_of)
+
+
+class MLP(nn.Module):
+    def __init__(self, *, width: int, hidden: int, bias: bool):
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden, bias=bias)
+        self.fc2 = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, *, width: int, hidden: int, bias: bool):
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.fc1 = nn.Linear(width, hidden, bias=bias)
+        self.fc2 = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.silu(self.gate(x)) * self.fc1(x))

@@ -1,0 +1,67 @@
+"""What every model is: stages in order, through which one tensor flows.
+
+A model knows nothing of ranks. It lists its stages with the side inputs that each needs (pipelines cut there), its
+repeated blocks (what is checkpointed, compiled and sharded one by one), its drop-path rates and the parameters that
+weight decay spares. parallelize() and the trainer obey these lists.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Side = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the flow: `run(x, side)`; `needs` names the side inputs that it reads."""
+
+    name: str
+    run: Callable[[Tensor, Side], Tensor]
+    needs: tuple[str, ...] = ()
+
+
+class Model(nn.Module):
+    """Base of all models: forward is the stages one after another."""
+
+    watching: dict[str, Tensor] | None = None  # a dict put here is filled with the size of activations by stage
+
+    def stages(self) -> list[Stage]:
+        raise NotImplementedError
+
+    def derive(self, side: Side) -> Side:
+        """Side inputs computed once from the given ones (rotation tables, say), the same on every rank."""
+        return side
+
+    def blocks(self) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def drop_path_rates(self) -> list[float]:
+        """One rate a block, in the order of the drop-path table [B, depth, 2]."""
+        return [0.0] * len(self.blocks())
+
+    def spared_from_decay(self) -> list[str]:
+        """Names (last parts) of parameters with two or more dimensions that are not weight matrices."""
+        return []
+
+    def forward(self, x: Tensor, **side: Any) -> Tensor:
+        """Run all stages; when watched, also note the root mean square of the activations after each."""
+        side = self.derive(side)
+        for stage in self.stages():
+            x = stage.run(x, side)
+            if self.watching is not None:
+                self.watching[stage.name] = x.detach().float().square().mean().sqrt()
+        return x
+
+
+def block_drop_path(side: Side, index: int) -> Tensor | None:
+    """The factors [B, 2] of one block out of the whole table, None without drop path."""
+    table = side.get("drop_path")
+    return None if table is None else table[:, index]
+
+
+def spread_drop_path(rate: float, depth: int) -> list[float]:
+    """From 0 at the first block to `rate` at the last."""
+    return [rate * i / max(depth - 1, 1) for i in range(depth)]

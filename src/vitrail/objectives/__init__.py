@@ -1,0 +1,1 @@
+"""What models are trained for, one file each."""

@@ -1,0 +1,162 @@
+"""The kinds a recipe may name: slot -> name -> the config class, imported only when it is named.
+
+Built-in kinds are in the table below. Others come from an installed entry point (group `vitrail.<slot>`, loaded only
+when named) or from `register`, called by a module given with `--plugin`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from typing import Any
+
+from vitrail.errors import UserError
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "model": {
+        "vit": "vitrail.models.vit:ViTConfig",
+        "mae": "vitrail.models.mae:MAEConfig",
+    },
+    "objective": {
+        "reconstruct": "vitrail.objectives.reconstruct:ReconstructConfig",
+    },
+    "source": {
+        "ome_zarr": "vitrail.data.sources.ome_zarr:OmeZarrConfig",
+        "image_folder": "vitrail.data.sources.image_folder:ImageFolderConfig",
+    },
+    "optimizer": {
+        "adamw": "vitrail.train.optimizer:AdamWConfig",
+        "sgd": "vitrail.train.optimizer:SGDConfig",
+    },
+    "schedule": {
+        "cosine": "vitrail.train.schedule:CosineConfig",
+        "linear": "vitrail.train.schedule:LinearConfig",
+        "constant": "vitrail.train.schedule:ConstantConfig",
+    },
+}
+
+# Modules whose distribution has another name, so that the right extra is found for them.
+_DISTRIBUTIONS = {"cv2": "opencv-python-headless", "flash_attn": "flash-attn-4", "PIL": "pillow", "yaml": "pyyaml"}
+
+_registered: dict[str, dict[str, type]] = {slot: {} for slot in BUILT_IN}
+
+
+def register(slot: str, name: str, cls: type) -> type:
+    """Add a kind from a plugin; a name that is taken by another class is refused. Returns `cls`."""
+    _check_slot(slot)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"kind {name!r}: a kind's name is lower-case letters, digits and _, starting with a letter")
+    _check_class(slot, name, cls)
+    taken = BUILT_IN[slot].get(name) or _registered[slot].get(name)
+    if taken is not None and taken is not cls and taken != f"{cls.__module__}:{cls.__qualname__}":
+        raise UserError(f"kind {name!r}: the name is already taken by another {slot}; choose another name")
+    if name not in BUILT_IN[slot]:
+        _registered[slot][name] = cls
+    return cls
+
+
+def find(slot: str, name: str, *, key: str | None = None) -> type:
+    """The config class of a kind; `key` is where the recipe names it, for the error's sentence."""
+    _check_slot(slot)
+    key = key or f"{slot}.kind"
+    if name in BUILT_IN[slot]:
+        return _load(slot, name, BUILT_IN[slot][name], key)
+    if name in _registered[slot]:
+        return _registered[slot][name]
+    for point in metadata.entry_points(group=f"vitrail.{slot}"):
+        if point.name == name:
+            return _load(slot, name, point.value, key)
+    raise UserError(_unknown(slot, name, key))
+
+
+def known(slot: str) -> list[str]:
+    """Every name of a slot, sorted; nothing is imported for it."""
+    _check_slot(slot)
+    installed = (point.name for point in metadata.entry_points(group=f"vitrail.{slot}"))
+    return sorted({*BUILT_IN[slot], *_registered[slot], *installed})
+
+
+def load_plugin(module: str) -> None:
+    """Import a module named on the command line; its `register` calls add its kinds."""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
+        raise UserError(f"--plugin {module!r}: expected a module's dotted name, such as my_lab.beamline")
+    try:
+        importlib.import_module(module)
+    except UserError:
+        raise
+    except Exception as error:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name and (module + ".").startswith(error.name + "."):
+            hint = "; install it or put its folder on PYTHONPATH"
+        raise UserError(f"--plugin {module}: cannot be imported: {_words(error)}{hint}") from error
+
+
+def nearest(word: str, choices: list[str]) -> str | None:
+    """The choice spelt most like `word`, if one is near."""
+    folded = {choice.casefold(): choice for choice in choices}
+    found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=0.6)
+    return folded[found[0]] if found else None
+
+
+def _check_slot(slot: str) -> None:
+    if slot not in BUILT_IN:
+        raise UserError(f"slot {slot!r}: there is no such slot of kinds; the slots are {', '.join(BUILT_IN)}")
+
+
+def _check_class(slot: str, name: str, cls: Any) -> None:
+    """A kind's class is a config whose field `kind` has the kind's name as its default."""
+    defaults = {field.name: field.default for field in fields(cls)} if is_dataclass(cls) else {}
+    if not isinstance(cls, type) or "__pydantic_config__" not in vars(cls) or defaults.get("kind") != name:
+        raise UserError(
+            f"{slot} kind {name!r}: {getattr(cls, '__qualname__', cls)!r} must be a class made with @config "
+            f'that has the field kind: Literal["{name}"] = "{name}".'
+        )
+
+
+def _load(slot: str, name: str, target: str, key: str) -> type:
+    """Import "module:Class", and say which extra to install when a library is missing."""
+    module, _, attribute = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        raise UserError(f"{key}: {name!r} needs {missing}, which is not installed; {_remedy(missing)}") from error
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{key}: {name!r} cannot be imported from {target}: {_words(error)}") from error
+    _check_class(slot, name, cls)
+    return cls
+
+
+def _remedy(module: str) -> str:
+    """What to install for a missing module: the extra that holds its distribution, or the distribution itself."""
+    top = module.partition(".")[0]
+    distribution = _plain(_DISTRIBUTIONS.get(top, top))
+    try:
+        requirements = metadata.requires("vitrail") or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    for requirement in requirements:
+        wanted = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"""extra\s*==\s*["']([\w.-]+)["']""", requirement)
+        if wanted and extra and _plain(wanted.group()) == distribution:
+            return f'pip install "vitrail[{extra.group(1)}]"'
+    return f"pip install {distribution}"
+
+
+def _plain(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _unknown(slot: str, name: str, key: str) -> str:
+    names = known(slot)
+    near = nearest(name, names)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{key}: {name!r} is not a known {slot}{hint} (known: {', '.join(names)}; a plugin's needs --plugin MODULE)"
+
+
+def _words(error: BaseException) -> str:
+    """An error's message on one line, without its final stop."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

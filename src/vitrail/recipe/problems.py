@@ -1,0 +1,240 @@
+"""Sentences for what is wrong with a recipe: the key, what was expected, the value given, and the nearest spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vitrail.recipe.kinds import nearest
+from vitrail.recipe.trees import Key, dotted, show
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from vitrail.recipe.schema import Recipe
+
+# What a type of error says was expected. {} is filled from the error's context.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "expected": "{expected}",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "a mapping",
+    "none_required": "null",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_type": "text",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} items",
+    "tuple_type": "a list",
+}
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # of sections, of configs
+
+
+class Problem(NamedTuple):
+    """One problem: where, in words, and whether the value there is null."""
+
+    key: Key
+    sentence: str
+    is_null: bool
+
+
+class _Fault(NamedTuple):
+    key: Key
+    type: str
+    context: dict[str, Any]
+    message: str
+
+
+def explain(error: ValidationError, tree: Any, cls: type[Recipe]) -> list[Problem]:
+    """A sentence for each key that pydantic refused, in the order of the tree."""
+    schema = cls.model_json_schema()
+    faults = [
+        _Fault(_clean(item["loc"], item["type"], tree, schema), item["type"], item.get("ctx", {}), item["msg"])
+        for item in error.errors(include_url=False, include_input=False)
+    ]
+    # A union reports each of its branches, and a list with a wrong item may count itself too short. What is said of the
+    # inside of a value tells more than what is said of its whole.
+    deep = {fault.key[:end] for fault in faults for end in range(len(fault.key))}
+    grouped: dict[Key, list[_Fault]] = {}
+    for fault in faults:
+        if fault.key not in deep:
+            grouped.setdefault(fault.key, []).append(fault)
+    problems = []
+    for key, group in grouped.items():
+        unknown = any(fault.type in _UNKNOWN for fault in group)
+        is_null = not unknown and _at(tree, key, missing=...) is None
+        problems.append(Problem(key, _sentence(key, group, tree, schema), is_null))
+    return problems
+
+
+def _clean(location: tuple[str | int, ...], kind: str, tree: Any, schema: dict[str, Any]) -> Key:
+    """The key in the tree: pydantic also names the branches of unions, which are not keys."""
+    key: Key = ()
+    value = tree
+    branch_named = False
+    for position, name in enumerate(location):
+        last = position == len(location) - 1
+        # A branch may be called like a key inside it: mask {kind: block, block: 2}.
+        if not branch_named and isinstance(value, dict) and value.get("kind") == name and _is_tagged(schema, key, tree):
+            branch_named = True
+            continue
+        if (isinstance(value, dict) and name in value) or (isinstance(value, list) and isinstance(name, int)):
+            value = value[name]  # type: ignore[index]
+        elif not (last and kind == "missing"):
+            continue
+        key, branch_named = (*key, name), False
+    return key
+
+
+def _at(tree: Any, key: Key, missing: Any = None) -> Any:
+    for name in key:
+        try:
+            tree = tree[name]
+        except (KeyError, IndexError, TypeError):
+            return missing
+    return tree
+
+
+def _sentence(key: Key, group: list[_Fault], tree: Any, schema: dict[str, Any]) -> str:
+    where = dotted(key)
+    value = _at(tree, key)
+    first = group[0]
+    if any(fault.type in _UNKNOWN for fault in group):
+        keys = keys_at(schema, key[:-1], tree)
+        near = nearest(str(key[-1]), keys)
+        hint = f"; did you mean {near!r}?" if near else ""
+        return f"{where}: unknown key{hint}" + (f" (keys here: {', '.join(keys)})" if keys else "")
+    if first.type == "missing":
+        return f"{where}: missing; this key is required"
+    if first.type == "union_tag_not_found":
+        names = [name for place in _places(schema, key, tree) for name in _kinds_of(place)]
+        return f"{where}.kind: missing; expected one of {', '.join(names)}"
+    for fault in group:
+        if fault.type in ("value_error", "assertion_error"):
+            words = str(fault.context.get("error", fault.message)).strip().rstrip(".")
+            return words if words.startswith(where + ":") else f"{where}: {words}"
+    expected = list(dict.fromkeys(_expected(fault) for fault in group))
+    if all(fault.type not in _EXPECTED and fault.type != "union_tag_invalid" for fault in group):
+        return f"{where}: {first.message}, got {show(value)}"
+    if first.type == "union_tag_invalid":
+        where, value = f"{where}.kind", first.context.get("tag")
+    return f"{where}: expected {' or '.join(expected)}, got {show(value)}{_hint(group, value)}"
+
+
+def _expected(fault: _Fault) -> str:
+    if fault.type == "union_tag_invalid":
+        return " or ".join(str(fault.context["expected_tags"]).rsplit(", ", 1))
+    context = {name: f"{item:g}" if isinstance(item, float) else item for name, item in fault.context.items()}
+    words = _EXPECTED.get(fault.type, fault.message).format(**context) if fault.type in _EXPECTED else fault.message
+    if fault.type == "literal_error":
+        words = re.sub(r"\bTrue\b", "true", re.sub(r"\bFalse\b", "false", words))
+    return words.replace("at least 1 items", "at least one item")
+
+
+def _hint(group: list[_Fault], value: Any) -> str:
+    """The nearest choice for a misspelt word, or how to write a number as text."""
+    if isinstance(value, str):
+        listed = " ".join(
+            str(fault.context.get("expected", fault.context.get("expected_tags")))
+            for fault in group
+            if fault.type in ("literal_error", "union_tag_invalid")
+        )
+        choices = re.findall(r"'([^']*)'", listed)
+        if near := nearest(value, choices):
+            return f"; did you mean {near!r}?"
+        numeric = any(fault.type in ("int_type", "float_type", "expected") for fault in group)
+        return "; write it without quotes" if numeric and re.fullmatch(r"-?[0-9.]+", value) else ""
+    if isinstance(value, int | float) and any(fault.type == "string_type" for fault in group):
+        return "; put it in quotes"
+    return ""
+
+
+def keys_at(schema: dict[str, Any], key: Key, tree: Any) -> list[str]:
+    """The keys that the JSON Schema of a recipe knows in the mapping at `key` of this tree."""
+    return list(dict.fromkeys(name for place in _places(schema, key, tree) for name in place.get("properties", {})))
+
+
+def _places(schema: dict[str, Any], key: Key, tree: Any) -> list[dict[str, Any]]:
+    """The parts of the schema that may describe the value at `key`, each with its own keys."""
+    return [place for part in _parts(schema, key, tree) for place in _branches(part, schema, _at(tree, key))]
+
+
+def _parts(schema: dict[str, Any], key: Key, tree: Any) -> list[dict[str, Any]]:
+    """The parts of the schema at `key`, references and unions still whole."""
+    parts = [schema]
+    for name in key:
+        parts = [inner for part in parts for place in _branches(part, schema, tree) for inner in _inside(place, name)]
+        tree = _at(tree, (name,))
+    return parts
+
+
+def _is_tagged(schema: dict[str, Any], key: Key, tree: Any) -> bool:
+    """Whether a union that is told apart by its kind stands at `key`."""
+    parts = _parts(schema, key, tree)
+    return any("discriminator" in inner for part in parts for inner in (part, *part.get("anyOf", [])))
+
+
+def _inside(place: dict[str, Any], name: str | int) -> Iterator[dict[str, Any]]:
+    if isinstance(name, int):
+        items = place.get("items")
+        yield from [items] if isinstance(items, dict) else []
+    elif name in place.get("properties", {}):
+        yield place["properties"][name]
+    elif isinstance(place.get("additionalProperties"), dict):
+        yield place["additionalProperties"]
+
+
+def _branches(part: dict[str, Any], schema: dict[str, Any], tree: Any) -> Iterator[dict[str, Any]]:
+    """The schemas that a part may stand for; a tree that names its kind chooses among them."""
+    if "$ref" in part:
+        yield from _branches(schema["$defs"][part["$ref"].rpartition("/")[2]], schema, tree)
+        return
+    choices = [choice for word in ("anyOf", "oneOf", "allOf") for choice in part.get(word, [])]
+    if choices:
+        for choice in choices:
+            yield from _branches(choice, schema, tree)
+        return
+    allowed = _kinds_of(part)
+    if not (allowed and isinstance(tree, dict) and "kind" in tree and tree["kind"] not in allowed):
+        yield part
+
+
+def _kinds_of(place: dict[str, Any]) -> list[str]:
+    named = place.get("properties", {}).get("kind", {})
+    return named.get("enum") or ([named["const"]] if "const" in named else [])
+
+
+def check_across(recipe: Recipe) -> list[str]:
+    """What is wrong between keys that are each right alone."""
+    problems = []
+    parallel, normalize = recipe.parallel, recipe.data.normalize
+    if parallel.group is not None and parallel.strategy != "HYBRID_SHARD":
+        problems.append(
+            f"parallel.group: it is only for strategy HYBRID_SHARD, got {parallel.group} with {parallel.strategy}; "
+            "change the strategy or remove the group"
+        )
+    if not isinstance(normalize, str) and len(normalize.mean) != len(normalize.std):
+        problems.append(
+            "data.normalize: expected as many values in mean as in std, "
+            f"got {len(normalize.mean)} and {len(normalize.std)}"
+        )
+    crop, block = recipe.data.crop, recipe.data.block
+    if not isinstance(crop, int) and not isinstance(block, int | None) and len(crop) != len(block):
+        problems.append(f"data.block: expected one number per axis of data.crop, {len(crop)}, got {len(block)}")
+    return problems

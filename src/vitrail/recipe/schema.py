@@ -1,0 +1,212 @@
+"""The whole recipe: sections, and slots whose type is the config class of the kind that the recipe names.
+
+There is one way from kinds to types, `recipe_class`: it makes the Recipe class for some kinds of each slot. Reading a
+recipe makes it for the kinds named there and imports no other; the JSON Schema makes it for all built-in kinds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+from pydantic import Field, ValidationError, create_model
+
+from vitrail.errors import UserError
+from vitrail.recipe import kinds, yaml
+from vitrail.recipe.problems import check_across, explain
+from vitrail.recipe.sections import EMA, Checkpoint, Data, Eval, Log, Parallel, Precision, Run, Section
+from vitrail.recipe.trees import DEFAULT_KINDS, Key, dotted, non_finite, plain, show
+
+MAX_PROBLEMS = 10
+_SLOTS = ("model", "objective", "optimizer", "schedule")
+_SOURCES = ("train", "valid")
+
+
+class Recipe(Section):
+    """A run, complete: what is trained on what, how, and where it goes."""
+
+    run: Run
+    model: Any = Field(description="the model")
+    objective: Any = Field(description="what the model is trained for")
+    data: Data
+    optimizer: Any = Field(description="the optimizer")
+    schedule: Any = Field(description="the learning rate over the run")
+    ema: EMA | None = None
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    log: Log = Log()
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder: `run.dir`, or runs/<run.name>."""
+        return Path(self.run.dir) if self.run.dir is not None else Path("runs", self.run.name)
+
+    def to_tree(self) -> dict[str, Any]:
+        """The recipe as plain values, complete with defaults; it loads back to an equal recipe."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """`to_tree` as YAML."""
+        return yaml.dump(self.to_tree())
+
+
+@lru_cache(maxsize=64)
+def recipe_class(classes: tuple[tuple[str, tuple[type, ...]], ...]) -> type[Recipe]:
+    """The Recipe class in which each slot takes one of these config classes; a slot without any takes anything.
+
+    The same kinds give the same class, so that equal recipes are equal.
+    """
+    types: dict[str, Any] = {slot: _one_of(given) for slot, given in classes}
+    source = types.pop("source")
+    sources: Any = tuple[source, ...]  # type: ignore[valid-type]
+    groups: dict[str, Any] = {
+        "train": (Annotated[sources, Field(min_length=1)], _again(Data, "train")),
+        "valid": (sources, _again(Data, "valid")),
+    }
+    data = create_model("Data", __base__=Data, __doc__=Data.__doc__, **groups)
+    fields: dict[str, Any] = {slot: (types[slot], _again(Recipe, slot)) for slot in _SLOTS}
+    return create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, data=(data, ...), **fields)
+
+
+def _one_of(classes: tuple[type, ...]) -> Any:
+    if len(classes) < 2:
+        return classes[0] if classes else Any
+    return Annotated[Union[classes], Field(discriminator="kind")]  # noqa: UP007 (made from a tuple)
+
+
+def _again(section: type[Section], name: str) -> Any:
+    """A field's default and description, to give it a new type."""
+    field = section.model_fields[name]
+    return Field(field.default if not field.is_required() else ..., description=field.description)
+
+
+def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
+    """The recipe in a plain tree, or one UserError with a sentence for each problem.
+
+    A key in `cleared` that is null goes back to its default where null is no value of it.
+    """
+    whole = plain(tree)
+    problems = non_finite(whole)
+    if problems:
+        raise _refusal(problems)
+    for slot in _SLOTS:
+        if whole.get(slot, "") is None and (slot,) in cleared:
+            del whole[slot]
+    classes, found = _name_kinds(whole)
+    made = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, "source")))
+    while True:
+        try:
+            recipe = made.model_validate_json(json.dumps(whole), strict=True)
+            break
+        except ValidationError as error:
+            explained = explain(error, whole, made)
+        nulls = {problem.key for problem in explained if problem.is_null and problem.key in cleared}
+        reset = {key for key in nulls if isinstance(key[-1], str)}  # an item of a list has no default
+        if not reset:
+            told = [problem.sentence for problem in explained]
+            raise _refusal([*found, *(sentence for sentence in told if sentence not in found)])
+        for key in reset:
+            _remove(whole, key)
+    if found := found or check_across(recipe):
+        raise _refusal(found)
+    return recipe
+
+
+def _refusal(problems: list[str]) -> UserError:
+    more = len(problems) - MAX_PROBLEMS
+    shown = problems if more <= 0 else [*problems[: MAX_PROBLEMS - 1], f"and {more + 1} more problems"]
+    return UserError("\n".join(shown))
+
+
+def _remove(tree: Any, key: Key) -> None:
+    for name in key[:-1]:
+        tree = tree[name]
+    tree.pop(key[-1])
+
+
+def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list[str]]:
+    """Write every slot's kind into the tree where it is left out, and find the classes of the kinds named.
+
+    A slot whose kind is wrong gets no class, so that the rest of the recipe is still checked.
+    """
+    problems: list[str] = []
+    classes: dict[str, tuple[type, ...]] = {}
+    for slot in _SLOTS:
+        if slot in DEFAULT_KINDS:
+            tree.setdefault(slot, {})
+        found = _kind_class(tree[slot], slot, (slot,), problems) if slot in tree else None
+        classes[slot] = (found,) if found else ()
+    sources: dict[type, None] = {}
+    data = tree["data"] if isinstance(tree.get("data"), dict) else {}
+    complete = True
+    for group in _SOURCES:
+        items = data.get(group)
+        for index, item in enumerate(items if isinstance(items, list) else ()):
+            found = _kind_class(item, "source", ("data", group, index), problems)
+            complete = complete and found is not None
+            if found:
+                sources[found] = None
+    # In a fixed order, so that the same kinds always give the same class. With a kind unknown no union can be made.
+    ordered = sorted(sources, key=lambda cls: (cls.__module__, cls.__qualname__))
+    classes["source"] = tuple(ordered) if complete else ()
+    return classes, problems
+
+
+def _kind_class(item: Any, slot: str, key: Key, problems: list[str]) -> type | None:
+    where = dotted(key)
+    if not isinstance(item, dict):
+        name = DEFAULT_KINDS.get(slot) or kinds.known(slot)[0]
+        example = "{path: ...}" if slot == "source" else f"{{kind: {name}}}"
+        problems.append(f"{where}: expected a mapping such as {example}, got {show(item)}")
+        return None
+    try:
+        if "kind" not in item:
+            item["kind"] = _guess(item, slot, where)
+        if not isinstance(item["kind"], str):
+            names = ", ".join(kinds.known(slot))
+            raise UserError(f"{where}.kind: expected one of {names}, got {show(item['kind'])}")
+        return kinds.find(slot, item["kind"], key=f"{where}.kind")
+    except UserError as error:
+        problems.append(str(error))
+        return None
+
+
+def _guess(item: dict[str, Any], slot: str, where: str) -> str:
+    if slot in DEFAULT_KINDS:
+        return DEFAULT_KINDS[slot]
+    if slot != "source":
+        raise UserError(f"{where}.kind: missing; expected one of {', '.join(kinds.known(slot))}")
+    if not isinstance(item.get("path"), str):
+        problem = f"expected text, got {show(item['path'])}" if "path" in item else "missing; expected text"
+        raise UserError(f"{where}.path: {problem}")
+    from vitrail.data.sources import guess_kind
+
+    try:
+        return guess_kind(item["path"])
+    except UserError as error:
+        raise UserError(f"{where}.path: {error}") from error
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a recipe with every built-in kind; importing those imports torch."""
+    classes = {slot: tuple(kinds.find(slot, name) for name in names) for slot, names in kinds.BUILT_IN.items()}
+    schema = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, "source"))).model_json_schema()
+    definitions = schema["$defs"]
+    for slot, names in kinds.BUILT_IN.items():
+        for name, cls in zip(names, classes[slot], strict=True):
+            # The kind may be left out of a slot's default and of sources; elsewhere it tells the branches apart.
+            if slot != "source" and DEFAULT_KINDS.get(slot) != name:
+                required = definitions[cls.__name__].setdefault("required", [])
+                required.extend([] if "kind" in required else ["kind"])
+    for group in _SOURCES:
+        items = definitions["Data"]["properties"][group]["items"]
+        items["anyOf"] = items.pop("oneOf")
+    schema["required"] = [name for name in schema["required"] if name not in DEFAULT_KINDS]
+    extends = {"type": "string", "description": "a recipe, relative to this file, whose keys this one changes"}
+    schema["properties"] = {"extends": extends, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "vitrail recipe"}

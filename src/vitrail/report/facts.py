@@ -1,0 +1,318 @@
+"""The facts of a run as one JSON-able dictionary: how it stands, what it scored, how fast it went, what it cost.
+
+Speeds are medians over the logged windows, without the first window of every session: that one holds compilation,
+the first reads and the warm-up of the device, and would understate the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from vitrail.errors import UserError
+from vitrail.report.metrics import Line, merge_lines, open_run, read_lines, read_recipe, select, split_sessions
+from vitrail.report.units import compact, count, number_of, percent, plain
+
+_QUIET = 300.0  # seconds without a line after which a run without an end is taken for dead
+_SPEEDS = ("step_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "hfu", "data_wait")
+_SLOW_DATA = 0.2  # share of the step spent waiting for data from which a warning is due
+
+
+def summary(run_dir: str | Path, *, now: float | None = None) -> dict[str, Any]:
+    """Read a run folder and sum it up; `now` is the time to judge a silent run by (default: the clock)."""
+    run = open_run(run_dir)
+    raw, torn = read_lines(run)
+    recipe, _, complaint = read_recipe(run)
+    warnings = ([complaint] if complaint else []) + warn_of_torn(torn)
+    return summarize(run, raw, recipe, warnings, time.time() if now is None else now)
+
+
+def warn_of_torn(torn: int) -> list[str]:
+    """A sentence on lines that could not be read, if there are any."""
+    some = "1 line" if torn == 1 else f"{torn} lines"
+    return [f"metrics.jsonl holds {some} cut short by a crash; the rest was read."] if torn else []
+
+
+def summarize(
+    run: Path, raw: Sequence[Line], recipe: dict[str, Any], warnings: list[str], now: float
+) -> dict[str, Any]:
+    """The summary from what was read; `raw` holds every line, repeated steps included."""
+    lines = merge_lines(raw)
+    train, evals = select(lines, "train"), select(lines, "eval")
+    stretches = split_sessions(raw)
+    sessions = [_describe_session(stretch) for stretch in stretches]
+    start: Line = (select(lines, "start") or [{}])[-1]
+    status, reason, message = _judge(raw, now)
+    section = recipe.get("run")
+    facts: dict[str, Any] = {
+        "run": str((section if isinstance(section, dict) else {}).get("name") or run.resolve().name),
+        "dir": str(run),
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "step": _last_step(stretches[-1]) if stretches else 0,  # an earlier session may have gone further in vain
+        "steps": total_steps(recipe, start),
+        "loss": _last(train, "loss"),
+        "eval": latest_eval(evals),
+        "best_eval": _best_eval(evals),
+        "started": _first_time(raw),
+        "updated": _last_time(raw),
+        "seconds": sum(s["seconds"] or 0.0 for s in sessions),
+        "parameters": start.get("parameters"),
+        "world": start.get("world"),
+        "device": start.get("device"),
+        "threads": start.get("threads"),
+        "speed": _measure_speed(raw),
+        "memory_gib": max(
+            (m for m in (number_of(t.get("memory_gib")) for t in train) if math.isfinite(m)), default=None
+        ),
+        "sessions": sessions,
+        "skipped": [{k: line.get(k) for k in ("step", "reason", "counters")} for line in select(lines, "skip")],
+        "checkpoints": [
+            {k: line.get(k) for k in ("step", "path", "seconds", "bytes", "time")}
+            for line in select(lines, "checkpoint")
+        ],
+        "pictures": [{k: line.get(k) for k in ("step", "path", "caption")} for line in select(lines, "picture")],
+    }
+    facts["cost"] = _count_cost(facts, train, start, recipe)
+    facts["warnings"] = warnings + _find_warnings(facts, lines)
+    facts["verdict"] = _state_verdict(facts)
+    facts["score"] = describe_score(facts["eval"])
+    return _strict(facts)
+
+
+def describe_score(found: dict[str, Any] | None) -> str:
+    """One phrase on the last evaluation; for a reconstruction the error stands beside the variance."""
+    if not found:
+        return "no evaluation yet"
+    metrics = found["metrics"]
+    mse, variance = number_of(metrics.get("mse")), number_of(metrics.get("variance"))
+    if math.isfinite(mse) and math.isfinite(variance):
+        ratio = number_of(metrics.get("mse_over_variance"))
+        if not math.isfinite(ratio):
+            ratio = mse / variance if variance else math.nan
+        return (
+            f"hidden voxels: mean squared error {plain(mse, 3)} against a variance of {plain(variance, 3)}, "
+            f"ratio {ratio:.2f}"
+        )
+    shown = [f"{name} {plain(value)}" for name, value in metrics.items()]
+    return ", ".join(shown) or "an evaluation without metrics"
+
+
+def total_steps(recipe: dict[str, Any], start: Line) -> int | None:
+    """The length of the run in steps: as its start event says, otherwise worked out from the recipe."""
+    if math.isfinite(number_of(start.get("steps"))):
+        return int(start["steps"])
+    from vitrail.recipe import steps_of
+
+    section = recipe.get("run")
+    steps: Any = section.get("steps") if isinstance(section, dict) else None
+    epoch = number_of(start.get("samples_per_epoch"))
+    try:
+        return steps_of(steps, batch=global_batch(recipe, start), epoch=int(epoch) if math.isfinite(epoch) else None)
+    except UserError:
+        return None
+
+
+def global_batch(recipe: dict[str, Any], start: Line) -> int | None:
+    """Samples in one step over all ranks."""
+    data = recipe.get("data")
+    batch = data.get("batch") if isinstance(data, dict) else None
+    if isinstance(batch, int) and not isinstance(batch, bool):
+        return batch
+    found = re.fullmatch(r"\s*(\d+)\s*/\s*rank\s*", batch) if isinstance(batch, str) else None
+    world = number_of(start.get("world"))
+    return int(found[1]) * int(world) if found and math.isfinite(world) else None
+
+
+def latest_eval(evals: Sequence[Line]) -> dict[str, Any] | None:
+    """The last evaluation; of several weights at one step the averaged ones."""
+    found = [_tidy_eval(line) for line in evals if isinstance(line.get("metrics"), dict)]
+    return max(found, key=lambda e: (number_of(e["step"]), e["weights"] == "ema"), default=None)
+
+
+def _best_eval(evals: Sequence[Line]) -> dict[str, Any] | None:
+    """The evaluation with the smallest ratio, or the smallest loss where there is no ratio."""
+    found = [_tidy_eval(line) for line in evals if isinstance(line.get("metrics"), dict)]
+    for name in ("mse_over_variance", "loss"):
+        scored = [e for e in found if math.isfinite(number_of(e["metrics"].get(name)))]
+        if scored:
+            return min(scored, key=lambda e: number_of(e["metrics"][name]))
+    return None
+
+
+def _tidy_eval(line: Line) -> dict[str, Any]:
+    return {k: line.get(k) for k in ("step", "weights", "samples", "metrics")}
+
+
+def _judge(raw: Sequence[Line], now: float) -> tuple[str, str | None, str | None]:
+    """Status, reason and message of the last session."""
+    if not raw:
+        return "empty", None, None
+    end = next((line for line in reversed(raw) if line["event"] in ("end", "start")), {})
+    if end.get("event") == "end":
+        reason = str(end.get("reason") or "")
+        status = reason if reason in ("done", "failed") else "stopped"
+        return status, reason or None, str(end["message"]) if end.get("message") else None
+    times = [t for t in (number_of(line.get("time")) for line in raw) if math.isfinite(t)]
+    gap = max((b - a for a, b in zip(times[-10:], times[-9:], strict=False)), default=0.0)
+    silent = now - times[-1] if times else math.inf
+    return ("running" if silent < max(_QUIET, 5 * gap) else "interrupted"), None, None
+
+
+def _state_verdict(facts: dict[str, Any]) -> str:
+    """How the run stands, in one phrase."""
+    done, total = facts["step"], facts["steps"]
+    where = f"at step {count(done)} of {count(total)}" if total else f"at step {count(done)}"
+    phrase = {
+        "done": f"Done {where}",
+        "failed": f"Failed {where}",
+        "stopped": f"Stopped {where}" + (f" ({facts['reason']})" if facts["reason"] else ""),
+        "running": f"Running, {where}",
+        "interrupted": f"Interrupted {where}: the run fell silent without an end",
+        "empty": "Not started: no step has been logged",
+    }[facts["status"]]
+    return f"{phrase}: {facts['message']}" if facts["message"] and facts["status"] == "failed" else phrase
+
+
+def _describe_session(lines: Sequence[Line]) -> dict[str, Any]:
+    """One stretch from a start to its end: what it ran on, how far it came, how it ended."""
+    first = lines[0]
+    end = next((line for line in reversed(lines) if line["event"] == "end"), {})
+    begun, ended = _first_time(lines), _last_time(lines)
+    seconds = ended - begun if begun is not None and ended is not None else None
+    return {
+        "started": begun,
+        "seconds": max(seconds, 0.0) if seconds is not None else max(number_of(end.get("seconds")), 0.0),
+        "from_step": first.get("step") if first["event"] == "start" else None,
+        "to_step": _last_step(lines),
+        "resumed": bool(first.get("resumed")),
+        "world": first.get("world"),
+        "device": first.get("device"),
+        "reason": end.get("reason"),
+    }
+
+
+def _measure_speed(raw: Sequence[Line]) -> dict[str, Any]:
+    """Median and middle four fifths of each speed over the windows after a session's first."""
+    later = [line for session in split_sessions(raw) for line in select(session, "train")[1:]]
+    speed: dict[str, Any] = {"windows": len(later)}
+    for name in _SPEEDS:
+        values = [v for v in (number_of(line.get(name)) for line in later) if math.isfinite(v)]
+        speed[name] = median(values) if values else None
+        if name == "step_seconds" and len(values) > 1:
+            tenths = quantiles(values, n=10, method="inclusive")
+            speed["step_seconds_low"], speed["step_seconds_high"] = tenths[0], tenths[-1]
+    return speed
+
+
+def _count_cost(facts: dict[str, Any], train: Sequence[Line], start: Line, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Samples, tokens, model FLOPs and device time of the whole run."""
+    samples = number_of(_last(train, "samples"))
+    if not math.isfinite(samples):
+        samples = number_of(facts["step"]) * number_of(global_batch(recipe, start))
+    flops = start.get("flops_per_sample")
+    flops = flops if isinstance(flops, dict) else {}
+    model = samples * number_of(flops.get("model")) / 1e12
+    seconds, world = number_of(facts["seconds"]), number_of(facts["world"])
+    return {
+        "samples": samples,
+        "epochs": samples / number_of(start.get("samples_per_epoch")) if start.get("samples_per_epoch") else None,
+        "tokens": samples * number_of(start.get("tokens_per_sample")),
+        "model_tflop": model,
+        "hardware_tflop": samples * number_of(flops.get("hardware")) / 1e12,
+        "tflops_over_all": model / seconds if seconds else None,  # waiting, evaluation and checkpoints included
+        "samples_per_s_over_all": samples / seconds if seconds else None,
+        "device_hours": seconds * world / 3600,
+    }
+
+
+def _find_warnings(facts: dict[str, Any], lines: Sequence[Line]) -> list[str]:
+    """Sentences on what a reader should know before trusting the numbers."""
+    found = [str(line.get("message") or line.get("text") or "") for line in select(lines, "warning")]
+    skipped = len(facts["skipped"])
+    if skipped:
+        steps = ", ".join(plain(s["step"], 12) for s in facts["skipped"][:5]) + (", …" if skipped > 5 else "")
+        found.append(f"{skipped} step{'s were' if skipped > 1 else ' was'} skipped (step {steps}).")
+    train = select(lines, "train")
+    broken = sum(not math.isfinite(number_of(line.get("loss"))) for line in train)
+    if broken:
+        found.append(f"The loss was not finite in {broken} of {len(train)} logged windows.")
+    wait = number_of(facts["speed"]["data_wait"])
+    if wait >= _SLOW_DATA:
+        found.append(
+            f"{percent(wait)} of the step time went into waiting for data; "
+            "raise data.workers, data.prefetch or data.reuse, or store the data in larger chunks."
+        )
+    ratio = number_of((facts["eval"] or {}).get("metrics", {}).get("mse_over_variance"))
+    if ratio >= 1:
+        found.append(f"A ratio of {ratio:.2f} is no better than predicting the mean, which scores 1.")
+    best = facts["best_eval"]
+    for name in ("mse_over_variance", "loss"):
+        last, lowest = (number_of((e or {}).get("metrics", {}).get(name)) for e in (facts["eval"], best))
+        if math.isfinite(last) and math.isfinite(lowest):
+            if best and last > 1.05 * abs(lowest):
+                found.append(
+                    f"The last evaluation ({name} {plain(last, 3)}) is worse than that of "
+                    f"step {count(best['step'])} ({plain(lowest, 3)})."
+                )
+            break
+    return [sentence for sentence in found if sentence]
+
+
+def explain_no_mfu(facts: dict[str, Any]) -> str | None:
+    """Why there is no MFU, or None where there is one."""
+    if facts["speed"]["mfu"] is not None:
+        return None
+    if not facts["speed"]["windows"]:
+        return "No speed yet: the first window of a session is warm-up and is not counted."
+    device = facts["device"] or "this device"
+    return f"No MFU: the peak rate of {device} is not on record, so only the measured TFLOP/s are given."
+
+
+def describe_flops(tflop: Any) -> str:
+    """A count of operations given in TFLOP: 3.4 PFLOP."""
+    return compact(number_of(tflop) * 1e12, "FLOP")
+
+
+def describe_time(stamp: Any) -> str:
+    """A moment in local time, with its zone."""
+    number = number_of(stamp)
+    try:
+        return datetime.fromtimestamp(number).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+    except (ValueError, OverflowError, OSError):
+        return "–"
+
+
+def _last(lines: Sequence[Line], name: str) -> Any:
+    """The value of a field in the last line by step that has it."""
+    found = [line for line in lines if line.get(name) is not None]
+    return max(found, key=lambda line: number_of(line.get("step")), default={}).get(name)
+
+
+def _last_step(lines: Sequence[Line]) -> int:
+    steps = (number_of(line.get("step")) for line in lines)
+    return int(max((s for s in steps if math.isfinite(s)), default=0))
+
+
+def _first_time(lines: Sequence[Line]) -> float | None:
+    return next((t for t in (number_of(line.get("time")) for line in lines) if math.isfinite(t)), None)
+
+
+def _last_time(lines: Sequence[Line]) -> float | None:
+    return _first_time(lines[::-1])
+
+
+def _strict(value: Any) -> Any:
+    """The same tree with None for NaN and infinity, which JSON does not know."""
+    if isinstance(value, dict):
+        return {str(k): _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,77 @@
+"""Files of a run folder: whole or not at all when written, never outside the folder when read."""
+
+from __future__ import annotations
+
+import base64
+import os
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+_LARGEST = 8 * 2**20  # bytes of one picture that goes into the page
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write beside the file and rename over it, so that a reader sees the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        # mkstemp makes the file private; the page is for everybody who may read the folder.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.fchmod(handle, 0o666 & ~mask)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def embed_image(content: bytes, kind: str) -> str:
+    """An image as a data URI."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def find_inside(run: Path, name: Any) -> Path | None:
+    """The path of a name that a metadata file gives, None where it leads out of the run folder, also by a link."""
+    if not isinstance(name, str) or not name or "\x00" in name:
+        return None
+    inner = PurePosixPath(name)
+    if inner.is_absolute() or ".." in inner.parts:
+        return None
+    path = run / inner
+    try:
+        return path if path.resolve().is_relative_to(run.resolve()) else None
+    except (OSError, RuntimeError, ValueError):  # a ring of links, a name that the system refuses
+        return None
+
+
+def is_there(path: Path | None) -> bool:
+    """Whether a path exists; a name that the system refuses does not."""
+    try:
+        return path is not None and path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_picture(run: Path, name: Any) -> tuple[str | None, str | None]:
+    """A picture named in the metrics, as a data URI; otherwise a sentence why it is not shown."""
+    shown = repr(name)[:120]
+    path = find_inside(run, name)
+    if path is None:
+        return None, f"The picture {shown} was left out: its path does not lead into the run folder."
+    if not is_there(path):
+        return None, f"The picture {shown} is missing."
+    try:
+        if path.stat().st_size > _LARGEST:
+            return None, f"The picture {shown} was left out: it is larger than {_LARGEST // 2**20} MiB."
+        content = path.read_bytes()
+    except OSError as error:
+        return None, f"The picture {shown} cannot be read: {error.strerror}."
+    for signature, kind in _SIGNATURES.items():
+        if content.startswith(signature):
+            return embed_image(content, kind), None
+    return None, f"The picture {shown} was left out: it is neither PNG nor JPEG."

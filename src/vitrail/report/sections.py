@@ -1,0 +1,253 @@
+"""The tables of a run's page, as rows of text; the template escapes and lays them out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrail.report import plots
+from vitrail.report.facts import describe_flops, describe_time, explain_no_mfu
+from vitrail.report.files import embed_image, find_inside, is_there, read_picture
+from vitrail.report.metrics import Line, select
+from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
+
+Row = tuple[str, ...]
+_MOST_PICTURES = 5
+_NAMES = {
+    "mse": "mean squared error",
+    "mse_over_variance": "error / variance",
+    "memory_gib": "memory, GiB",
+}
+
+
+def list_tiles(facts: dict[str, Any]) -> list[Row]:
+    """The few numbers to see first: label, value, remark."""
+    speed, cost, found = facts["speed"], facts["cost"], facts["eval"]
+    tiles: list[Row] = []
+    metrics = found["metrics"] if found else {}
+    ratio = number_of(metrics.get("mse_over_variance"))
+    if math.isfinite(ratio):
+        tiles.append(("Error / variance", f"{ratio:.2f}", "1 is predicting the mean; lower is better"))
+    elif math.isfinite(number_of(metrics.get("loss"))):
+        tiles.append(("Evaluation loss", plain(metrics["loss"]), f"at step {count(found['step'])}"))
+    tiles.append(("Training loss", plain(facts["loss"]), "last logged"))
+    tiles.append(("Samples per second", compact(speed["samples_per_s"]), f"{compact(speed['tokens_per_s'])} tokens/s"))
+    if speed["mfu"] is not None:
+        tiles.append(("MFU", percent(speed["mfu"]), f"{compact(speed['tflops'])} TFLOP/s"))
+    else:
+        tiles.append(("Model TFLOP/s", compact(speed["tflops"]), "no MFU, see below"))
+    tiles.append(("Wall time", duration(facts["seconds"]), f"{compact(cost['samples'])} samples"))
+    tiles.append(("Parameters", compact(facts["parameters"]), _describe_place(facts)))
+    return tiles
+
+
+def _describe_place(facts: dict[str, Any]) -> str:
+    ranks = "" if facts["world"] is None else _ranks(facts["world"])
+    return ", ".join(part for part in (ranks, str(facts["device"] or "")) if part)
+
+
+def _ranks(world: Any) -> str:
+    return f"{count(world)} rank{'' if world == 1 else 's'}"
+
+
+def list_speed(facts: dict[str, Any]) -> list[Row]:
+    """Speed in the steady state: medians over the logged windows."""
+    speed = facts["speed"]
+    spread = ""
+    if speed.get("step_seconds_low") is not None:
+        spread = (
+            f"8 of 10 windows between {_seconds(speed['step_seconds_low'])} and {_seconds(speed['step_seconds_high'])}"
+        )
+    memory = facts["memory_gib"]
+    return [
+        ("Step", _seconds(speed["step_seconds"]), spread),
+        ("Samples", f"{compact(speed['samples_per_s'])} /s", ""),
+        ("Tokens", f"{compact(speed['tokens_per_s'])} /s", ""),
+        ("Model rate", f"{compact(speed['tflops'])} TFLOP/s", ""),
+        ("MFU", percent(speed["mfu"]), explain_no_mfu(facts) or "the model's own operations over the device's peak"),
+        ("HFU", percent(speed["hfu"]), "with recomputed operations" if speed["hfu"] is not None else ""),
+        ("Data wait", percent(speed["data_wait"]), "share of the step spent waiting for the reader"),
+        ("Memory", MISSING if memory is None else f"{plain(memory, 3)} GiB", "largest logged"),
+        ("Windows", count(speed["windows"]), "the first of every session is left out: it is warm-up"),
+    ]
+
+
+def list_cost(facts: dict[str, Any]) -> list[Row]:
+    """What the whole run took, with evaluation, checkpoints and repeated steps."""
+    cost = facts["cost"]
+    epochs = "" if cost["epochs"] is None else f"{plain(cost['epochs'], 3)} epochs"
+    world = facts["world"]
+    rows: list[Row] = [
+        ("Wall time", duration(facts["seconds"]), "all sessions, evaluation and checkpoints included"),
+        (
+            "Device time",
+            duration(number_of(cost["device_hours"]) * 3600),
+            f"wall time on {_ranks(world)}" if world else "",
+        ),
+        ("Samples", count(cost["samples"]), epochs),
+        ("Tokens", compact(cost["tokens"]), ""),
+        ("Model operations", describe_flops(cost["model_tflop"]), "forward and backward, without recomputation"),
+        ("Rate over all", f"{compact(cost['tflops_over_all'])} TFLOP/s", "model operations over wall time"),
+    ]
+    if number_of(cost["hardware_tflop"]) > number_of(cost["model_tflop"]):
+        rows.insert(-1, ("With recomputation", describe_flops(cost["hardware_tflop"]), ""))
+    return rows
+
+
+def _seconds(value: Any) -> str:
+    number = number_of(value)
+    return f"{plain(1000 * number, 3)} ms" if number < 1 else duration(value)
+
+
+def list_evals(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
+    """Heads and rows of every evaluation, the newest first."""
+    evals = [line for line in select(lines, "eval") if isinstance(line.get("metrics"), dict)]
+    names = list(dict.fromkeys(str(name) for line in evals for name in line["metrics"]))
+    rows: list[Row] = []
+    for line in reversed(evals):
+        values = [plain(line["metrics"].get(name)) for name in names]
+        rows.append((count(line.get("step")), str(line.get("weights") or MISSING), *values, count(line.get("samples"))))
+    return ["step", "weights", *(_NAMES.get(name, name) for name in names), "samples"], rows
+
+
+def list_groups(lines: Sequence[Line]) -> list[Row]:
+    """The parameter groups of the last session."""
+    groups: list[Any] = next(
+        (s["groups"] for s in reversed(select(lines, "start")) if isinstance(s.get("groups"), list)), []
+    )
+    return [
+        (
+            str(group.get("name", MISSING)),
+            count(group.get("parameters")),
+            count(group.get("tensors")),
+            plain(group.get("lr"), 3),
+            plain(group.get("weight_decay"), 3),
+        )
+        for group in groups
+        if isinstance(group, dict)
+    ]
+
+
+def list_sessions(facts: dict[str, Any]) -> list[Row]:
+    """Each start of the run: when, from where to where, on what, how it ended."""
+    rows: list[Row] = []
+    for index, session in enumerate(facts["sessions"]):
+        last = index == len(facts["sessions"]) - 1
+        ended = session["reason"] or (facts["status"] if last else "killed")
+        span = f"{count(session['from_step'])} → {count(session['to_step'])}"
+        place = _describe_place({"world": session["world"], "device": session["device"]})
+        kind = "resumed" if session["resumed"] else "fresh"
+        rows.append((describe_time(session["started"]), kind, span, duration(session["seconds"]), place, str(ended)))
+    return rows
+
+
+def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
+    """Checkpoints, the newest first, and whether they are still there."""
+    rows: list[Row] = []
+    for point in reversed(facts["checkpoints"]):
+        kept = "yes" if is_there(find_inside(run, point["path"])) else "no"
+        rows.append(
+            (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
+        )
+    return rows
+
+
+def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list[dict[str, str]]:
+    """The first picture, some between and the last, in order; what cannot be shown becomes a warning."""
+    pictures = facts["pictures"]
+    if len(pictures) > _MOST_PICTURES:
+        stride = (len(pictures) - 1) / (_MOST_PICTURES - 1)
+        pictures = [pictures[round(i * stride)] for i in range(_MOST_PICTURES)]
+    shown = []
+    for picture in pictures:
+        uri, complaint = read_picture(run, picture["path"])
+        if complaint:
+            warnings.append(complaint)
+        if uri:
+            shown.append({"uri": uri, "step": count(picture["step"]), "caption": str(picture["caption"] or "")})
+    return shown
+
+
+def list_skips(facts: dict[str, Any]) -> list[Row]:
+    """Steps whose update was not taken."""
+    return [(count(s["step"]), str(s["reason"] or ""), _show(s["counters"])) for s in facts["skipped"]]
+
+
+def list_environment(tree: Any) -> list[Row]:
+    """The environment as flat rows: cuda.version, 13.0."""
+    rows: list[Row] = []
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                walk(inner, f"{key}.{name}" if key else str(name))
+        elif key:
+            rows.append((key, _show(value)))
+
+    walk(tree, "")
+    return rows
+
+
+def list_data(card: Any) -> list[dict[str, Any]]:
+    """One card per source of `data.json`: a dictionary, a list of them, or named ones."""
+    if isinstance(card, dict) and card and all(isinstance(inner, dict | list) for inner in card.values()):
+        named = [(str(k), c) for k, inner in card.items() for c in (inner if isinstance(inner, list) else [inner])]
+        if any(isinstance(c, dict) and "shape" in c for _, c in named):
+            return [_describe_data(c, name) for name, c in named if isinstance(c, dict)]
+    cards = card if isinstance(card, list) else [card]
+    return [_describe_data(c, "") for c in cards if isinstance(c, dict) and c]
+
+
+def _describe_data(card: dict[str, Any], name: str) -> dict[str, Any]:
+    """Rows and histogram of one source."""
+    rest = dict(card)
+    axes, shape, spacing = rest.pop("axes", None), rest.pop("shape", None), rest.pop("spacing", None)
+    unit, picture = rest.pop("unit", None), rest.pop("histogram", None)
+    rows: list[Row] = []
+    if isinstance(shape, list):
+        rows.append(("shape", " × ".join(count(s) for s in shape)))
+    if axes:
+        rows.append(("axes", ", ".join(map(str, axes)) if isinstance(axes, list) else str(axes)))
+    if isinstance(spacing, list):
+        unit_text = f" {unit}" if unit else " (no unit given)"
+        rows.append(("voxel size", " × ".join(plain(s) for s in spacing) + unit_text))
+    for key in ("dtype", "min", "max", "mean", "std"):
+        if key in rest:
+            rows.append((key, _show(rest.pop(key))))
+    title = str(rest.pop("name", "") or name)
+    rows += [(str(key), _show(value)) for key, value in rest.items()]
+    return {"title": title, "rows": rows, "picture": _draw_histogram(picture, card)}
+
+
+def _draw_histogram(found: Any, card: dict[str, Any]) -> str | None:
+    """A histogram given as {counts, edges} or as counts between the card's min and max."""
+    counts, edges = (found.get("counts"), found.get("edges")) if isinstance(found, dict) else (found, None)
+    if not isinstance(counts, list) or not counts or not all(math.isfinite(number_of(c)) for c in counts):
+        return None
+    if not isinstance(edges, list):
+        low, high = number_of(card.get("min")), number_of(card.get("max"))
+        edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
+    if not all(math.isfinite(number_of(e)) for e in edges):
+        return None
+    try:
+        svg = plots.histogram(counts, edges)
+    except Exception:  # whatever the drawing library raises: the numbers beside it tell the same
+        return None
+    return embed_image(svg.encode(), "image/svg+xml") if svg else None
+
+
+def _show(value: Any) -> str:
+    """A JSON value as short text."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return plain(value, 5)
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return ", ".join(map(_show, value)) or MISSING
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 2000 else text[:2000] + "…"

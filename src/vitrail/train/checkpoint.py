@@ -1,0 +1,285 @@
+"""Checkpoints that survive a kill at any instant, are verified before they are read, and run no code.
+
+A checkpoint is a folder `step-00000200` of tensor files (torch.distributed.checkpoint) and a `manifest.json` that holds
+everything else and the size and checksum of every file. It is written into a hidden folder, the manifest last, and
+published by one rename; so a folder with a good manifest is whole, and anything else is not a checkpoint.
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vitrail.errors import UserError
+from vitrail.train.collective import gather_json, share_json
+from vitrail.train.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class BadCheckpoint(ValueError):
+    """A checkpoint that must not be loaded; the message says what is wrong with it."""
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Published checkpoints, newest first."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+# ---------------------------------------------------------------- manifest and files
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file, in pieces: 3.8 GB/s on one core."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def _seal(manifest: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(manifest, sort_keys=True)
+    return manifest | {"seal": zlib.crc32(text.encode())}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, if it is intact and every file it lists is there with the right size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        seal = manifest.pop("seal")
+        if seal != _seal(manifest)["seal"]:
+            raise BadCheckpoint(f"{MANIFEST} does not match its own checksum")
+        if manifest["format"] != FORMAT:
+            raise BadCheckpoint(f"format {manifest['format']} is not {FORMAT}, the one this version reads")
+        files = manifest["files"]
+        present = {p.name: p for p in folder.iterdir() if p.name != MANIFEST}
+    except BadCheckpoint:
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+    for name in sorted(files.keys() | present.keys()):
+        if name not in present:
+            raise BadCheckpoint(f"{name} is missing")
+        if name not in files or present[name].is_symlink() or not present[name].is_file():
+            raise BadCheckpoint(f"{name} does not belong to it")
+        if present[name].stat().st_size != files[name]["bytes"]:
+            raise BadCheckpoint(f"{name} has {present[name].stat().st_size} bytes instead of {files[name]['bytes']}")
+    return manifest
+
+
+def verify(folder: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> None:
+    """Compare checksums of this rank's share of the files."""
+    for name in sorted(manifest["files"])[rank::world]:
+        if checksum(folder / name) != manifest["files"][name]["crc32"]:
+            raise BadCheckpoint(f"{name} does not match its checksum")
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------- saving
+
+
+class Checkpoints:
+    """The checkpoints of one run: saves in the background, keeps the last few and the best, finds the newest good."""
+
+    def __init__(self, folder: Path, *, keep: int, background: bool, group: Any, cpu_mesh: Any):
+        self.folder, self.keep, self.background = folder, keep, background
+        self.group, self.cpu_mesh = group, cpu_mesh  # planned over gloo, whatever computes
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.best: tuple[float, int] | None = None  # metric and step
+        self._thread: threading.Thread | None = None
+        self._outcome: dict[str, Any] | None = None
+
+    def save(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], metric: float | None = None) -> None:
+        """Copy the state now, write it in the background; the copy is what is saved, whatever training does next."""
+        self.wait()
+        staged = {name: self._staged(tensor) for name, tensor in state.items()}
+        if metric is not None and (self.best is None or metric < self.best[0]):
+            self.best = (metric, step)
+        keep_step = self.best[1] if self.best else None
+        job = threading.Thread(target=self._write, args=(step, staged, manifest, keep_step), daemon=True)
+        self._thread = job
+        job.start()
+        if not self.background:
+            job.join()
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local().detach().to("cpu", copy=True)
+            mesh = self.cpu_mesh if tensor.device_mesh.ndim == self.cpu_mesh.ndim else self.cpu_mesh["shard"]
+            return DTensor.from_local(
+                local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        return tensor.detach().to("cpu", copy=True)
+
+    def _write(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], keep_step: int | None) -> None:
+        began = time.monotonic()
+        partial = self.folder / f".partial-{checkpoint_name(step)}"
+        error = None
+        try:
+            if self.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for leftover in self.folder.glob(".partial-*"):
+                    shutil.rmtree(leftover)
+            writer = dcp.FileSystemWriter(partial, sync_files=True, thread_count=1)
+            dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=False)
+            mine = [p for p in partial.iterdir() if p.name.startswith(f"__{self.rank}_")]
+            mine += [partial / ".metadata"] if self.rank == 0 else []
+            sums = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in mine}
+        except BaseException as caught:
+            error, sums = _reason(caught), {}
+        reports = gather_json({"error": error, "files": sums}, self.group)
+        errors = [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if r["error"]]
+        size = sum(f["bytes"] for r in reports for f in r["files"].values())
+        if self.rank == 0:
+            try:
+                if not errors:
+                    files = {name: entry for r in reports for name, entry in r["files"].items()}
+                    self._publish(step, partial, manifest | {"format": FORMAT, "step": step, "files": files})
+                    self._prune(keep_step)
+            except BaseException as caught:
+                errors = [_reason(caught)]
+            if errors:
+                shutil.rmtree(partial, ignore_errors=True)
+        outcome = {"step": step, "error": errors[0] if errors else None, "seconds": time.monotonic() - began, "bytes": size}
+        self._outcome = share_json(outcome, self.group)
+
+    def _publish(self, step: int, partial: Path, manifest: dict[str, Any]) -> None:
+        _write_durably(partial / MANIFEST, json.dumps(_seal(manifest), sort_keys=True))
+        _sync_folder(partial)
+        final = self.folder / checkpoint_name(step)
+        if final.exists():  # a checkpoint that failed verification, made again
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_folder(self.folder)
+
+    def _prune(self, keep_step: int | None) -> None:
+        for old in list_checkpoints(self.folder)[self.keep :]:
+            if int(old.name[5:]) != keep_step:
+                doomed = old.with_name(f".partial-{old.name}")
+                old.rename(doomed)  # so that a kill during removal leaves no half checkpoint under a good name
+                shutil.rmtree(doomed)
+
+    def wait(self) -> dict[str, Any] | None:
+        """Let the save under way finish; returns its outcome once (step, error, seconds, bytes)."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def finished(self) -> dict[str, Any] | None:
+        """The outcome of a save that has ended since it was last asked for, without waiting."""
+        return self.wait() if self._thread is not None and not self._thread.is_alive() else None
+
+    # ------------------------------------------------------------ loading
+
+    def newest_good(self, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that every rank finds whole; bad ones are named and passed over."""
+        for path in share_json([str(p) for p in list_checkpoints(self.folder)], self.group):
+            folder = Path(path)
+            manifest, error = None, None
+            try:
+                manifest = read_manifest(folder)
+                verify(folder, manifest, rank=self.rank, world=self.world)
+                TensorReader(folder, set(manifest["files"])).read_metadata()
+            except (BadCheckpoint, UnsafeCheckpoint, OSError) as caught:
+                error = str(caught)
+            errors = [e for e in gather_json(error, self.group) if e]
+            if not errors and manifest is not None:
+                return folder, manifest
+            note(f"checkpoint {folder} is not usable: {errors[0]}; trying the one before it")
+        return None
+
+    def set_aside_newer(self, step: int) -> None:
+        """Rename checkpoints after this step: they are unusable, and must not count among those that are kept."""
+        for folder in list_checkpoints(self.folder):
+            if int(folder.name[5:]) > step:
+                aside = folder.with_name(f"unusable-{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+
+    def remember_best(self, metric_name: str) -> None:
+        """Find the best metric among the checkpoints that are there."""
+        for folder in list_checkpoints(self.folder):
+            try:
+                value = (read_manifest(folder).get("metrics") or {}).get(metric_name)
+            except BadCheckpoint:
+                continue
+            if value is not None and (self.best is None or value < self.best[0]):
+                self.best = (value, int(folder.name[5:]))
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause in one line: PyTorch wraps it in a report of all ranks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def stored_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Size]:
+    """Names and shapes of the tensors in a verified checkpoint."""
+    metadata = TensorReader(folder, set(manifest["files"])).read_metadata()
+    return {name: entry.size for name, entry in metadata.state_dict_metadata.items()}
+
+
+def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Any = None) -> None:
+    """Fill the (sharded or plain) tensors in place from a verified checkpoint."""
+    stored = stored_tensors(folder, manifest)
+    for name, tensor in state.items():
+        if name not in stored:
+            raise UserError(f"checkpoint {folder} has no tensor {name!r}: it was made by a different model")
+        if stored[name] != tensor.shape:
+            raise UserError(
+                f"checkpoint {folder}: {name!r} has shape {list(stored[name])}, the model wants {list(tensor.shape)}"
+            )
+    reader = TensorReader(folder, set(manifest["files"]))
+    dcp.load(state, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to start what cannot be saved."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"{place} has {free / 2**30:.2f} GiB free, but a checkpoint needs about {needed / 2**30:.2f} GiB; "
+            "free some space or choose another run.dir"
+        )

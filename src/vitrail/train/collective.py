@@ -1,0 +1,66 @@
+"""Small agreements between ranks, over gloo: JSON in, JSON out; no pickle."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from vitrail.errors import UserError
+
+T = TypeVar("T")
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def gather_json(value: Any, group: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks, on every rank."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return [json.loads(json.dumps(value))]
+    mine = _bytes(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    longest = int(max(int(s) for s in sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(rows, padded, group=group)
+    return [json.loads(bytes(row[: int(size)].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+
+def share_json(value: Any, group: Any) -> Any:
+    """Rank 0's value on every rank."""
+    return gather_json(value if dist.get_rank(group) == 0 else None, group)[0]
+
+
+def on_chief(action: Callable[[], T], group: Any) -> T:
+    """Run on rank 0 and give every rank its (JSON) result, or its UserError."""
+    outcome: dict[str, Any] = {}
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = {"value": action()}
+        except UserError as error:
+            outcome = {"error": str(error)}
+    outcome = share_json(outcome, group)
+    if "error" in outcome:
+        raise UserError(outcome["error"])
+    return outcome["value"]
+
+
+def together(action: Callable[[], T], group: Any) -> T:
+    """Run on every rank; if it fails on one, fail on all with the first rank's reason, so that nobody waits."""
+    error: str | None = None
+    result: Any = None
+    try:
+        result = action()
+    except (UserError, ValueError) as caught:
+        error = str(caught)
+    errors = [(rank, e) for rank, e in enumerate(gather_json(error, group)) if e]
+    if errors:
+        rank, message = errors[0]
+        raise UserError(message if len(errors) == dist.get_world_size(group) else f"rank {rank}: {message}")
+    return result

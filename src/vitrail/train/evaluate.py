@@ -1,0 +1,61 @@
+"""Validation: fixed samples and fixed masks, shared out over the ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vitrail.data.batch import Batch
+from vitrail.data.loader import Loader
+from vitrail.draws import Draws
+from vitrail.models.model import Model
+from vitrail.objectives.objective import Objective
+from vitrail.train.ema import forget_gathered
+
+PICTURED = 3  # samples in a picture
+
+
+class Evaluator:
+    """Measures a model on samples 0..n-1 of the validation data, always the same ones."""
+
+    def __init__(self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int):
+        self.objective, self.loader, self.seed = objective, loader, seed
+        self.samples, self.batch = samples, batch
+
+    @torch.no_grad()
+    def metrics(self, model: Model, *, tick: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The same numbers on every rank. Each rank runs as many batches as any other: forwards are collective."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mine = list(range(rank, self.samples, world))
+        batches = [mine[i : i + self.batch] for i in range(0, len(mine), self.batch)]
+        rounds = -(-(-(-self.samples // world)) // self.batch)
+        sums: dict[str, torch.Tensor] = {}
+        model.eval()
+        for number in range(rounds):
+            counted = number < len(batches)
+            batch = self.loader.load(batches[number] if counted else [0])
+            output, targets = self._run(model, batch)
+            measured = self.objective.measure(output, targets)
+            for name, value in measured.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counted else 0)
+            tick()
+        model.train()
+        forget_gathered(model)
+        table = torch.stack([sums[name] for name in sorted(sums)])
+        dist.all_reduce(table)
+        return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
+
+    @torch.no_grad()
+    def picture(self, model: Model, path: Path, *, step: int) -> str | None:
+        """Draw the first samples; every rank computes, rank 0 draws and returns the caption."""
+        batch = self.loader.load(list(range(min(PICTURED, self.samples))))
+        model.eval()
+        output, targets = self._run(model, batch)
+        model.train()
+        forget_gathered(model)
+        return self.objective.draw(path, batch, output, targets, step=step) if dist.get_rank() == 0 else None
+
+    def _run(self, model: Model, batch: Batch) -> tuple[torch.Tensor, object]:
+        inputs, targets = self.objective.prepare(batch, Draws(self.seed, batch.counters), evaluating=True)
+        return model(**inputs), targets

@@ -1,0 +1,141 @@
+"""Optimizers and their parameter groups: what decays, at which rate, shown as a table at the start of a run."""
+
+import math
+import re
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vitrail.errors import UserError
+from vitrail.models.model import Model
+from vitrail.recipe import config
+
+BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
+
+
+@config
+class GroupRule:
+    """Treat the parameters whose full name matches apart; the first rule that matches decides."""
+
+    match: str  # a regular expression
+    lr: float = 1.0  # times the rate
+    weight_decay: float | None = None  # instead of the optimizer's own
+    freeze: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(f"match {self.match!r} is not a regular expression: {error}") from None
+
+
+@config
+class _OptimizerConfig:
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    clip: float | None = 1.0  # largest norm of the gradient
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"  # with batch / 256
+    groups: tuple[GroupRule, ...] = ()
+
+    def base_rate(self, batch: int) -> float:
+        ratio = batch / BASE_BATCH
+        return self.lr * {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.lr_scaling]
+
+
+@config
+class AdamWConfig(_OptimizerConfig):
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def build(self, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
+        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=device.type == "cuda")
+
+
+@config
+class SGDConfig(_OptimizerConfig):
+    kind: Literal["sgd"] = "sgd"
+    momentum: float = 0.9
+
+    def build(self, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
+
+
+def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
+    """Parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not."""
+    spared = tuple(model.spared_from_decay())
+    groups: dict[tuple, dict[str, Any]] = {}
+    used = set()
+    for name, parameter in model.named_parameters():
+        rule = next((r for r in c.groups if re.search(r.match, name)), GroupRule(match=""))
+        used.add(rule.match)
+        if rule.freeze:
+            parameter.requires_grad_(False)
+            continue
+        decay = 0.0 if parameter.ndim < 2 or name.endswith(spared) else c.weight_decay
+        decay = decay if rule.weight_decay is None else rule.weight_decay
+        label = f"{rule.match or 'all'}, {'decay' if decay else 'no decay'}"
+        group = groups.setdefault(
+            (rule.match, decay),
+            {"name": label, "lr_multiplier": rule.lr, "weight_decay": decay, "params": [], "names": []},
+        )
+        group["params"].append(parameter)
+        group["names"].append(name)
+    unused = [r.match for r in c.groups if r.match not in used]
+    if unused:
+        example = next(name for name, _ in model.named_parameters())
+        raise UserError(
+            f"optimizer.groups: {unused[0]!r} matches no parameter that an earlier rule leaves; names look like {example}"
+        )
+    if not groups:
+        raise UserError("optimizer.groups: every parameter is frozen; leave some to train")
+    return list(groups.values())
+
+
+def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
+    """One row a group, for people to check."""
+    return [
+        {
+            "name": group["name"],
+            "parameters": sum(p.numel() for p in group["params"]),
+            "tensors": len(group["params"]),
+            "lr": base_rate * group["lr_multiplier"],
+            "weight_decay": group["weight_decay"],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_multiplier"]
+
+
+def named_state(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors by name, `<parameter>.<moment>`; step counts are a number, see optimizer_steps()."""
+    state = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            for moment, value in optimizer.state.get(parameter, {}).items():
+                if moment != "step" and value is not None:
+                    state[f"{name}.{moment}"] = value
+    return state
+
+
+def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: int) -> dict[str, torch.Tensor]:
+    """Make the state that a checkpoint has, moments by parameter name, ready to be loaded into."""
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            state = {moment: torch.zeros_like(parameter) for moment in moments.get(name, [])}
+            if state and isinstance(optimizer, torch.optim.AdamW):
+                # Where fused kernels want it: on the device, as fp32.
+                state["step"] = torch.tensor(float(steps), device=parameter.device if group["fused"] else "cpu")
+            optimizer.state[parameter] = state
+    return named_state(optimizer)
+
+
+def local(tensor: torch.Tensor | nn.Parameter) -> torch.Tensor:
+    """The part of a sharded tensor that this rank holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,250 @@
+"""The progress of a run: one live line on a terminal, plain lines at most every few seconds elsewhere.
+
+    with Progress(total=1300) as progress:
+        progress.update(10, {"loss": 0.71, "lr": 2e-3, "samples_per_s": 120.0, "mfu": None, "tflops": 0.31})
+        progress.note("saved checkpoints/step-000200")
+
+- it writes to standard error, so that standard output stays free for results
+- fields stay until they are given anew; a field that is None or missing is not shown
+- on a narrow terminal the least needed fields go first, the bar shrinks, and the line never wraps
+- a stream that goes away (a closed terminal) ends the display, never the training
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from vitrail.report.units import clock, compact, number_of, percent, plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+_PLAIN_EVERY = 5.0  # seconds between plain lines
+_LIVE_EVERY = 0.1  # seconds between drawings of the live line
+_RATE_WINDOW = 32  # updates over which the time left is worked out
+_BAR = (8, 28)  # narrowest and widest bar, in characters
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Progress:
+    """Shows how far a run is; a context manager. `enabled=False` (every rank but 0) shows nothing."""
+
+    def __init__(
+        self,
+        total: int,
+        start: int = 0,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total, self.start, self.step = max(int(total), 0), int(start), int(start)
+        self._enabled = enabled
+        self._stream = stream
+        self._clock = clock
+        self._fields: dict[str, Any] = {}
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
+        self._warm = False
+        self._drawn_at = -math.inf
+        self._drawn_step: int | None = None
+        self._console: Console | None = None
+        self._live: Live | None = None
+        self._taken: tuple[TextIO, TextIO] | None = None  # standard output and error, while the display leads them
+
+    def __enter__(self) -> Progress:
+        self._marks.append((self._clock(), self.step))
+        if self._enabled:
+            self._stream = self._stream or sys.stderr
+            if _is_terminal(self._stream):
+                self._guard(self._open_live)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._guard(self._close_live)
+        elif self._drawn_step is not None and self._drawn_step != self.step:
+            self._guard(lambda: self._print(self._plain_line()))
+
+    def update(self, step: int, fields: Mapping[str, Any] | None = None) -> None:
+        """The run has finished `step` steps; `fields` are the newest numbers."""
+        if not self._enabled:
+            return
+        now = self._clock()
+        if step < self.step:  # the run went back, for example to a checkpoint: old marks would give a negative rate
+            self._marks.clear()
+        if not self._marks or step > self._marks[-1][1]:
+            self._marks.append((now, step))
+            if len(self._marks) == 3 and not self._warm:  # the first stretch holds compilation and the first reads
+                self._marks.popleft()
+                self._warm = True
+        self.step = step
+        self._fields.update(fields or {})
+        last = self.total > 0 and step >= self.total
+        if self._live is not None:
+            if now - self._drawn_at >= _LIVE_EVERY or last:
+                self._mark_drawn(now)
+                self._guard(self._refresh)
+        elif self._drawn_step is None or now - self._drawn_at >= _PLAIN_EVERY or (last and self._drawn_step != step):
+            self._mark_drawn(now)
+            self._guard(lambda: self._print(self._plain_line()))
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self._enabled:
+            return
+        words = _CONTROL.sub("", text)
+        if self._console is not None and self._live is not None:
+            console = self._console
+            self._guard(lambda: console.print(words, markup=False, highlight=False, emoji=False, soft_wrap=True))
+        else:
+            self._guard(lambda: self._print(words))
+
+    def seconds_left(self) -> float | None:
+        """Time to the end at the pace of the last updates; None while it is not known."""
+        if len(self._marks) < 2 or self.total <= 0:
+            return None
+        (begun, first), (now, last) = self._marks[0], self._marks[-1]
+        if last <= first or now <= begun:
+            return None
+        return max(self.total - self.step, 0) * (now - begun) / (last - first)
+
+    def _parts(self) -> list[tuple[int, str, str]]:
+        """What the line says, in reading order: how soon it is given up (the largest first), its text, its style."""
+        fields = self._fields
+
+        def known(name: str) -> bool:
+            return math.isfinite(number_of(fields.get(name)))
+
+        parts: list[tuple[int, str, str]] = []
+        if fields.get("loss") is not None:
+            loss = number_of(fields["loss"])
+            parts.append((1, f"loss {_steady(loss)}", "bold" if math.isfinite(loss) else "bold red"))
+        if known("lr"):
+            parts.append((7, f"lr {plain(fields['lr'], 3)}", ""))
+        if known("samples_per_s"):
+            parts.append((3, f"{compact(fields['samples_per_s'])} samples/s", ""))
+        if known("tokens_per_s"):
+            parts.append((6, f"{compact(fields['tokens_per_s'])} tokens/s", ""))
+        if known("mfu"):
+            parts.append((4, f"MFU {percent(fields['mfu'])}", ""))
+        elif known("tflops"):
+            parts.append((4, f"{compact(fields['tflops'])} TFLOP/s", ""))
+        if known("memory_gib"):
+            parts.append((8, f"{plain(fields['memory_gib'], 3)} GiB", ""))
+        if known("data_wait"):
+            slow = number_of(fields["data_wait"]) >= 0.2
+            parts.append((5, f"data wait {number_of(fields['data_wait']) * 100:.0f}%", "yellow" if slow else ""))
+        left = self.seconds_left()
+        if left is not None:
+            parts.append((2, f"{clock(left)} left", "cyan"))
+        return parts
+
+    def _counter(self) -> str:
+        return f"{self.step}/{self.total}" if self.total else f"step {self.step}"
+
+    def _plain_line(self) -> str:
+        counter = f"step {self._counter()}" if self.total else self._counter()
+        return "  ".join([counter, *(text for _, text, _ in self._parts())])
+
+    def render(self, width: int, *, ascii_only: bool = False) -> Text:
+        """The live line for a terminal of so many columns."""
+        from rich.text import Text
+
+        parts = self._parts()
+        counter = self._counter()
+
+        def length() -> int:
+            return len(counter) + sum(2 + len(text) for _, text, _ in parts)
+
+        # From 60 columns on the bar has its place before the last fields have theirs.
+        budget = width - _BAR[0] - 1 if width >= 60 and self.total > 0 else width
+        while parts and length() > budget:
+            parts.remove(max(parts))
+        line = Text(no_wrap=True, overflow="crop", end="")
+        room = min(width - length() - 1, _BAR[1])
+        if room >= _BAR[0] and self.total > 0:
+            filled = min(max(round(room * self.step / self.total), 0), room)
+            line.append(("#" if ascii_only else "━") * filled, "green")
+            line.append(("-" if ascii_only else "━") * (room - filled), "bright_black")
+            line.append(" ")
+        line.append(counter)
+        for _, text, style in parts:
+            line.append("  ")
+            line.append(text, style)
+        line.truncate(max(width, 1))
+        return line
+
+    def _open_live(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        # A piped standard output must stay in its pipe: only what goes to the terminal is led above the line.
+        redirect = _is_terminal(sys.stdout)
+        self._console = Console(file=self._stream, force_terminal=True, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=redirect, vertical_overflow="crop")
+        self._taken = (sys.stdout, sys.stderr)
+        self._live.start()
+
+    def _close_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            # One column is left free: a full line makes some terminals wrap.
+            live.update(self._render_now(), refresh=True)
+            live.stop()
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._render_now(), refresh=True)
+
+    def _render_now(self) -> Text:
+        assert self._console is not None
+        ascii_only = not self._console.encoding.lower().startswith("utf")
+        return self.render(self._console.width - 1, ascii_only=ascii_only)
+
+    def _print(self, line: str) -> None:
+        assert self._stream is not None
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _mark_drawn(self, now: float) -> None:
+        self._drawn_at, self._drawn_step = now, self.step
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Do something with the stream; when the stream is gone, show nothing more."""
+        if not self._enabled:
+            return
+        try:
+            action()
+        except (OSError, ValueError):  # ValueError: the file object was closed
+            self._enabled, live, self._live = False, self._live, None
+            if live is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()
+            if self._taken is not None:
+                sys.stdout, sys.stderr = self._taken
+
+
+def _steady(value: float) -> str:
+    """A loss with a constant number of characters, so that the line does not jump."""
+    return f"{value:.4f}" if 0.001 <= abs(value) < 1000 else f"{value:.2e}"
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether control characters may go to this stream."""
+    try:
+        return bool(stream.isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    except (AttributeError, ValueError):
+        return False

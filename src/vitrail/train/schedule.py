@@ -1,0 +1,51 @@
+"""Learning-rate schedules: a warm-up, then cosine, linear or constant."""
+
+import math
+from typing import Literal
+
+from vitrail.recipe import config
+from vitrail.recipe.durations import Duration
+
+
+@config
+class _ScheduleConfig:
+    warmup: Duration = 0
+    start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
+    end: float = 0.0  # rate at the last step
+
+    def rate(self, step: int, *, base: float, warmup: int, total: int) -> float:
+        """The rate of a step (counted from 0) out of `total`, of which `warmup` rise to `base`."""
+        if step < warmup:
+            if self.start is None:
+                return base * (step + 1) / (warmup + 1)
+            return self.start + (base - self.start) * step / max(warmup - 1, 1)
+        done = min(1.0, (step - warmup) / max(total - warmup, 1))
+        return self.end + (base - self.end) * self.remaining(done)
+
+    def remaining(self, done: float) -> float:
+        """Share of the rate that is left when a share of the steps is done."""
+        raise NotImplementedError
+
+
+@config
+class CosineConfig(_ScheduleConfig):
+    kind: Literal["cosine"] = "cosine"
+
+    def remaining(self, done: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * done))
+
+
+@config
+class LinearConfig(_ScheduleConfig):
+    kind: Literal["linear"] = "linear"
+
+    def remaining(self, done: float) -> float:
+        return 1 - done
+
+
+@config
+class ConstantConfig(_ScheduleConfig):
+    kind: Literal["constant"] = "constant"
+
+    def remaining(self, done: float) -> float:
+        return 1.0

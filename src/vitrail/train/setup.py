@@ -1,0 +1,206 @@
+"""From a recipe to the parts of a run: device, data, completed recipe, parallel model.
+
+Everything here happens before the first step and before the run folder is made, so a mistake leaves nothing behind.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vitrail.data.batch import Statistics
+from vitrail.data.dataset import Dataset
+from vitrail.data.loader import Loader
+from vitrail.data.sampler import Sampler
+from vitrail.draws import key
+from vitrail.errors import UserError
+from vitrail.launch.world import World, connect, find_world, share_of_cores
+from vitrail.layers.init import init_rules, initialise
+from vitrail.layers.patches import per_axis
+from vitrail.models.model import Model
+from vitrail.parallel.mesh import Layout, layout_of, make_mesh
+from vitrail.parallel.parallelize import parallelize
+from vitrail.recipe import Recipe
+from vitrail.train.collective import on_chief, together
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FIRST_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own collectives; the watchdog is far stricter
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process computes and how it talks to the others."""
+
+    world: World
+    device: torch.device
+    threads: int
+    store: Any
+    control: Any  # gloo group for agreements on the main thread
+    saving: Any  # gloo group for the thread that writes checkpoints
+
+
+def find_place(recipe: Recipe) -> Place:
+    world = find_world()
+    cuda = torch.cuda.is_available()
+    if recipe.run.device == "cuda" and not cuda:
+        raise UserError("run.device: 'cuda' was asked for but PyTorch sees no such device; use 'cpu' or 'auto'")
+    use_cuda = cuda and recipe.run.device != "cpu"
+    device = torch.device("cuda", world.local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    asked = os.environ.get("OMP_NUM_THREADS", "") if not world.launched else ""  # torchrun sets it to 1 unasked
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else share_of_cores(world)
+    torch.set_num_threads(threads)
+    if recipe.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(recipe.run.deterministic)
+    store = connect(world, device.type, timeout=FIRST_TIMEOUT)
+    groups = [dist.new_group(backend="gloo", timeout=FIRST_TIMEOUT) for _ in range(2)]
+    return Place(world, device, threads, store, *groups)
+
+
+@dataclass(frozen=True)
+class DataParts:
+    train: Dataset
+    valid: Dataset | None
+    statistics: Statistics
+    batch: int  # samples of a step, over all ranks
+
+
+def crop_of(recipe: Recipe) -> tuple[int, ...]:
+    try:
+        return per_axis(recipe.data.crop, recipe.model.ndim)
+    except ValueError as error:
+        raise UserError(f"data.crop: {error}; model.ndim is {recipe.model.ndim}") from None
+
+
+def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataParts:
+    """Open every source on every rank; statistics come from the checkpoint, the recipe or the data."""
+    crop = crop_of(recipe)
+
+    def open_all() -> tuple[Dataset, Dataset | None]:
+        train = Dataset(recipe.data.train, crop, where="data.train")
+        valid = Dataset(recipe.data.valid, crop, where="data.valid") if recipe.data.valid else None
+        if valid is not None and valid.variables != train.variables:
+            raise UserError(
+                f"data.valid has variables {list(valid.variables)}, data.train {list(train.variables)}; "
+                "choose the same `variables`"
+            )
+        return train, valid
+
+    train, valid = together(open_all, place.control)
+    batch = recipe.data.global_batch(place.world.size)
+    if batch % place.world.size:
+        raise UserError(f"data.batch: {batch} cannot be shared evenly by {place.world.size} ranks; use a multiple")
+    normalize = recipe.data.normalize
+    number = len(train.variables)
+    if known is not None:
+        statistics = known
+    elif normalize == "none":
+        statistics = Statistics((0.0,) * number, (1.0,) * number)
+    elif normalize == "fit":
+        fitted = on_chief(lambda: train.fit_statistics(seed=recipe.run.seed), place.control)
+        statistics = Statistics(*(tuple(part) for part in fitted))
+    else:
+        statistics = Statistics(normalize.mean, normalize.std)
+        if len(normalize.mean) != number or len(normalize.std) != number:
+            raise UserError(f"data.normalize: give {number} means and stds, one for each of {list(train.variables)}")
+    return DataParts(train, valid, statistics, batch)
+
+
+def complete(recipe: Recipe, variables: int) -> Recipe:
+    """Fill in what the model takes from the data, and check that the two fit."""
+    model, crop = recipe.model, crop_of(recipe)
+    if model.channels is not None and model.channels != variables:
+        raise UserError(f"model.channels: {model.channels}, but the data have {variables} variables; leave it out")
+    if model.shape is not None and per_axis(model.shape, model.ndim) != crop:
+        raise UserError(f"model.shape: {model.shape} differs from data.crop {list(crop)}; leave it out")
+    model = dataclasses.replace(model, channels=variables, shape=crop)
+    try:
+        model.check()
+    except ValueError as error:
+        raise UserError(f"data.crop and model: {error}") from None
+    return recipe.model_copy(update={"model": model})
+
+
+def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
+    """The order of training samples: the same at every world size."""
+    block = None if recipe.data.block is None else per_axis(recipe.data.block, recipe.model.ndim)
+    lanes = recipe.data.lanes or (recipe.data.batch if isinstance(recipe.data.batch, int) else 64)
+    return data.train.sampler(
+        seed=recipe.run.seed,
+        lanes=lanes,
+        reuse=recipe.data.reuse,
+        block=block,
+        turn=recipe.data.augment.orientations,
+    )
+
+
+def make_loader(
+    recipe: Recipe, place: Place, data: DataParts, sampler: Sampler, *, step: int, samples: int
+) -> Loader:
+    """Reads this rank's slice of each global batch, from a step before which so many samples were used."""
+    share = data.batch // place.world.size
+
+    def counters(now: int) -> range:
+        first = samples + (now - step) * data.batch + place.world.rank * share
+        return range(first, first + share)
+
+    reader = data.train.reader(reuse=sampler.reuse, cache_bytes=recipe.data.cache_mib << 20)
+    workers = recipe.data.workers
+    return Loader(
+        sampler,
+        reader,
+        counters,
+        device=place.device,
+        workers=min(8, max(1, place.threads)) if workers is None else workers,
+        prefetch=recipe.data.prefetch,
+    )
+
+
+def make_valid_loader(recipe: Recipe, place: Place, data: DataParts) -> Loader:
+    """Reads single validation samples by number: from data.valid, or fixed crops of data.train for pictures."""
+    dataset = data.valid or data.train
+    sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1)
+    reader = dataset.reader(reuse=1, cache_bytes=0)
+    return Loader(sampler, reader, lambda step: range(0), device=place.device, workers=0, prefetch=1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    model: Model
+    mesh: DeviceMesh
+    cpu_mesh: DeviceMesh
+    layout: Layout
+    recompute: bool
+
+
+def build_model(recipe: Recipe, place: Place) -> Parts:
+    """On the meta device, parallelised, materialised, initialised: no rank ever holds more than its shards."""
+    layout = layout_of(recipe.parallel.strategy, recipe.parallel.group, place.world.size)
+    mesh = make_mesh(layout, place.device.type)
+    cpu_mesh = mesh if place.device.type == "cpu" else make_mesh(layout, "cpu")
+    with torch.device("meta"):
+        model = recipe.model.build()
+    rules = init_rules(model)
+    on_gpu = place.device.type == "cuda"
+    compute, compiled = recipe.precision.compute, recipe.parallel.compile
+    parallelize(
+        model,
+        mesh,
+        layout,
+        recompute=recipe.parallel.recompute == "full",
+        compiled=on_gpu if compiled == "auto" else compiled,
+        compute=DTYPES["bf16" if on_gpu else "fp32"] if compute == "auto" else DTYPES[compute],
+        reduce=DTYPES[recipe.precision.reduce],
+    )
+    model.to_empty(device=place.device)
+    initialise(model, rules, recipe.run.seed)
+    return Parts(model, mesh, cpu_mesh, layout, recipe.parallel.recompute == "full")
+
+

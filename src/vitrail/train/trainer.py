@@ -1,0 +1,199 @@
+"""The one training loop.
+
+A step: this rank's slice of the batch, in micro-batches; sums of losses backward; one small all-reduce of loss, count,
+gradient norm and stop wishes; then every rank takes the same decision (step, skip, stop) from the same numbers.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitrail.data.batch import Batch
+from vitrail.draws import Draws, key
+from vitrail.errors import UserError
+from vitrail.objectives.objective import Objective, drop_path_table
+from vitrail.parallel.parallelize import last_micro_batch
+from vitrail.recipe import Recipe, steps_of
+from vitrail.train.checkpoint import Checkpoints, load_tensors, stored_tensors
+from vitrail.train.collective import gather_json
+from vitrail.train.ema import EMA
+from vitrail.train.optimizer import local, make_groups, named_state, restore_state, set_rate
+from vitrail.train.setup import DataParts, Parts, Place
+
+STOP_REASONS = ("signal", "time limit")
+
+
+@dataclass
+class Progressed:
+    """What a step found out, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    finite: bool
+    stop: str | None
+    activation_rms: dict[str, float] | None
+
+
+class TooManySkips(UserError):
+    pass
+
+
+class Trainer:
+    """The state of a run and how one step changes it; knows nothing of folders, logs or pictures."""
+
+    def __init__(self, recipe: Recipe, place: Place, data: DataParts, parts: Parts, objective: Objective, epoch: int):
+        self.recipe, self.place, self.data, self.parts, self.objective = recipe, place, data, parts, objective
+        self.model = parts.model
+        self.total = steps_of(recipe.run.steps, batch=data.batch, epoch=epoch)
+        self.epoch = epoch
+        self.warmup = self.steps(recipe.schedule.warmup)
+        self.base_rate = recipe.optimizer.base_rate(data.batch)
+        self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer), place.device)
+        self.ema = EMA(self.model, recipe.ema.decay) if recipe.ema else None
+        self.drop_path_rates = self.model.drop_path_rates()
+        self.done = 0  # steps, skipped ones too: the data they used is used up
+        self.samples = 0  # the counter of the sample to come
+        self.optimizer_steps = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+
+    def steps(self, duration: int | str) -> int:
+        return steps_of(duration, total=self.total, batch=self.data.batch, epoch=self.epoch)
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the step to come."""
+        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.total)
+
+    # ------------------------------------------------------------ one step
+
+    def step(self, batch: Batch, *, stop_wish: str | None, watch: bool) -> Progressed:
+        """Forward, backward and update; or a skip, if anything is not finite anywhere.
+
+        `stop_wish` is this rank's reason to stop after the step, one of STOP_REASONS; any rank's wish stops all.
+        """
+        # Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too.
+        torch.manual_seed(key(self.recipe.run.seed, "step", self.done, self.place.world.rank))
+        self.model.watching = {} if watch else None
+        loss_sum, count = self._forward_backward(batch)
+        rms, self.model.watching = self.model.watching, None
+
+        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        wishes = torch.tensor([float(reason == stop_wish) for reason in STOP_REASONS], dtype=torch.float64)
+        numbers = torch.stack([loss_sum, count, squares / self.parts.layout.replicate])
+        table = torch.cat([numbers, wishes.to(numbers.device)])
+        dist.all_reduce(table)
+        loss_sum_all, count_all, squares_all, *wished = table.tolist()
+
+        # FSDP averages over ranks what is a sum here; and the sum is over count_all values.
+        scale = self.place.world.size / count_all
+        norm = math.sqrt(squares_all) * scale
+        finite = math.isfinite(loss_sum_all) and math.isfinite(norm)
+        if finite:
+            clip = self.recipe.optimizer.clip
+            factor = scale * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
+            torch._foreach_mul_(gradients, factor)
+            set_rate(self.optimizer, self.rate)
+            self.optimizer.step()
+            self.optimizer_steps += 1
+            if self.ema is not None:
+                self.ema.update(self.optimizer_steps)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        self.samples += self.data.batch
+        self.skipped += not finite
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        sizes = None if rms is None else {name: float(value) for name, value in rms.items()}
+        stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
+        return Progressed(loss_sum_all / count_all, norm, finite, stop, sizes)
+
+    def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.recipe.data.micro_batch or len(batch)
+        total = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        for start in range(0, len(batch), size):
+            micro = batch.narrow(start, min(start + size, len(batch)))
+            last_micro_batch(self.model, start + size >= len(batch))
+            draws = Draws(self.recipe.run.seed, micro.counters)
+            inputs, targets = self.objective.prepare(micro, draws)
+            drop_path = drop_path_table(draws, self.drop_path_rates)
+            if drop_path is not None:
+                inputs["drop_path"] = drop_path.to(self.place.device)
+            loss = self.objective.loss(self.model(**inputs), targets)
+            loss.sum.backward()
+            total += torch.stack([loss.sum.detach().double(), loss.count.double()])
+        return total[0], total[1]
+
+    def explain_skip(self, batch: Batch) -> list[int]:
+        """Counters of the samples of a skipped step, from all ranks; ends the run after too many in a row."""
+        counters = sum(gather_json(batch.counters, self.place.control), [])
+        limit = self.recipe.run.stop_after_skips
+        if self.skipped_in_a_row >= limit:
+            raise TooManySkips(
+                f"loss or gradient was not finite in {limit} steps in a row, up to step {self.done}; "
+                "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
+            )
+        return counters
+
+    # ------------------------------------------------------------ state
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that a checkpoint holds as tensors."""
+        state: dict[str, torch.Tensor] = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        state |= {f"optimizer.{n}": t for n, t in named_state(self.optimizer).items()}
+        if self.ema is not None:
+            state |= {f"ema.{n}": t for n, t in self.ema.average.items()}
+        return state
+
+    def state_bytes(self) -> int:
+        """About what a checkpoint will need, before there is any optimizer state."""
+        copies = 1 + (2 if self.recipe.optimizer.kind == "adamw" else 1) + (self.ema is not None)
+        return copies * sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything else, for the manifest; there is no generator state, since every draw is a function of these."""
+        return {
+            "samples": self.samples,
+            "optimizer_steps": self.optimizer_steps,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "seed": self.recipe.run.seed,
+            "rates": {g["name"]: g["lr"] for g in self.optimizer.param_groups},
+            "threads": self.place.threads,
+            "world": self.place.world.size,
+            "layout": self.parts.layout._asdict(),
+            "statistics": self.data.statistics._asdict(),
+            "recipe": self.recipe.to_tree(),
+        }
+
+    def restore(self, folder: Any, manifest: dict[str, Any]) -> None:
+        """Continue from a verified checkpoint, whatever layout it was saved in."""
+        moments: dict[str, list[str]] = {}
+        for name in stored_tensors(folder, manifest):
+            kind, _, rest = name.partition(".")
+            if kind == "optimizer":
+                parameter, _, moment = rest.rpartition(".")
+                moments.setdefault(parameter, []).append(moment)
+        restore_state(self.optimizer, moments, manifest["optimizer_steps"])
+        load_tensors(folder, manifest, self.tensors(), self.place.saving)
+        self.done, self.samples = manifest["step"], manifest["samples"]
+        self.optimizer_steps = manifest["optimizer_steps"]
+        self.skipped, self.skipped_in_a_row = manifest["skipped"], manifest["skipped_in_a_row"]
+
+    def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
+        checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+
+
+def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
+    """Each batch with the seconds that were spent waiting for it."""
+    while True:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - began
