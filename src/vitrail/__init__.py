@@ -14,14 +14,14 @@ __all__ = ["evaluate", "load", "load_recipe", "train"]
 
 if TYPE_CHECKING:
     from vitrail.recipe import load_recipe
-    from vitrail.train.run import evaluate, load, train
+    from vitrail.training.run import evaluate, load, train
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
     if name in ("evaluate", "load", "train"):
-        return getattr(importlib.import_module("vitrail.train.run"), name)
+        return getattr(importlib.import_module("vitrail.training.run"), name)
     if name == "load_recipe":
         return getattr(importlib.import_module("vitrail.recipe"), name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")

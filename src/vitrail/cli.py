@@ -115,7 +115,7 @@ def train(
     checkpoints, pictures and report.html, whose path is printed at the end. Where that folder holds checkpoints of the
     same recipe, the run goes on from the newest good one.
     """
-    from vitrail.train.run import train as run_training
+    from vitrail.training.run import train as run_training
 
     _load_plugins(plugin)
     outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, **({"quiet": True} if quiet else {}))
@@ -151,7 +151,7 @@ def evaluate(
 
     The samples and their masks are always the same, so scores can be compared. They are printed; nothing is written.
     """
-    from vitrail.train.run import evaluate as run_evaluation
+    from vitrail.training.run import evaluate as run_evaluation
 
     _load_plugins(plugin)
     scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())

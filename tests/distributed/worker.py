@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from vitrail.train.run import train
+from vitrail.training.run import train
 
 
 def main() -> None:

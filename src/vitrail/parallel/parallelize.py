@@ -1,5 +1,6 @@
 """How a plain model becomes a parallel one. Models know nothing of this."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ def parallelize(
         cast_forward_inputs=False,  # it would round coordinates to the compute type
     )
     sharding: dict[str, Any] = {"mesh": mesh if layout.replicate > 1 else mesh["shard"], "mp_policy": policy}
+    # The warning is of in-place changes to a model's output, and nothing here makes any.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in model.blocks():
         fully_shard(block, reshard_after_forward=layout.reshard, **sharding)
     fully_shard(model, reshard_after_forward=False, **sharding)

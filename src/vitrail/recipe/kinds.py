@@ -28,13 +28,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "image_folder": "vitrail.data.sources.image_folder:ImageFolderConfig",
     },
     "optimizer": {
-        "adamw": "vitrail.train.optimizer:AdamWConfig",
-        "sgd": "vitrail.train.optimizer:SGDConfig",
+        "adamw": "vitrail.training.optimizer:AdamWConfig",
+        "sgd": "vitrail.training.optimizer:SGDConfig",
     },
     "schedule": {
-        "cosine": "vitrail.train.schedule:CosineConfig",
-        "linear": "vitrail.train.schedule:LinearConfig",
-        "constant": "vitrail.train.schedule:ConstantConfig",
+        "cosine": "vitrail.training.schedule:CosineConfig",
+        "linear": "vitrail.training.schedule:LinearConfig",
+        "constant": "vitrail.training.schedule:ConstantConfig",
     },
 }
 

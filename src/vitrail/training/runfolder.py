@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import UserError
-from vitrail.train.checkpoint import list_checkpoints
+from vitrail.training.checkpoint import list_checkpoints
 
 
 def beside(run_dir: Path) -> Path:

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
-from vitrail.train.collective import gather_json, share_json
-from vitrail.train.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
+from vitrail.training.collective import gather_json, share_json
+from vitrail.training.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -269,6 +270,8 @@ def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor
                 f"checkpoint {folder}: {name!r} has shape {list(stored[name])}, the model wants {list(tensor.shape)}"
             )
     reader = TensorReader(folder, set(manifest["files"]))
+    # Without a group PyTorch warns that it loads in a single process, which is what is asked for.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     dcp.load(state, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
 
 

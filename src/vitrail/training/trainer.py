@@ -19,11 +19,11 @@ from vitrail.errors import UserError
 from vitrail.objectives.objective import Objective, drop_path_table
 from vitrail.parallel.parallelize import last_micro_batch
 from vitrail.recipe import Recipe, steps_of
-from vitrail.train.checkpoint import Checkpoints, load_tensors, stored_tensors
-from vitrail.train.collective import gather_json
-from vitrail.train.ema import EMA
-from vitrail.train.optimizer import local, make_groups, named_state, restore_state, set_rate
-from vitrail.train.setup import DataParts, Parts, Place
+from vitrail.training.checkpoint import Checkpoints, load_tensors, stored_tensors
+from vitrail.training.collective import gather_json
+from vitrail.training.ema import EMA
+from vitrail.training.optimizer import local, make_groups, named_state, restore_state, set_rate
+from vitrail.training.setup import DataParts, Parts, Place
 
 STOP_REASONS = ("signal", "time limit")
 

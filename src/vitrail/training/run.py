@@ -20,7 +20,7 @@ from vitrail.data.batch import Statistics
 from vitrail.errors import RunFailed, UserError
 from vitrail.models.model import Model
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
-from vitrail.train.checkpoint import (
+from vitrail.training.checkpoint import (
     BadCheckpoint,
     Checkpoints,
     check_space,
@@ -30,15 +30,15 @@ from vitrail.train.checkpoint import (
     read_manifest,
     verify,
 )
-from vitrail.train.collective import on_chief, share_json
-from vitrail.train.evaluate import Evaluator
-from vitrail.train.guards import StopRequest, Watchdog
-from vitrail.train.meters import Meter
-from vitrail.train.optimizer import group_table
-from vitrail.train.progress import Progress
-from vitrail.train.runfolder import RunFolder, beside
-from vitrail.train.safe_dcp import UnsafeCheckpoint
-from vitrail.train.setup import (
+from vitrail.training.collective import on_chief, share_json
+from vitrail.training.evaluate import Evaluator
+from vitrail.training.guards import StopRequest, Watchdog
+from vitrail.training.meters import Meter
+from vitrail.training.optimizer import group_table
+from vitrail.training.progress import Progress
+from vitrail.training.runfolder import RunFolder, beside
+from vitrail.training.safe_dcp import UnsafeCheckpoint
+from vitrail.training.setup import (
     DataParts,
     Parts,
     Place,
@@ -50,7 +50,7 @@ from vitrail.train.setup import (
     make_valid_loader,
     open_data,
 )
-from vitrail.train.trainer import Trainer, timed
+from vitrail.training.trainer import Trainer, timed
 
 REQUEUE = 75
 SLOW_PHASE = 1800.0  # seconds a start, a compilation or a save may take before it counts as a hang
@@ -64,11 +64,11 @@ class Outcome:
     reason: str
 
 
-def train(recipe: Any, *, overrides: Sequence[str] = (), fresh: bool = False) -> Outcome:
+def train(recipe: Any, *, overrides: Sequence[str] = (), fresh: bool = False, quiet: bool = False) -> Outcome:
     """Train as a recipe says: a Recipe, a file, a mapping, or the folder of a run to continue."""
     recipe = find_recipe(recipe, overrides)
     with joined(recipe) as place, StopRequest() as stop:
-        session = Session(recipe, place, stop, fresh=fresh)
+        session = Session(recipe, place, stop, fresh=fresh, quiet=quiet)
         return session.run()
 
 
@@ -95,9 +95,9 @@ def joined(recipe: Recipe) -> Iterator[Place]:
 
 
 class Session:
-    def __init__(self, recipe: Recipe, place: Place, stop: StopRequest, *, fresh: bool):
+    def __init__(self, recipe: Recipe, place: Place, stop: StopRequest, *, fresh: bool, quiet: bool):
         self.began = time.monotonic()
-        self.place, self.stop = place, stop
+        self.place, self.stop, self.quiet = place, stop, quiet
         chief = place.world.chief
         check_tensorboard(recipe)
         self.run_dir = Path(
@@ -153,15 +153,15 @@ class Session:
             self.watchdog = stack.enter_context(Watchdog(place.store, place.world.rank, place.world.size, least=least))
             self.watchdog.beat(trainer.done, "start", allowance=SLOW_PHASE)
             self.progress = stack.enter_context(
-                Progress(trainer.total, trainer.done, enabled=place.world.chief)
+                Progress(trainer.total, trainer.done, enabled=place.world.chief and not self.quiet)
             )
             self.start_log(resumed)
+            first = trainer.done
             try:
                 reason = self.loop()
                 self.finish(reason)
             except BaseException as error:
-                self.fail(error)
-                raise
+                raise self.fail(error, begun=trainer.done > first) from error
         if self.folder is not None:
             self.folder.close()
         code = 0 if reason == "done" else REQUEUE
@@ -267,6 +267,7 @@ class Session:
         self.folder.log(
             "start",
             step=trainer.done,
+            steps=trainer.total,
             resumed=resumed,
             world=self.place.world.size,
             parameters=parameters,
@@ -397,10 +398,19 @@ class Session:
             )
         self.end_log(reason, "")
 
-    def fail(self, error: BaseException) -> None:
-        """Leave a record; the error itself goes on to the caller."""
-        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        self.end_log("failed", message)
+    def fail(self, error: BaseException, *, begun: bool) -> BaseException:
+        """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
+        rank, size = self.place.world.rank, self.place.world.size
+        if size > 1 and isinstance(error, RuntimeError) and is_lost_connection(error):
+            error = RunFailed(f"rank {rank} lost touch with another rank; the first error of any rank says why")
+        elif isinstance(error, UserError) and size > 1:
+            error = type(error)(f"rank {rank}: {error}")
+        if self.folder is not None and not begun and isinstance(error, UserError):
+            self.folder.discard_if_new()
+        else:
+            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self.end_log("failed", message)
+        return RunFailed(str(error)) if begun and isinstance(error, UserError) else error
 
     def end_log(self, reason: str, message: str) -> None:
         if self.board is not None:
@@ -443,6 +453,14 @@ def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
                 "or start beside it with --fresh or another run.name"
             )
         return
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """What gloo and NCCL say on the ranks that survive another."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        words in text for words in ("connection closed by peer", "connection reset", "connect failure", "gloo")
+    )
 
 
 def device_name(device: torch.device) -> str:

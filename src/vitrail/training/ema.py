@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from vitrail.train.optimizer import local
+from vitrail.training.optimizer import local
 
 
 class EMA:

@@ -11,7 +11,7 @@ from vitrail.data.loader import Loader
 from vitrail.draws import Draws
 from vitrail.models.model import Model
 from vitrail.objectives.objective import Objective
-from vitrail.train.ema import forget_gathered
+from vitrail.training.ema import forget_gathered
 
 PICTURED = 3  # samples in a picture
 

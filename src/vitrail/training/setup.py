@@ -26,7 +26,7 @@ from vitrail.models.model import Model
 from vitrail.parallel.mesh import Layout, layout_of, make_mesh
 from vitrail.parallel.parallelize import parallelize
 from vitrail.recipe import Recipe
-from vitrail.train.collective import on_chief, together
+from vitrail.training.collective import on_chief, together
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FIRST_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own collectives; the watchdog is far stricter

@@ -1,0 +1,309 @@
+"""ViT and MAE: golden sizes, behaviour, FLOPs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from vitrail.data.batch import Batch, Statistics
+from vitrail.draws import Draws
+from vitrail.layers.init import init_rules, initialise
+from vitrail.layers.masks import RandomMask
+from vitrail.layers.patches import grid_coordinates, patchify
+from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
+from vitrail.models.model import Model
+from vitrail.objectives.objective import drop_path_table
+from vitrail.objectives.reconstruct import ReconstructConfig
+
+SMALL = EncoderConfig(width=24, depth=2, heads=2, patch=4, positions="rope")
+
+
+def make(config: MAEConfig | ViTConfig, seed: int = 0) -> Model:
+    """As the trainer does it: on the meta device first, initialised afterwards."""
+    with torch.device("meta"):
+        model = config.build()
+    rules = init_rules(model)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))  # whatever initialisation forgets will show
+    initialise(model, rules, seed)
+    return model
+
+
+def small_mae(**changes: object) -> MAEConfig:
+    defaults = {
+        "encoder": SMALL,
+        "decoder": DecoderConfig(kind="self", width=16, depth=1, heads=2),
+        "ndim": 3,
+        "channels": 1,
+        "shape": 16,
+    }
+    return MAEConfig(**(defaults | changes))  # type: ignore[arg-type]
+
+
+def count(config: MAEConfig | ViTConfig) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in config.build().parameters())
+
+
+def prepared(config: MAEConfig, *, on: str = "hidden", target: str = "raw", evaluating: bool = False, batch: int = 2):
+    objective = ReconstructConfig(on=on, target=target).build(config, Statistics((100.0,), (50.0,)))  # type: ignore[arg-type]
+    values = torch.randint(0, 256, (batch, 1, *objective.size), dtype=torch.uint8, generator=torch.manual_seed(0))
+    one = Batch(list(range(batch)), values)
+    return objective, one, *objective.prepare(one, Draws(0, one.counters), evaluating=evaluating)
+
+
+# ---------------------------------------------------------------- golden sizes
+
+
+def seed_2b(**changes: object) -> MAEConfig:
+    encoder = EncoderConfig(
+        width=3072, depth=16, heads=32, kv_heads=8, patch=8, mlp="swiglu", hidden=11264, norm="rms", bias=False,
+        positions="rope",
+    )
+    decoder = DecoderConfig(kind="self", width=512, depth=4, heads=32, hidden=1536)
+    return MAEConfig(**({"encoder": encoder, "decoder": decoder, "ndim": 3, "channels": 1, "shape": 512} | changes))  # type: ignore[arg-type]
+
+
+def test_seed_2b_parameters_and_tokens() -> None:
+    assert count(seed_2b()) == 2_055_577_600
+    assert seed_2b(mask=RandomMask(ratio=0.95)).token_counts() == (13107, 262144 - 13107)
+    assert seed_2b(mask=RandomMask(ratio=0.01)).token_counts()[0] == 259522
+
+
+def test_ucf_mae_b_parameters() -> None:
+    config = MAEConfig(
+        encoder=EncoderConfig(size="B/16", positions="learned"),
+        decoder=DecoderConfig(kind="self", width=512, depth=8, heads=16),
+        channels=3,
+        shape=256,
+    )
+    assert count(config) == 111_982_592
+
+
+def test_seed_2b_flops() -> None:
+    """The honest count of the seed's step at 95 % mask: 1,977 TFLOP (its own formula says 730)."""
+    with torch.device("meta"):
+        model = seed_2b(mask=RandomMask(ratio=0.95)).build()
+    assert model.flops().training / 1e12 == pytest.approx(1977, rel=0.005)
+
+
+def test_named_sizes_and_overrides() -> None:
+    config = EncoderConfig(size="L/16")
+    assert (config.width, config.depth, config.heads, config.patch) == (1024, 24, 16, 16)
+    assert EncoderConfig(size="L/16", depth=3, patch=8).depth == 3
+    assert EncoderConfig(size="L/16", patch=8).patch == 8
+    with pytest.raises(ValueError, match="'X/16' is unknown"):
+        EncoderConfig(size="X/16")
+    with pytest.raises(ValueError, match="patch is missing"):
+        EncoderConfig(size="B")
+    with pytest.raises(ValueError, match="multiple of heads"):
+        EncoderConfig(width=10, depth=1, heads=3, patch=2)
+
+
+# ---------------------------------------------------------------- behaviour
+
+
+@pytest.mark.parametrize("kind", ["self", "cross", "linear"])
+@pytest.mark.parametrize("positions", ["sincos", "learned", "rope", "none"])
+@pytest.mark.parametrize("cls_token", [False, True])
+def test_mae_runs_in_every_make(kind: str, positions: str, cls_token: bool) -> None:
+    encoder = replace(SMALL, positions=positions, cls_token=cls_token, registers=int(cls_token))
+    config = small_mae(encoder=encoder, decoder=DecoderConfig(kind=kind, width=16, depth=2, heads=2))
+    model = make(config)
+    for on in ("hidden", "all"):
+        objective, _, inputs, targets = prepared(config, on=on)
+        output = model(**inputs)
+        assert output.shape == targets.values.shape == (2, 64 if on == "all" else 48, 64)
+        objective.loss(output, targets).sum.backward()
+    unused = [n for n, p in model.named_parameters() if p.grad is None]
+    assert unused == [], unused
+
+
+def test_two_dimensions_many_channels_other_shapes() -> None:
+    encoder = EncoderConfig(
+        width=32, depth=2, heads=4, kv_heads=2, patch=(4, 2), mlp="swiglu", norm="rms", qk_norm=True, layer_scale=0.1,
+        bias=False, positions="rope",
+    )
+    config = MAEConfig(encoder=encoder, decoder=DecoderConfig(width=16, depth=1, heads=2), channels=20, shape=(16, 24))
+    objective = ReconstructConfig().build(config, Statistics((0.0,) * 20, (1.0,) * 20))
+    batch = Batch([0], torch.randn(1, 20, 16, 24))
+    inputs, targets = objective.prepare(batch, Draws(0, [0]))
+    assert inputs["x"].shape == (1, 12, 4 * 2 * 20)
+    assert make(config)(**inputs).shape == targets.values.shape
+
+
+def test_visible_tokens_keep_their_coordinates() -> None:
+    config = small_mae()
+    _, batch, inputs, _ = prepared(config)
+    everything = grid_coordinates((16, 16, 16), (4, 4, 4))
+    patches = (patchify(batch.values, (4, 4, 4)).float() - 100) / 50
+    for sample in range(2):
+        for token, where in zip(inputs["x"][sample], inputs["coordinates"][sample], strict=True):
+            index = (everything == where).all(dim=1).nonzero().item()
+            assert torch.equal(token, patches[sample, index])
+
+
+def test_only_visible_patches_reach_the_model() -> None:
+    """Changing hidden voxels changes targets and nothing that goes in."""
+    config = small_mae()
+    objective, batch, inputs, targets = prepared(config)
+    voxels = patchify(batch.values, (4, 4, 4))
+    hidden = targets.index[..., None].expand(-1, -1, 64)
+    from vitrail.layers.patches import unpatchify
+
+    other = Batch(batch.counters, unpatchify(voxels.scatter(1, hidden, 7), (4, 4, 4), (16, 16, 16)))
+    again, changed = objective.prepare(other, Draws(0, batch.counters))
+    assert all(torch.equal(inputs[key], again[key]) for key in inputs)
+    assert not torch.equal(targets.values, changed.values)
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_the_order_of_tokens_means_nothing(kind: str) -> None:
+    config = small_mae(decoder=DecoderConfig(kind=kind, width=16, depth=2, heads=2))
+    model = make(config).eval()
+    _, _, inputs, _ = prepared(config)
+    shuffle = torch.randperm(inputs["x"].shape[1])
+    moved = inputs | {"x": inputs["x"][:, shuffle], "coordinates": inputs["coordinates"][:, shuffle]}
+    assert torch.allclose(model(**moved), model(**inputs), atol=1e-5)
+    queries = torch.randperm(inputs["queries"].shape[1])
+    asked = model(**(inputs | {"queries": inputs["queries"][:, queries]}))
+    assert torch.allclose(asked, model(**inputs)[:, queries], atol=1e-5)
+
+
+def test_partial_decoding_predicts_a_part_the_same_way() -> None:
+    full = small_mae(decoder=DecoderConfig(kind="cross", width=16, depth=2, heads=2))
+    part = replace(full, decoder=replace(full.decoder, decode_ratio=0.25))
+    _, _, inputs, all_targets = prepared(full)
+    _, _, few_inputs, few_targets = prepared(part)
+    assert few_targets.values.shape[1] == 12
+    assert torch.equal(inputs["x"], few_inputs["x"])
+    model = make(full).eval()
+    everything = dict(zip(all_targets.index[0].tolist(), model(**inputs)[0], strict=True))
+    for index, value in zip(few_targets.index[0].tolist(), model(**few_inputs)[0], strict=True):
+        assert torch.allclose(everything[index], value, atol=1e-5)
+    assert prepared(part, evaluating=True)[3].values.shape[1] == 48
+
+
+def test_positions_survive_meta_initialisation() -> None:
+    """Tables are functions, not buffers; a learned table starts as the sin-cos one."""
+    learned = make(small_mae(encoder=replace(SMALL, positions="learned")))
+    fixed = make(small_mae(encoder=replace(SMALL, positions="sincos")))
+    assert not list(learned.buffers()) and not list(fixed.buffers())
+    _, _, inputs, _ = prepared(small_mae())
+    assert torch.allclose(learned(**inputs), fixed(**inputs), atol=1e-6)
+    assert torch.isfinite(learned(**inputs)).all()
+
+
+def test_bf16_compute_does_not_move_tokens() -> None:
+    config = small_mae()
+    model = make(config).eval()
+    _, _, inputs, _ = prepared(config)
+    side = model.derive(dict(inputs))
+    expected = side["encoder_rope"]
+    model.bfloat16()
+    assert torch.equal(model.derive(dict(inputs))["encoder_rope"], expected)
+    assert expected.dtype == torch.float32
+    assert model(**inputs).dtype == torch.bfloat16
+
+
+def test_targets() -> None:
+    config = small_mae()
+    _, batch, _, raw = prepared(config)
+    truth = patchify(batch.values, (4, 4, 4)).float().gather(1, raw.index[..., None].expand(-1, -1, 64))
+    assert torch.allclose(raw.values * raw.std + raw.mean, truth, atol=1e-3)
+    _, _, _, patch = prepared(config, target="patch")
+    assert torch.allclose(patch.values.mean(dim=-1), torch.zeros(2, 48), atol=1e-5)
+    assert torch.allclose(patch.values.var(dim=-1), torch.ones(2, 48), atol=1e-3)
+    assert torch.allclose(patch.values * patch.std + patch.mean, truth, atol=1e-3)
+
+
+def test_metrics_of_the_mean_are_the_variance() -> None:
+    config = small_mae()
+    objective, _, _, targets = prepared(config, evaluating=True)
+    mean = (targets.values * 1.0).mean()
+    sums = objective.measure(mean.expand_as(targets.values), targets)
+    metrics = objective.summarise({key: float(value) for key, value in sums.items()})
+    assert metrics["mse_over_variance"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["variance"] == pytest.approx(metrics["loss"] * 50**2, rel=1e-3)
+
+
+def test_drop_path_is_a_table_of_the_sample() -> None:
+    config = small_mae(encoder=replace(SMALL, drop_path=0.5))
+    model = make(config)
+    rates = model.drop_path_rates()
+    assert rates == [0.0, 0.5, 0.0]
+    table = drop_path_table(Draws(0, range(400)), rates)
+    assert table is not None
+    assert table.shape == (400, 3, 2)
+    assert set(table[:, 1].unique().tolist()) == {0.0, 2.0}
+    assert table[:, 1].mean() == pytest.approx(1.0, abs=0.15)
+    assert torch.equal(drop_path_table(Draws(0, [7]), rates)[0], table[7])  # type: ignore[index]
+    assert drop_path_table(Draws(0, [7]), [0.0, 0.0]) is None
+    _, _, inputs, _ = prepared(config)
+    dropped = torch.ones(2, 3, 2)
+    dropped[:, :, :] = 0.0
+    blocks_off = model(**inputs, drop_path=dropped)
+    assert not torch.allclose(blocks_off, model(**inputs))
+    assert torch.equal(model(**inputs, drop_path=torch.ones(2, 3, 2)), model(**inputs))
+
+
+def test_a_model_overfits_one_batch() -> None:
+    config = small_mae(decoder=DecoderConfig(kind="cross", width=24, depth=2, heads=2))
+    model = make(config)
+    objective = ReconstructConfig().build(config, Statistics((0.0,), (1.0,)))
+    axis = torch.linspace(0, 6, 16)
+    waves = axis.sin()[:, None, None] + (2 * axis).cos()[None, :, None] + axis.sin()[None, None, :]
+    inputs, targets = objective.prepare(Batch([0], waves[None, None]), Draws(0, [0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    first = last = 0.0
+    for _ in range(150):
+        loss = objective.loss(model(**inputs), targets)
+        optimizer.zero_grad()
+        (loss.sum / loss.count).backward()
+        optimizer.step()
+        last = (loss.sum / loss.count).item()
+        first = first or last
+    assert last < 0.05 * first
+
+
+def test_vit_pools() -> None:
+    for pool in ("cls", "mean", "tokens"):
+        config = ViTConfig(size="Ti/16", depth=1, cls_token=pool == "cls", registers=2, pool=pool, channels=3)  # type: ignore[arg-type]
+        x = torch.randn(2, 3, 32, 48)
+        coordinates = grid_coordinates((32, 48), (16, 16)).expand(2, -1, -1)
+        out = make(config)(patchify(x, (16, 16)), coordinates=coordinates)
+        assert out.shape == ((2, 6, 192) if pool == "tokens" else (2, 192))
+    classifier = make(ViTConfig(size="Ti/16", depth=1, classes=10))
+    assert classifier(patchify(x, (16, 16)), coordinates=coordinates).shape == (2, 10)
+    assert isinstance(classifier, ViT)
+    with pytest.raises(ValueError, match="cls_token: true"):
+        ViTConfig(size="Ti/16", pool="cls")
+
+
+# ---------------------------------------------------------------- FLOPs
+
+
+@pytest.mark.parametrize("kind", ["self", "cross", "linear"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_flops_equal_what_pytorch_counts(kind: str, mlp: str) -> None:
+    encoder = EncoderConfig(width=48, depth=3, heads=4, kv_heads=2, patch=4, mlp=mlp, positions="sincos")  # type: ignore[arg-type]
+    decoder = DecoderConfig(kind=kind, width=32, depth=2, heads=2, decode_ratio=0.5)  # type: ignore[arg-type]
+    config = small_mae(encoder=encoder, decoder=decoder)
+    model = make(config)
+    assert isinstance(model, MAE)
+    objective, _, inputs, targets = prepared(config, batch=1)
+    # The counter knows no CPU flash attention; as plain products it is counted, forward and (twice) backward.
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            loss = objective.loss(model(**inputs), targets)
+        flops = model.flops()
+        assert counter.get_total_flops() == pytest.approx(flops.forward, rel=1e-6)
+        with FlopCounterMode(display=False) as counter:
+            loss.sum.backward()
+    # The input needs no gradient, so the first layer's backward is one product less than 2 x forward.
+    first = 2 * inputs["x"].shape[1] * 64 * 48
+    assert counter.get_total_flops() == pytest.approx(flops.training - flops.forward - first, rel=1e-6)
+    assert flops.hardware(recompute=False) == flops.training + 0.5 * flops.attention
+    assert flops.hardware(recompute=True) == flops.hardware(recompute=False) + flops.linear + flops.attention
