@@ -118,7 +118,7 @@ def train(
     from vitrail.training.run import train as run_training
 
     _load_plugins(plugin)
-    outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, **({"quiet": True} if quiet else {}))
+    outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet)
     if _is_chief():
         if outcome.code:
             _note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")

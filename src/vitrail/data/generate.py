@@ -20,7 +20,7 @@ LABEL_NAMES = ("background", "membrane", "mitochondria", "vesicles")
 
 GLIA = 3.0  # a voxel further than this from every neurite's surface belongs to the glia
 REACH = GLIA + 6.0  # distance from a surface beyond which a neurite has no say
-MEMBRANE = 1.25  # half the thickness of two apposed membranes
+MEMBRANE = 1.5  # half the thickness of two apposed membranes
 SLAB = 6_000_000  # voxels drawn at once, about 40 bytes each
 
 Frame = tuple[tuple[int, int, int], tuple[int, int, int]]  # the box of voxels that is being drawn: first, last + 1
@@ -95,7 +95,7 @@ def render(
     image += ramp(-mito, 0.8) * (122 - 26 * cristae + 2.5 * texture - image)
     image += ramp(1.0 - np.abs(mito + 0.6), 0.8) * (72 - image)
     half = MEMBRANE + 0.9 * thick
-    image += ramp(half - membrane, 0.9) * (62 - 30 * thick - image)
+    image += ramp(half - membrane, 1.2) * (74 - 30 * thick - image)
     image += 7 * fields["light"](lo, hi)
 
     labels = np.zeros(owner.shape, np.uint8)

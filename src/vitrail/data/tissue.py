@@ -78,7 +78,7 @@ def grow_scene(size: tuple[int, ...], rng: np.random.Generator) -> Scene:
         mark_room(room, curve)
         if len(path) < 4:  # no more than a dent: the glia keeps it
             continue
-        shades.append(float(rng.normal(166, 15)))
+        shades.append(float(rng.normal(164, 20)))
         parts["neurites"].append(curve[:: max(1, int(0.35 * radius / TRACE))])
         fill_neurite(curve, parts, rng)
     return Scene(**{name: Balls.join(balls) for name, balls in parts.items()}, shade=np.asarray(shades, np.float32))

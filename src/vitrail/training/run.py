@@ -196,8 +196,10 @@ class Session:
             "log": trainer.steps(recipe.log.every),
             "eval": trainer.steps(recipe.eval.every),
             "picture": trainer.steps(recipe.log.pictures),
-            "save": trainer.steps(recipe.checkpoint.every),
         }
+        saving = recipe.checkpoint.every != "off"
+        if saving:
+            every["save"] = trainer.steps(recipe.checkpoint.every)
         watch_every = 0 if recipe.log.activations == "off" else trainer.steps(recipe.log.activations)
         loader = make_loader(recipe, self.place, self.data, self.sampler, step=trainer.done, samples=trainer.samples)
         meter = Meter(
@@ -232,7 +234,7 @@ class Session:
             if due("eval") or due("picture"):
                 self.look(trainer, picture=due("picture"), measure=due("eval"))
             self.note_saved(self.checkpoints.finished())
-            if told.stop or due("save") or self.is_new_best():
+            if saving and (told.stop or due("save") or self.is_new_best()):
                 self.save()
             if told.stop and trainer.done < trainer.total:
                 return told.stop
