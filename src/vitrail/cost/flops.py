@@ -4,9 +4,11 @@ MFU divides what the model needs (training = 3 x forward) by the peak; HFU also 
 the recomputed forward of checkpointed blocks, and the flash backward, which does 2.5 times its forward.
 """
 
+import re
 from dataclasses import dataclass
 
 # Dense bf16 peaks in TFLOP/s; the first name found in the device's own name decides, so variants stand before families.
+# Whole words only: an RTX A1000 is no A100.
 PEAKS_BF16 = {
     "B200": 2250.0,
     "GH200": 990.0,
@@ -22,7 +24,8 @@ PEAKS_BF16 = {
 
 def peak_tflops(device_name: str) -> float | None:
     """Peak of a known device; None for others, for which MFU is left out rather than guessed."""
-    return next((peak for name, peak in PEAKS_BF16.items() if name.lower() in device_name.lower()), None)
+    found = (peak for name, peak in PEAKS_BF16.items() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE))
+    return next(found, None)
 
 
 @dataclass(frozen=True)

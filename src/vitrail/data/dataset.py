@@ -26,7 +26,7 @@ class Dataset:
         extents = []
         for number, (source, c) in enumerate(zip(self.sources, configs, strict=True)):
             name = f"{where}.{number}"
-            if len(source.variables) != len(self.variables):
+            if source.variables != self.variables:
                 raise UserError(
                     f"{name}: variables {list(source.variables)} do not match {list(self.variables)} of {where}.0; "
                     "choose the same `variables` for every entry"
@@ -51,24 +51,32 @@ class Dataset:
             self.extents, self.crop, seed=seed, lanes=lanes, reuse=reuse, block=block, orientations=count
         )
 
-    def reader(self, *, reuse: int, cache_bytes: int) -> Reader:
-        return Reader(self.sources, self.crop, whole_blocks=reuse > 1, cache_bytes=cache_bytes)
+    def reader(self, sampler: Sampler, *, lanes: int, cache_bytes: int) -> Reader:
+        """Whole blocks are read where they are used again and those of all lanes (as many as one rank sees) fit."""
+        reader = Reader(self.sources, self.crop, whole_blocks=False, cache_bytes=cache_bytes)
+        largest = sampler.largest_block * reader.channels * max(s.dtype.itemsize for s in self.sources)
+        reader.whole_blocks = sampler.reuse > 1 and lanes * largest <= cache_bytes
+        return reader
 
     def fit_statistics(self, *, seed: int, samples: int = 128, voxels: int = 2**27) -> Statistics:
         """Mean and standard deviation of each variable over crops drawn like training samples, in float64."""
         number = max(4, min(samples, voxels // math.prod(self.crop)))
         sampler = self.sampler(seed=key(seed, "statistics"), lanes=1, reuse=1)
-        reader = self.reader(reuse=1, cache_bytes=0)
+        reader = self.reader(sampler, lanes=1, cache_bytes=0)
         crop = np.empty((reader.channels, *self.crop), reader.dtype)
         total = np.zeros((2, reader.channels))
         for counter in range(number):
             reader.read_into(crop, sampler(counter))
             flat = crop.reshape(reader.channels, -1).astype(np.float64)
+            if counter == 0:
+                # Sums of differences from a first value: exactly 0 for constants, and no loss under a large mean.
+                first = flat[:, :1].copy()
+            flat -= first
             total += [flat.mean(axis=1), np.square(flat).mean(axis=1)]
         mean, square = total / number
         std = np.sqrt(np.maximum(square - mean**2, 0.0))
         # A constant variable carries nothing to scale.
-        return Statistics(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))
+        return Statistics(tuple((mean + first[:, 0]).tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))
 
 
 def _by(shape: Sequence[int]) -> str:

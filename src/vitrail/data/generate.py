@@ -18,7 +18,7 @@ __all__ = ["LABEL_NAMES", "Volume", "generate_em", "write_ome_zarr"]
 
 LABEL_NAMES = ("background", "membrane", "mitochondria", "vesicles")
 
-GLIA = 3.0  # a voxel further than this from every neurite's surface belongs to the glia
+GLIA = 4.5  # a voxel further than this from every neurite's surface belongs to the glia
 REACH = GLIA + 6.0  # distance from a surface beyond which a neurite has no say
 MEMBRANE = 1.5  # half the thickness of two apposed membranes
 SLAB = 6_000_000  # voxels drawn at once, about 40 bytes each

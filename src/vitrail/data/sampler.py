@@ -58,6 +58,9 @@ class Sampler:
         self.first = np.cumsum([0, *[w.size for w in weights]])  # where each extent's blocks begin
         self.cumulative = np.cumsum(np.concatenate([w.ravel() for w in weights]))
         self.visits = int(self.first[-1])
+        self.largest_block = max(
+            math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, crop, strict=True)) for cuts in self.cuts
+        )  # in voxels
 
     @property
     def epoch(self) -> int:
@@ -101,18 +104,16 @@ def _cuts(extent: Extent, crop: tuple[int, ...], block: tuple[int, ...] | None) 
 
 def _weights(extent: Extent, crop: tuple[int, ...], cuts: list[np.ndarray]) -> np.ndarray:
     """How many crops' worth of starts each block has; an item that is stored whole counts as one crop."""
-    if all(c >= s for c, s in zip(extent.chunk, extent.shape, strict=True)):
-        cuts_weight = np.ones([len(c) - 1 for c in cuts]) / math.prod(len(c) - 1 for c in cuts)
-        return cuts_weight * extent.weight
+    whole = all(c >= s for c, s in zip(extent.chunk, extent.shape, strict=True))
     weights = np.ones(())
     for c, size in zip(cuts, crop, strict=True):
-        weights = np.multiply.outer(weights, np.diff(c) / size)
+        weights = np.multiply.outer(weights, np.diff(c) / (c[-1] if whole else size))
     return weights * extent.weight
 
 
 def permute(index: int, size: int, secret: int) -> int:
     """A keyed permutation of range(size): four Feistel rounds, walking until the value falls inside."""
-    half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
     low_bits = (1 << half) - 1
     while True:
         left, right = index >> half, index & low_bits

@@ -12,7 +12,7 @@ STEP = 3.0  # voxels between two points of a growing neurite
 TRACE = 1.5  # voxels between two balls of a finished one
 CELL = 3  # voxels of the coarse grid that remembers how much room is left
 MARGIN = 18  # tissue is grown this far beyond the volume, so that its edges look like its middle
-NARROW = 6.0  # where less room is left no neurite starts: the glia takes it
+NARROW = 7.0  # where less room is left no neurite starts: the glia takes it
 
 
 @dataclass
@@ -72,7 +72,7 @@ def grow_scene(size: tuple[int, ...], rng: np.random.Generator) -> Scene:
         if free[best] < NARROW:
             misses += 1
             continue
-        radius = float(min(np.clip(rng.lognormal(2.5, 0.32), 6.5, 16.0), free[best]))
+        radius = float(min(np.clip(rng.lognormal(2.6, 0.3), 7.5, 16.0), free[best]))
         path, radii = grow_path(room, (cells[best] + 0.5) * CELL - MARGIN, radius, bundles[rng.integers(3)], rng)
         curve = trace(path, radii, len(shades))
         mark_room(room, curve)
@@ -95,7 +95,7 @@ def grow_path(
     for sign in (1.0, -1.0):
         here, ahead, walked = start, sign * heading, []
         for _ in range(int(rng.integers(40, 400))):
-            turns = ahead + 0.3 * rng.standard_normal((10, 3))
+            turns = ahead + 0.22 * rng.standard_normal((10, 3))
             turns /= np.linalg.norm(turns, axis=1, keepdims=True)
             cells = ((here + 2 * STEP * turns + MARGIN) / CELL).astype(np.int64)
             outside = np.any((cells < 0) | (cells > limit), axis=1)

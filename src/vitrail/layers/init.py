@@ -73,6 +73,15 @@ def initialise(model: nn.Module, rules: dict[str, Rule], seed: int) -> None:
             _fill(local, offset, tuple(parameter.shape), rules[name], name, seed)
 
 
+def initialise_here(model: nn.Module) -> None:
+    """For the end of a model's own __init__: one that is made in Python, not on the meta device, is ready at once.
+
+    It starts as a run of seed 0 does.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        initialise(model, init_rules(model), 0)
+
+
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The part of a tensor that this rank holds and where it begins in the whole."""
     if not isinstance(tensor, DTensor):

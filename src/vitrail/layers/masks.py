@@ -49,6 +49,11 @@ class BlockMask(_MaskConfig):
     kind: Literal["block"] = "block"
     block: int = 2  # tokens along each axis
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 1:
+            raise ValueError(f"block {self.block} must be at least 1 token")
+
     def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:
         corner = [torch.arange(g, device=noise.device) // self.block * self.block for g in grid]
         return noise.unflatten(1, grid)[(slice(None), *torch.meshgrid(*corner, indexing="ij"))].flatten(1)

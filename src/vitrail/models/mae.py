@@ -15,11 +15,19 @@ from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops, cross_block_flops, self_block_flops
 from vitrail.layers.block import Block, BlockConfig, CrossBlock, make_norm
-from vitrail.layers.init import Constant, Normal, mark
+from vitrail.layers.init import Constant, Normal, initialise_here, mark
 from vitrail.layers.masks import MaskConfig, RandomMask, num_visible
 from vitrail.layers.patches import grid_of, num_voxels, per_axis
 from vitrail.models.model import Model, Side, Stage, block_drop_path, spread_drop_path
-from vitrail.models.vit import Encoder, EncoderConfig, LearnedPositions, check_heads, hidden_width
+from vitrail.models.vit import (
+    Encoder,
+    EncoderConfig,
+    LearnedPositions,
+    check_drop_path,
+    check_heads,
+    check_mlp,
+    hidden_width,
+)
 from vitrail.recipe import config
 
 
@@ -36,6 +44,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_heads(self.width, self.heads)
+        check_mlp(self.width, self.mlp_ratio, self.hidden)
+        check_drop_path(self.drop_path)
         if not 0 < self.decode_ratio <= 1:
             raise ValueError(f"decode_ratio {self.decode_ratio} must be above 0 and at most 1")
         if self.depth < 1:
@@ -100,6 +110,7 @@ class MAE(Model):
         self.features = num_voxels(c.patch) * c.channels
         self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
         self.decoder = Decoder(c, self.encoder, self.features, shape)
+        initialise_here(self)
 
     def derive(self, side: Side) -> Side:
         return self.decoder.derive(self.encoder.derive(side))

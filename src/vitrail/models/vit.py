@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops, self_block_flops
 from vitrail.layers.block import Block, BlockConfig, make_norm
-from vitrail.layers.init import Normal, Table, mark
+from vitrail.layers.init import Normal, Table, initialise_here, mark
 from vitrail.layers.mlp import swiglu_hidden
 from vitrail.layers.patches import grid_coordinates, grid_of, num_voxels, per_axis
 from vitrail.layers.positions import rope_table, sincos
@@ -70,8 +70,20 @@ class EncoderConfig:
                     raise ValueError(f"{key} is missing; give it, or a named size such as 'size: B/16'")
                 object.__setattr__(self, key, defaults[key])
         check_heads(self.width, self.heads, self.kv_heads)
-        if not 0 <= self.drop_path < 1:
-            raise ValueError(f"drop_path {self.drop_path} must be at least 0 and below 1")
+        check_mlp(self.width, self.mlp_ratio, self.hidden)
+        check_drop_path(self.drop_path)
+        assert self.depth is not None
+        assert self.patch is not None
+        if self.depth < 1:
+            raise ValueError(f"depth {self.depth} must be at least 1")
+        if min((self.patch,) if isinstance(self.patch, int) else self.patch, default=0) < 1:
+            raise ValueError(f"patch {self.patch} must be at least 1 voxel along every axis")
+        if self.eps < 0:
+            raise ValueError(f"eps {self.eps} must not be negative")
+        if self.theta <= 0:
+            raise ValueError(f"theta {self.theta} must be above 0")
+        if self.registers < 0:
+            raise ValueError(f"registers {self.registers} must be at least 0")
 
     def block(self) -> BlockConfig:
         assert self.width is not None
@@ -103,6 +115,18 @@ def check_heads(width: Any, heads: Any, kv_heads: Any = None) -> None:
         raise ValueError(f"width {width} must be a multiple of heads {heads}")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}")
+
+
+def check_mlp(width: Any, ratio: float | None, hidden: int | None) -> None:
+    if hidden is not None and hidden < 1:
+        raise ValueError(f"hidden {hidden} must be at least 1")
+    if ratio is not None and int(width * ratio) < 1:
+        raise ValueError(f"mlp_ratio {ratio} must be above 0, and give a width of {width} at least one hidden channel")
+
+
+def check_drop_path(rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"drop_path {rate} must be at least 0 and below 1")
 
 
 class PatchEmbed(nn.Module):
@@ -242,6 +266,7 @@ class ViT(Model):
         shape = None if c.shape is None else per_axis(c.shape, c.ndim)
         self.encoder = Encoder(c, ndim=c.ndim, channels=c.channels, shape=shape)
         self.head = nn.Linear(self.encoder.width, c.classes, bias=True) if c.classes else nn.Identity()
+        initialise_here(self)
 
     def derive(self, side: Side) -> Side:
         return self.encoder.derive(side)

@@ -94,7 +94,8 @@ def _clean(location: tuple[str | int, ...], kind: str, tree: Any, schema: dict[s
         if not branch_named and isinstance(value, dict) and value.get("kind") == name and _is_tagged(schema, key, tree):
             branch_named = True
             continue
-        if (isinstance(value, dict) and name in value) or (isinstance(value, list) and isinstance(name, int)):
+        inside = isinstance(value, list) and isinstance(name, int) and name < len(value)
+        if inside or (isinstance(value, dict) and name in value):
             value = value[name]  # type: ignore[index]
         elif not (last and kind == "missing"):
             continue

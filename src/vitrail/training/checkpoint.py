@@ -5,7 +5,9 @@ everything else and the size and checksum of every file. It is written into a hi
 published by one rename; so a folder with a good manifest is whole, and anything else is not a checkpoint.
 """
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
@@ -29,6 +33,16 @@ from vitrail.training.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpo
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+KEYS = {  # what a run needs to continue, and what it is made of
+    "step": int,
+    "samples": int,
+    "optimizer_steps": int,
+    "skipped": int,
+    "skipped_in_a_row": int,
+    "threads": int,
+    "statistics": dict,
+    "recipe": dict,
+}
 
 
 class BadCheckpoint(ValueError):
@@ -66,26 +80,36 @@ def _seal(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, if it is intact and every file it lists is there with the right size."""
+    if folder.is_symlink() or (folder / MANIFEST).is_symlink():
+        raise BadCheckpoint("it is a link, which may lead anywhere")
     try:
+        if not (folder / MANIFEST).is_file():
+            raise BadCheckpoint(f"{MANIFEST} is missing")
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         seal = manifest.pop("seal")
         if seal != _seal(manifest)["seal"]:
             raise BadCheckpoint(f"{MANIFEST} does not match its own checksum")
         if manifest["format"] != FORMAT:
             raise BadCheckpoint(f"format {manifest['format']} is not {FORMAT}, the one this version reads")
-        files = manifest["files"]
+        files = {name: (int(entry["bytes"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
         present = {p.name: p for p in folder.iterdir() if p.name != MANIFEST}
     except BadCheckpoint:
         raise
     except Exception as error:
         raise BadCheckpoint(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+    for key, kind in KEYS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise BadCheckpoint(f"{MANIFEST} has {manifest.get(key)!r} for {key!r}, which should be {kind.__name__}")
+    if folder.name != checkpoint_name(manifest["step"]):
+        raise BadCheckpoint(f"{MANIFEST} is that of step {manifest['step']}")
     for name in sorted(files.keys() | present.keys()):
         if name not in present:
             raise BadCheckpoint(f"{name} is missing")
         if name not in files or present[name].is_symlink() or not present[name].is_file():
             raise BadCheckpoint(f"{name} does not belong to it")
-        if present[name].stat().st_size != files[name]["bytes"]:
-            raise BadCheckpoint(f"{name} has {present[name].stat().st_size} bytes instead of {files[name]['bytes']}")
+        size = present[name].stat().st_size
+        if size != files[name][0]:
+            raise BadCheckpoint(f"{name} has {size} bytes instead of {files[name][0]}")
     return manifest
 
 
@@ -101,6 +125,14 @@ def _write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever else lies there under its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(path: Path) -> None:
@@ -122,12 +154,17 @@ class Checkpoints:
         self.group, self.cpu_mesh = group, cpu_mesh  # planned over gloo, whatever computes
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.best: tuple[float, int] | None = None  # metric and step
+        self._best_before: tuple[float, int] | None = None  # what was best before the save under way
+        self._failed = False  # the last save that ended
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] | None = None
 
     def save(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], metric: float | None = None) -> None:
         """Copy the state now, write it in the background; the copy is what is saved, whatever training does next."""
-        self.wait()
+        self._join()
+        if self._failed:  # taken back here, not when a rank happens to hear of it, so that all ranks agree on the best
+            self.best = self._best_before
+        self._best_before = self.best
         staged = {name: self._staged(tensor) for name, tensor in state.items()}
         if metric is not None and (self.best is None or metric < self.best[0]):
             self.best = (metric, step)
@@ -149,20 +186,31 @@ class Checkpoints:
 
     def _write(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], keep_step: int | None) -> None:
         began = time.monotonic()
-        partial = self.folder / f".partial-{checkpoint_name(step)}"
-        error = None
         try:
-            if self.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                for leftover in self.folder.glob(".partial-*"):
-                    shutil.rmtree(leftover)
+            size, error = self._write_together(step, state, manifest, keep_step)
+        except BaseException as caught:  # another rank is gone: there is nobody to agree with
+            size, error = 0, _reason(caught)
+        self._failed = error is not None
+        self._outcome = {"step": step, "error": error, "seconds": time.monotonic() - began, "bytes": size}
+
+    def _write_together(
+        self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], keep_step: int | None
+    ) -> tuple[int, str | None]:
+        """Every rank its tensors, rank 0 the rest; returns the bytes written and what went wrong, alike everywhere."""
+        partial = self.folder / f".partial-{checkpoint_name(step)}"
+        # Agreed on before PyTorch's own collectives: a rank that stays away from those would leave the others waiting.
+        error = share_json(self._make_room() if self.rank == 0 else None, self.group)
+        if error is not None:
+            return 0, error
+        sums: dict[str, dict[str, int]] = {}
+        try:
             writer = dcp.FileSystemWriter(partial, sync_files=True, thread_count=1)
             dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=False)
             mine = [p for p in partial.iterdir() if p.name.startswith(f"__{self.rank}_")]
             mine += [partial / ".metadata"] if self.rank == 0 else []
             sums = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in mine}
-        except BaseException as caught:
-            error, sums = _reason(caught), {}
+        except (Exception, CheckpointException) as caught:
+            error = _reason(caught)
         reports = gather_json({"error": error, "files": sums}, self.group)
         errors = [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if r["error"]]
         size = sum(f["bytes"] for r in reports for f in r["files"].values())
@@ -171,20 +219,30 @@ class Checkpoints:
                 if not errors:
                     files = {name: entry for r in reports for name, entry in r["files"].items()}
                     self._publish(step, partial, manifest | {"format": FORMAT, "step": step, "files": files})
-                    self._prune(keep_step)
-            except BaseException as caught:
+            except Exception as caught:
                 errors = [_reason(caught)]
-            if errors:
-                shutil.rmtree(partial, ignore_errors=True)
-        outcome = {"step": step, "error": errors[0] if errors else None, "seconds": time.monotonic() - began, "bytes": size}
-        self._outcome = share_json(outcome, self.group)
+            with contextlib.suppress(OSError):  # what is not removed now is removed before the next save
+                if errors:
+                    _remove(partial)
+                else:
+                    self._prune(keep_step)
+        return size, share_json(errors[0] if errors else None, self.group)
+
+    def _make_room(self) -> str | None:
+        """Remove what a kill has left; returns what went wrong."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(".partial-*"):
+                _remove(leftover)
+        except OSError as caught:
+            return _reason(caught)
+        return None
 
     def _publish(self, step: int, partial: Path, manifest: dict[str, Any]) -> None:
         _write_durably(partial / MANIFEST, json.dumps(_seal(manifest), sort_keys=True))
         _sync_folder(partial)
         final = self.folder / checkpoint_name(step)
-        if final.exists():  # a checkpoint that failed verification, made again
-            shutil.rmtree(final)
+        _remove(final)  # a checkpoint that failed verification, made again
         partial.rename(final)
         _sync_folder(self.folder)
 
@@ -193,15 +251,18 @@ class Checkpoints:
             if int(old.name[5:]) != keep_step:
                 doomed = old.with_name(f".partial-{old.name}")
                 old.rename(doomed)  # so that a kill during removal leaves no half checkpoint under a good name
-                shutil.rmtree(doomed)
+                _remove(doomed)
 
     def wait(self) -> dict[str, Any] | None:
         """Let the save under way finish; returns its outcome once (step, error, seconds, bytes)."""
+        self._join()
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        outcome, self._outcome = self._outcome, None
-        return outcome
 
     def finished(self) -> dict[str, Any] | None:
         """The outcome of a save that has ended since it was last asked for, without waiting."""
@@ -209,21 +270,30 @@ class Checkpoints:
 
     # ------------------------------------------------------------ loading
 
-    def newest_good(self, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that every rank finds whole; bad ones are named and passed over."""
+    def load_newest(
+        self, load: Callable[[Path, dict[str, Any]], None], note: Callable[[str], None]
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint that every rank finds whole and can load; bad ones are named and passed over."""
         for path in share_json([str(p) for p in list_checkpoints(self.folder)], self.group):
             folder = Path(path)
-            manifest, error = None, None
+            manifest: dict[str, Any] = {}
+            error = None
             try:
                 manifest = read_manifest(folder)
                 verify(folder, manifest, rank=self.rank, world=self.world)
                 TensorReader(folder, set(manifest["files"])).read_metadata()
             except (BadCheckpoint, UnsafeCheckpoint, OSError) as caught:
-                error = str(caught)
+                error = str(caught) or repr(caught)
             errors = [e for e in gather_json(error, self.group) if e]
-            if not errors and manifest is not None:
-                return folder, manifest
-            note(f"checkpoint {folder} is not usable: {errors[0]}; trying the one before it")
+            if not errors:
+                try:
+                    load(folder, manifest)  # collective: what is wrong with the files themselves is wrong on every rank
+                except ValueError as caught:
+                    error = str(caught) or repr(caught)
+                errors = [e for e in gather_json(error, self.group) if e]
+            if not errors:
+                return manifest
+            note(f"checkpoint {folder} is passed over: {errors[0]}")
         return None
 
     def set_aside_newer(self, step: int) -> None:
@@ -231,7 +301,7 @@ class Checkpoints:
         for folder in list_checkpoints(self.folder):
             if int(folder.name[5:]) > step:
                 aside = folder.with_name(f"unusable-{folder.name}")
-                shutil.rmtree(aside, ignore_errors=True)
+                _remove(aside)
                 folder.rename(aside)
 
     def remember_best(self, metric_name: str) -> None:
@@ -241,7 +311,7 @@ class Checkpoints:
                 value = (read_manifest(folder).get("metrics") or {}).get(metric_name)
             except BadCheckpoint:
                 continue
-            if value is not None and (self.best is None or value < self.best[0]):
+            if isinstance(value, int | float) and math.isfinite(value) and (self.best is None or value < self.best[0]):
                 self.best = (value, int(folder.name[5:]))
 
 
@@ -250,13 +320,15 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    words = str(error) if isinstance(error, UnsafeCheckpoint) else f"{type(error).__name__}: {error}"
+    return words.splitlines()[0]
 
 
 def stored_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Size]:
     """Names and shapes of the tensors in a verified checkpoint."""
     metadata = TensorReader(folder, set(manifest["files"])).read_metadata()
-    return {name: entry.size for name, entry in metadata.state_dict_metadata.items()}
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Any = None) -> None:
@@ -264,15 +336,16 @@ def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor
     stored = stored_tensors(folder, manifest)
     for name, tensor in state.items():
         if name not in stored:
-            raise UserError(f"checkpoint {folder} has no tensor {name!r}: it was made by a different model")
+            raise BadCheckpoint(f"it has no tensor {name!r}, so it was made by a different model")
         if stored[name] != tensor.shape:
-            raise UserError(
-                f"checkpoint {folder}: {name!r} has shape {list(stored[name])}, the model wants {list(tensor.shape)}"
-            )
+            raise BadCheckpoint(f"{name!r} has shape {list(stored[name])}, the model wants {list(tensor.shape)}")
     reader = TensorReader(folder, set(manifest["files"]))
     # Without a group PyTorch warns that it loads in a single process, which is what is asked for.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    dcp.load(state, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
+    try:
+        dcp.load(state, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # raised on every rank
+        raise BadCheckpoint(f"its tensors cannot be read ({_reason(error)})") from None
 
 
 def check_space(folder: Path, needed: int) -> None:

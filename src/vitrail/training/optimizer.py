@@ -15,6 +15,12 @@ from vitrail.recipe import config
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
 
 
+def check_not_negative(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 0:
+            raise ValueError(f"{name} {value} must not be negative")
+
+
 @config
 class GroupRule:
     """Treat the parameters whose full name matches apart; the first rule that matches decides."""
@@ -29,6 +35,7 @@ class GroupRule:
             re.compile(self.match)
         except re.error as error:
             raise ValueError(f"match {self.match!r} is not a regular expression: {error}") from None
+        check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
 
 
 @config
@@ -38,6 +45,11 @@ class _OptimizerConfig:
     clip: float | None = 1.0  # largest norm of the gradient
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"  # with batch / 256
     groups: tuple[GroupRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip {self.clip} must be above 0; use null for no clipping")
 
     def base_rate(self, batch: int) -> float:
         ratio = batch / BASE_BATCH
@@ -50,6 +62,12 @@ class AdamWConfig(_OptimizerConfig):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(eps=self.eps)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)} must each be at least 0 and below 1")
+
     def build(self, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=device.type == "cuda")
 
@@ -58,6 +76,11 @@ class AdamWConfig(_OptimizerConfig):
 class SGDConfig(_OptimizerConfig):
     kind: Literal["sgd"] = "sgd"
     momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum {self.momentum} must be at least 0 and below 1")
 
     def build(self, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
         return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)

@@ -3,6 +3,7 @@
 The session owns what the loop does not know: the folder, the log, pictures, checkpoints, signals and the end.
 """
 
+import errno
 import importlib.util
 import json
 import math
@@ -28,6 +29,7 @@ from vitrail.training.checkpoint import (
     list_checkpoints,
     load_tensors,
     read_manifest,
+    stored_tensors,
     verify,
 )
 from vitrail.training.collective import on_chief, share_json
@@ -53,6 +55,7 @@ from vitrail.training.setup import (
 from vitrail.training.trainer import Trainer, timed
 
 REQUEUE = 75
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLOW_PHASE = 1800.0  # seconds a start, a compilation or a save may take before it counts as a hang
 
 
@@ -100,9 +103,7 @@ class Session:
         self.place, self.stop, self.quiet = place, stop, quiet
         chief = place.world.chief
         check_tensorboard(recipe)
-        self.run_dir = Path(
-            on_chief(lambda: str(beside(recipe.run_dir) if fresh else recipe.run_dir), place.control)
-        )
+        self.run_dir = Path(on_chief(lambda: str(beside(recipe.run_dir) if fresh else recipe.run_dir), place.control))
         # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
         known, note = on_chief(lambda: find_statistics(self.run_dir), place.control)
         self.notes: list[str] = [note] if note else []
@@ -113,17 +114,6 @@ class Session:
         self.parts: Parts = build_model(recipe, place)
         self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
-        self.folder: RunFolder | None = None
-
-        def open_folder() -> None:
-            self.folder = RunFolder(self.run_dir)
-            try:
-                refuse_changes(self.run_dir, recipe)
-            except UserError:
-                self.folder.discard_if_new()
-                raise
-
-        on_chief(open_folder, place.control)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints",
             keep=recipe.checkpoint.keep,
@@ -139,13 +129,34 @@ class Session:
             samples=recipe.eval.samples,
             batch=recipe.data.micro_batch or max(1, self.data.batch // place.world.size),
         )
+        self.folder: RunFolder | None = None  # rank 0 has one, from here on
+
+        def open_folder() -> None:
+            self.folder = RunFolder(self.run_dir)
+            try:
+                refuse_changes(self.run_dir, recipe)
+            except UserError:
+                self.folder.discard_if_new()
+                raise
+            if self.folder.note:
+                self.notes.append(self.folder.note)
+
+        on_chief(open_folder, place.control)
         self.board = open_tensorboard(recipe, self.run_dir) if chief else None
         self.last_metrics: tuple[int, dict[str, float]] | None = None
         self.save_seconds = 0.0
+        self.save_error: str | None = None
 
     # ------------------------------------------------------------ the whole
 
     def run(self) -> Outcome:
+        try:
+            return self.run_locked()
+        finally:
+            if self.folder is not None:
+                self.folder.close()
+
+    def run_locked(self) -> Outcome:
         trainer, place, recipe = self.trainer, self.place, self.recipe
         resumed = self.resume()
         least = float(recipe.run.hang_limit)
@@ -155,29 +166,25 @@ class Session:
             self.progress = stack.enter_context(
                 Progress(trainer.total, trainer.done, enabled=place.world.chief and not self.quiet)
             )
-            self.start_log(resumed)
             first = trainer.done
             try:
+                self.start_log(resumed)
                 reason = self.loop()
                 self.finish(reason)
             except BaseException as error:
                 raise self.fail(error, begun=trainer.done > first) from error
-        if self.folder is not None:
-            self.folder.close()
         code = 0 if reason == "done" else REQUEUE
         return Outcome(code, self.run_dir, trainer.done, reason)
 
     def resume(self) -> bool:
-        found = self.checkpoints.newest_good(self.notes.append)
-        if found is None:
+        manifest = self.checkpoints.load_newest(self.trainer.restore, self.notes.append)
+        if manifest is None:
             if on_chief(lambda: bool(list_checkpoints(self.checkpoints.folder)), self.place.control):
                 raise UserError(
                     f"no checkpoint in {self.checkpoints.folder} is usable: {'; '.join(self.notes)}; "
                     "mend or remove them, or start beside this run with --fresh"
                 )
             return False
-        path, manifest = found
-        self.trainer.restore(path, manifest)
         on_chief(lambda: self.checkpoints.set_aside_newer(manifest["step"]), self.place.control)
         if self.place.world.chief:
             self.checkpoints.remember_best(self.metric_name)
@@ -258,14 +265,10 @@ class Session:
         table = group_table(trainer.optimizer, trainer.base_rate)
         for note in self.notes:
             self.progress.note(note)
+        on_chief(self.describe, self.place.control)
         if self.folder is None:
             return
-        from vitrail.launch.machine import environment
-
         flops = trainer.model.flops()
-        self.folder.write("recipe.yaml", self.recipe.to_yaml())
-        self.folder.write("environment.json", json.dumps(environment(), indent=1))
-        self.folder.write("data.json", json.dumps(self.data.train.sources[0].describe()))
         self.folder.log(
             "start",
             step=trainer.done,
@@ -295,6 +298,21 @@ class Session:
                 f"  {row['name']}: {row['tensors']} tensors, {row['parameters']:,} parameters, "
                 f"lr {row['lr']:g}, weight decay {row['weight_decay']:g}"
             )
+
+    def describe(self) -> None:
+        """Write down what is being run, on rank 0."""
+        from vitrail.launch.machine import environment
+
+        assert self.folder is not None
+        try:
+            self.folder.write("recipe.yaml", self.recipe.to_yaml())
+            self.folder.write("environment.json", json.dumps(environment(), indent=1))
+            self.folder.write("data.json", json.dumps(self.data.train.sources[0].describe()))
+        except OSError as error:
+            raise UserError(
+                f"run.dir: {str(self.run_dir)!r} cannot be written ({error.strerror}); "
+                "free some space or choose another folder"
+            ) from None
 
     def log_step(self, loss: float, norm: float, rate: float, meter: Meter, rms: dict[str, float] | None) -> None:
         trainer = self.trainer
@@ -340,10 +358,15 @@ class Session:
                 self.log_metrics(metrics)
             if picture:
                 name = f"pictures/{self.recipe.objective.kind}-{trainer.done:08d}.png"
-                (self.run_dir / "pictures").mkdir(exist_ok=True)
-                caption = self.evaluator.picture(trainer.model, self.run_dir / name, step=trainer.done)
-                if self.folder is not None:
-                    self.folder.log("picture", step=trainer.done, path=name, caption=caption)
+                try:
+                    (self.run_dir / "pictures").mkdir(exist_ok=True)
+                    caption = self.evaluator.picture(trainer.model, self.run_dir / name, step=trainer.done)
+                    if self.folder is not None:
+                        self.folder.log("picture", step=trainer.done, path=name, caption=caption)
+                except OSError as error:
+                    if error.errno not in NO_SPACE:  # those come from writing, when all ranks are done with computing
+                        raise
+                    self.progress.note(f"the picture of step {trainer.done} could not be written: {error.strerror}")
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
         step = self.trainer.done
@@ -403,10 +426,14 @@ class Session:
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
         """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
-        if size > 1 and isinstance(error, RuntimeError) and is_lost_connection(error):
+        lost = size > 1 and isinstance(error, RuntimeError) and is_lost_connection(error)
+        if lost:
             error = RunFailed(f"rank {rank} lost touch with another rank; the first error of any rank says why")
         elif isinstance(error, UserError) and size > 1:
             error = type(error)(f"rank {rank}: {error}")
+        if not lost and not isinstance(error, KeyboardInterrupt):
+            self.watchdog.beat(self.trainer.done, "saving", allowance=SLOW_PHASE)
+            self.note_saved(self.checkpoints.wait())  # the save under way is still a good one
         if self.folder is not None and not begun and isinstance(error, UserError):
             self.folder.discard_if_new()
         else:
@@ -423,7 +450,10 @@ class Session:
 
         seconds = time.monotonic() - self.began
         self.folder.log("end", step=self.trainer.done, reason=reason, seconds=seconds, message=message)
-        write_report(self.run_dir)
+        try:
+            write_report(self.run_dir)
+        except UserError as error:  # the run is what counts
+            self.progress.note(str(error))
 
 
 # ---------------------------------------------------------------- small questions
@@ -434,8 +464,8 @@ def find_statistics(run_dir: Path) -> tuple[list[list[float]] | None, str | None
     for folder in list_checkpoints(run_dir / "checkpoints"):
         try:
             found = read_manifest(folder)["statistics"]
-            return [found["mean"], found["std"]], None
-        except (BadCheckpoint, KeyError):
+            return [[float(value) for value in found[name]] for name in ("mean", "std")], None
+        except (BadCheckpoint, KeyError, TypeError, ValueError):
             continue
     return None, None
 
@@ -493,6 +523,8 @@ def find_checkpoint(run: str | Path, checkpoint: str | int | None) -> tuple[Path
     folder = Path(run) / "checkpoints"
     found = list_checkpoints(folder)
     if checkpoint is not None:
+        if not str(checkpoint).isdecimal():
+            raise UserError(f"checkpoint: {checkpoint!r} is not a step; give a number such as 200")
         found = [p for p in found if int(p.name[5:]) == int(checkpoint)]
     if not found:
         wanted = "checkpoint" if checkpoint is None else f"checkpoint of step {checkpoint}"
@@ -503,6 +535,7 @@ def find_checkpoint(run: str | Path, checkpoint: str | int | None) -> tuple[Path
         try:
             manifest = read_manifest(path)
             verify(path, manifest)
+            stored_tensors(path, manifest)
             return path, manifest
         except (BadCheckpoint, UnsafeCheckpoint, OSError) as error:
             problems.append(f"{path.name}: {error}")
@@ -510,6 +543,8 @@ def find_checkpoint(run: str | Path, checkpoint: str | int | None) -> tuple[Path
 
 
 def which_weights(weights: str | None, recipe: Recipe) -> str:
+    if weights not in (None, "ema", "raw"):
+        raise UserError(f"weights: {weights!r} is unknown; ask for 'ema' or 'raw'")
     if weights == "ema" and recipe.ema is None:
         raise UserError("weights: this run has no moving average; ask for 'raw'")
     return weights or ("ema" if recipe.ema else "raw")
@@ -530,8 +565,8 @@ def load_weights(model: Model, path: Path, manifest: dict[str, Any], weights: st
     prefix = "ema" if weights == "ema" else "model"
     try:
         load_tensors(path, manifest, {f"{prefix}.{n}": p.detach() for n, p in model.named_parameters()}, group)
-    except UnsafeCheckpoint as error:
-        raise UserError(f"{path}: {error}; it was not loaded") from None
+    except (BadCheckpoint, UnsafeCheckpoint) as error:
+        raise UserError(f"checkpoint {path} was not loaded: {error}; try another one of this run") from None
 
 
 def evaluate(
@@ -546,10 +581,14 @@ def evaluate(
     path, manifest = find_checkpoint(run, checkpoint)
     recipe = load_recipe(manifest["recipe"], overrides)
     weights = which_weights(weights, recipe)
+    if samples is not None and samples < 1:
+        raise UserError(f"samples: {samples} must be at least 1")
     if not recipe.data.valid:
         raise UserError(f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]")
     with joined(recipe) as place:
-        data: DataParts = open_data(recipe, place, Statistics(**{k: tuple(v) for k, v in manifest["statistics"].items()}))
+        data: DataParts = open_data(
+            recipe, place, Statistics(**{k: tuple(v) for k, v in manifest["statistics"].items()})
+        )
         recipe = complete(recipe, len(data.train.variables))
         model = build_model(recipe, place).model
         load_weights(model, path, manifest, weights, place.saving)

@@ -1,8 +1,11 @@
 """The folder of a run: who owns it, what is in it, and what it says about the run so far."""
 
+import contextlib
 import fcntl
 import json
+import math
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -27,6 +30,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.new = not path.exists()
+        self.note: str | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the run
@@ -36,18 +40,22 @@ class RunFolder:
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._lock.seek(0)
             owner = self._lock.read().strip() or "another process"
+            self._lock.close()
             raise UserError(
                 f"run.dir: {str(path)!r} is in use by {owner}; wait for it, or start beside it with --fresh"
             ) from None
-        self._lock.seek(0)
-        self._lock.truncate()
+        except OSError as error:  # some shared file systems have no locks
+            self.note = f"{path} cannot be locked ({error.strerror}): see to it that no other job uses it"
         job = os.environ.get("SLURM_JOB_ID")
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else ""))
-        self._lock.flush()
-        self._metrics: Any = None
+        owner = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
+        with contextlib.suppress(OSError):  # a full disk; what counts is the lock
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), owner.encode())
+        self._metrics: int | None = None
+        self._unwritten = b""
 
     @property
     def checkpoints(self) -> Path:
@@ -57,28 +65,43 @@ class RunFolder:
         """Replace a file whole."""
         target = self.path / name
         partial = target.with_name(f".{target.name}.partial")
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         partial.rename(target)
 
     def log(self, event: str, **fields: Any) -> None:
-        """Append one line to metrics.jsonl."""
-        if self._metrics is None:
-            path = self.path / "metrics.jsonl"
-            torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-            self._metrics = path.open("a", encoding="utf-8", buffering=1)
-            if torn:  # a kill cut the last line: end it, so that the next one stands alone
-                self._metrics.write("\n")
-        self._metrics.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+        """Append one line to metrics.jsonl; while the disk is full, lines wait for the next call."""
+        line = {"event": event, "time": time.time(), **fields}
+        self._unwritten += json.dumps(finite(line), allow_nan=False).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            if self._metrics is None:
+                self._metrics = os.open(self.path / "metrics.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                size = os.fstat(self._metrics).st_size
+                if size and os.pread(self._metrics, 1, size - 1) != b"\n":
+                    # A kill cut the last line: end it, so that the next one stands alone.
+                    self._unwritten = b"\n" + self._unwritten
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._metrics, self._unwritten) :]
 
     def close(self) -> None:
         if self._metrics is not None:
-            self._metrics.close()
+            os.close(self._metrics)
+            self._metrics = None
         self._lock.close()
 
     def discard_if_new(self) -> None:
         """Take back a folder that this run made but never used."""
-        self.close()
         if self.new and not list_checkpoints(self.checkpoints):
-            import shutil
-
             shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

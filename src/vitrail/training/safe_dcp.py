@@ -7,55 +7,90 @@ planner refuses byte entries. Always on: checksums prove that a file is what was
 
 import io
 import pickle
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PosixPath
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint import metadata as parts
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-
-_ALLOWED = {
-    ("builtins", "getattr"),  # how an enum's member is named; guarded below
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-}
+from torch.serialization import _get_layout
 
 
 class UnsafeCheckpoint(ValueError):
     """The checkpoint holds something other than tensors and their description."""
 
 
+_RECORDS: dict[tuple[str, str], type] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        _StorageInfo,
+        parts.BytesStorageMetadata,  # known, so that the refusal below can name the entry
+        parts.ChunkStorageMetadata,
+        parts.Metadata,
+        parts.MetadataIndex,
+        parts.StorageMeta,
+        parts.TensorProperties,
+        parts.TensorStorageMetadata,
+    )
+}
+_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,  # its name in Python 3.13
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): _get_layout,
+}
+
+
+class _Stub:
+    """Stands for something that metadata may call, and nothing else: pickle can set attributes of what it is handed."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class _MemoryFormat(_Stub):
+    """The one enumeration in metadata; its members are looked up by value or, with getattr, by name."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(parts._MEM_FORMAT_ENCODING)
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """All that is left of getattr."""
+    if not isinstance(owner, _MemoryFormat) or name not in parts._MEM_FORMAT_ENCODING.__members__:
+        raise UnsafeCheckpoint("its metadata looks up an attribute, which no checkpoint needs")
+    return parts._MEM_FORMAT_ENCODING[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _ALLOWED:
-            raise UnsafeCheckpoint(f"its metadata asks for {module}.{name}, which no checkpoint needs")
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) in _RECORDS:
+            kind = _RECORDS[module, name]
+            # A class of its own that makes empty records of the real one, whose own attributes stay out of reach.
+            return type(name, (), {"__new__": lambda _cls, *_arguments: object.__new__(kind)})
+        if (module, name) in _CALLS:
+            return _Stub(_CALLS[module, name])
+        if (module, name) == ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"):
+            return _MemoryFormat()
         if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        return super().find_class(module, name)
-
-
-def _enum_member(owner: Any, name: str) -> Any:
-    import enum
-
-    if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
-        raise UnsafeCheckpoint("its metadata looks up an attribute, which no checkpoint needs")
-    return owner[name]
+            return _Stub(_member)
+        raise UnsafeCheckpoint(f"its metadata asks for {module}.{name}, which no checkpoint needs")
 
 
 class TensorReader(FileSystemReader):
@@ -69,22 +104,27 @@ class TensorReader(FileSystemReader):
         raw = Path(self.path, ".metadata").read_bytes()
         try:
             metadata = _Unpickler(io.BytesIO(raw)).load()
+            self._check(metadata)
         except UnsafeCheckpoint:
             raise
         except Exception as error:
             raise UnsafeCheckpoint(f"its metadata cannot be read ({type(error).__name__}: {error})") from None
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise UnsafeCheckpoint("its metadata is not that of a checkpoint")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise UnsafeCheckpoint(f"its entry {name!r} is not a tensor")
-        for info in metadata.storage_data.values():
-            if info.relative_path not in self.files or info.transform_descriptors:
-                raise UnsafeCheckpoint(f"its metadata names a file that is not part of it: {info.relative_path!r}")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def _check(self, metadata: Any) -> None:
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_meta, StorageMeta | None):
+            raise UnsafeCheckpoint("its metadata is not that of a checkpoint")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+                raise UnsafeCheckpoint(f"its entry {name!r} is not a tensor")
+            if not isinstance(entry.size, torch.Size):
+                raise UnsafeCheckpoint(f"its entry {name!r} has no shape")
+        for info in metadata.storage_data.values():
+            if info.relative_path not in self.files or info.transform_descriptors:
+                raise UnsafeCheckpoint(f"its metadata names a file that is not part of it: {info.relative_path!r}")
 
 
 class TensorPlanner(DefaultLoadPlanner):

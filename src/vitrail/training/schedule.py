@@ -13,6 +13,11 @@ class _ScheduleConfig:
     start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
     end: float = 0.0  # rate at the last step
 
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("end", self.end)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} {value} must not be negative")
+
     def rate(self, step: int, *, base: float, warmup: int, total: int) -> float:
         """The rate of a step (counted from 0) out of `total`, of which `warmup` rise to `base`."""
         if step < warmup:

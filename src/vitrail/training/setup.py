@@ -4,6 +4,7 @@ Everything here happens before the first step and before the run folder is made,
 """
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,16 +73,17 @@ class DataParts:
     batch: int  # samples of a step, over all ranks
 
 
-def crop_of(recipe: Recipe) -> tuple[int, ...]:
+def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
+    """data.crop or data.block, one number an axis."""
     try:
-        return per_axis(recipe.data.crop, recipe.model.ndim)
+        return per_axis(getattr(recipe.data, name), recipe.model.ndim)
     except ValueError as error:
-        raise UserError(f"data.crop: {error}; model.ndim is {recipe.model.ndim}") from None
+        raise UserError(f"data.{name}: {error}; model.ndim is {recipe.model.ndim}") from None
 
 
 def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataParts:
     """Open every source on every rank; statistics come from the checkpoint, the recipe or the data."""
-    crop = crop_of(recipe)
+    crop = sizes_of(recipe, "crop")
 
     def open_all() -> tuple[Dataset, Dataset | None]:
         train = Dataset(recipe.data.train, crop, where="data.train")
@@ -115,14 +117,17 @@ def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataPar
 
 def complete(recipe: Recipe, variables: int) -> Recipe:
     """Fill in what the model takes from the data, and check that the two fit."""
-    model, crop = recipe.model, crop_of(recipe)
+    model, crop = recipe.model, sizes_of(recipe, "crop")
     if model.channels is not None and model.channels != variables:
-        raise UserError(f"model.channels: {model.channels}, but the data have {variables} variables; leave it out")
+        raise UserError(
+            f"model.channels: {model.channels}, but the data have {variables} variables; set it to {variables}"
+        )
     if model.shape is not None and per_axis(model.shape, model.ndim) != crop:
         raise UserError(f"model.shape: {model.shape} differs from data.crop {list(crop)}; leave it out")
     model = dataclasses.replace(model, channels=variables, shape=crop)
     try:
-        model.check()
+        if hasattr(model, "check"):
+            model.check()
     except ValueError as error:
         raise UserError(f"data.crop and model: {error}") from None
     return recipe.model_copy(update={"model": model})
@@ -130,7 +135,7 @@ def complete(recipe: Recipe, variables: int) -> Recipe:
 
 def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
     """The order of training samples: the same at every world size."""
-    block = None if recipe.data.block is None else per_axis(recipe.data.block, recipe.model.ndim)
+    block = None if recipe.data.block is None else sizes_of(recipe, "block")
     lanes = recipe.data.lanes or (recipe.data.batch if isinstance(recipe.data.batch, int) else 64)
     return data.train.sampler(
         seed=recipe.run.seed,
@@ -151,7 +156,9 @@ def make_loader(
         first = samples + (now - step) * data.batch + place.world.rank * share
         return range(first, first + share)
 
-    reader = data.train.reader(reuse=sampler.reuse, cache_bytes=recipe.data.cache_mib << 20)
+    stride = math.gcd(data.batch, sampler.lanes)  # a rank's slices begin at every so many lanes
+    lanes = sampler.lanes // stride * min(share, stride)
+    reader = data.train.reader(sampler, lanes=lanes, cache_bytes=recipe.data.cache_mib << 20)
     workers = recipe.data.workers
     return Loader(
         sampler,
@@ -167,7 +174,7 @@ def make_valid_loader(recipe: Recipe, place: Place, data: DataParts) -> Loader:
     """Reads single validation samples by number: from data.valid, or fixed crops of data.train for pictures."""
     dataset = data.valid or data.train
     sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1)
-    reader = dataset.reader(reuse=1, cache_bytes=0)
+    reader = dataset.reader(sampler, lanes=1, cache_bytes=0)
     return Loader(sampler, reader, lambda step: range(0), device=place.device, workers=0, prefetch=1)
 
 

@@ -19,7 +19,7 @@ from vitrail.errors import UserError
 from vitrail.objectives.objective import Objective, drop_path_table
 from vitrail.parallel.parallelize import last_micro_batch
 from vitrail.recipe import Recipe, steps_of
-from vitrail.training.checkpoint import Checkpoints, load_tensors, stored_tensors
+from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, load_tensors, stored_tensors
 from vitrail.training.collective import gather_json
 from vitrail.training.ema import EMA
 from vitrail.training.optimizer import local, make_groups, named_state, restore_state, set_rate
@@ -131,7 +131,7 @@ class Trainer:
 
     def explain_skip(self, batch: Batch) -> list[int]:
         """Counters of the samples of a skipped step, from all ranks; ends the run after too many in a row."""
-        counters = sum(gather_json(batch.counters, self.place.control), [])
+        counters = [counter for share in gather_json(batch.counters, self.place.control) for counter in share]
         limit = self.recipe.run.stop_after_skips
         if self.skipped_in_a_row >= limit:
             raise TooManySkips(
@@ -173,6 +173,8 @@ class Trainer:
 
     def restore(self, folder: Any, manifest: dict[str, Any]) -> None:
         """Continue from a verified checkpoint, whatever layout it was saved in."""
+        if manifest["statistics"] != {name: list(value) for name, value in self.data.statistics._asdict().items()}:
+            raise BadCheckpoint("its data were normalised in another way than those of the newest checkpoint")
         moments: dict[str, list[str]] = {}
         for name in stored_tensors(folder, manifest):
             kind, _, rest = name.partition(".")

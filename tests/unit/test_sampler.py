@@ -1,0 +1,340 @@
+"""The sampler: a pure function of seed and counter whose crops are uniform over the data."""
+
+import itertools
+import math
+import types
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from vitrail.data.sampler import Extent, Sample, Sampler, permute
+from vitrail.launch.world import World
+from vitrail.training.setup import DataParts, Place, make_loader
+
+
+def extent(shape, chunk=None, origin=None, *, source=0, item=0, weight=1.0) -> Extent:
+    ndim = len(shape)
+    return Extent(source, item, tuple(shape), tuple(chunk or shape), tuple(origin or (0,) * ndim), weight)
+
+
+def visit_of(sampler: Sampler, counter: int) -> int:
+    """The number of the visit that a counter falls in, told again from its definition."""
+    turn, lane = divmod(counter, sampler.lanes)
+    return turn // sampler.reuse * sampler.lanes + lane
+
+
+def block_of(sample: Sample) -> tuple:
+    return (sample.source, sample.item, *[(b.start, b.stop) for b in sample.block])
+
+
+@st.composite
+def cases(draw, most=2):
+    """Extents of one dimension count, larger than the crop by any margin, with any chunks and origins."""
+    ndim = draw(st.integers(1, 3))
+    crop = draw(st.tuples(*[st.integers(1, 6)] * ndim))
+    extents = []
+    for number in range(draw(st.integers(1, most))):
+        shape = tuple(c + draw(st.integers(0, 12)) for c in crop)
+        chunk = draw(st.tuples(*[st.integers(1, 9)] * ndim))
+        origin = tuple(draw(st.integers(0, c - 1)) for c in chunk)
+        extents.append(Extent(number, 0, shape, chunk, origin, draw(st.sampled_from([0.5, 1.0, 3.0]))))
+    options = {
+        "seed": draw(st.integers(0, 2**63 - 1)),
+        "lanes": draw(st.integers(1, 9)),
+        "reuse": draw(st.one_of(st.none(), st.integers(1, 5))),
+        "block": draw(st.one_of(st.none(), st.tuples(*[st.integers(1, 12)] * ndim))),
+        "orientations": draw(st.sampled_from([1, 8])),
+    }
+    return extents, crop, options
+
+
+# ---------------------------------------------------------------- the permutation
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 600), secret=st.integers(0, 2**63 - 1))
+def test_permute_is_a_bijection(size: int, secret: int) -> None:
+    assert sorted(permute(i, size, secret) for i in range(size)) == list(range(size))
+
+
+@settings(max_examples=50, deadline=None)
+@example(power=48, off=1, secret=1)  # its logarithm as a float is 48: one bit too few
+@given(power=st.integers(1, 62), off=st.integers(-1, 1), secret=st.integers(0, 2**63 - 1))
+def test_permute_stays_inside_sizes_that_cannot_be_listed(power: int, off: int, secret: int) -> None:
+    size = max(1, 2**power + off)
+    indices = {size - 1, size // 2, 0, min(size - 1, 12345)}
+    found = {permute(i, size, secret) for i in indices}
+    assert len(found) == len(indices)
+    assert all(0 <= i < size for i in found)
+
+
+def test_permute_depends_on_its_key() -> None:
+    orders = {tuple(permute(i, 50, secret) for i in range(50)) for secret in range(20)}
+    assert len(orders) == 20
+
+
+# ---------------------------------------------------------------- a pure function
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), counters=st.lists(st.integers(0, 10**7), min_size=1, max_size=12))
+def test_a_sample_is_a_function_of_seed_and_counter(case, counters: list[int]) -> None:
+    extents, crop, options = case
+    one, two = (Sampler(extents, crop, **options) for _ in range(2))
+    forwards = [one(c) for c in counters]
+    backwards = [two(c) for c in reversed(counters)][::-1]
+    assert forwards == backwards
+
+
+def test_another_seed_gives_another_order() -> None:
+    orders = [
+        tuple(Sampler([extent((64, 64), (16, 16))], (8, 8), seed=seed, lanes=4)(c).start for c in range(40))
+        for seed in range(5)
+    ]
+    assert len(set(orders)) == 5
+
+
+def test_passes_differ() -> None:
+    sampler = Sampler([extent((64,), (4,))], (4,), seed=0, lanes=1, reuse=1)
+    passes = [[block_of(sampler(p * sampler.epoch + i)) for i in range(sampler.epoch)] for p in range(4)]
+    assert len({tuple(p) for p in passes}) == 4
+
+
+def test_golden_values() -> None:
+    """The order of a run is part of its result: it must not change between versions."""
+    sampler = Sampler([extent((40, 40), (16, 16), (3, 0))], (8, 8), seed=7, lanes=2, reuse=2, orientations=8)
+    found = [(s.start, s.orientation) for s in map(sampler, range(6))]
+    assert found == [((12, 4), 7), ((12, 24), 5), ((7, 8), 3), ((11, 24), 6), ((1, 25), 3), ((32, 7), 0)]
+
+
+# ---------------------------------------------------------------- inside, and once a pass
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases(), counters=st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
+def test_crops_lie_inside_their_block_and_the_volume(case, counters: list[int]) -> None:
+    extents, crop, options = case
+    sampler = Sampler(extents, crop, **options)
+    for counter in counters:
+        sample = sampler(counter)
+        shape = extents[sample.source].shape
+        for start, size, block, whole in zip(sample.start, crop, sample.block, shape, strict=True):
+            assert 0 <= block.start <= start
+            assert start + size <= block.stop <= whole
+        assert 0 <= sample.orientation < options["orientations"]
+        volume = math.prod(b.stop - b.start for b in sample.block)
+        assert volume <= sampler.largest_block
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases())
+def test_every_start_belongs_to_one_block(case) -> None:
+    extents, crop, options = case
+    sampler = Sampler(extents, crop, **options)
+    for e, cuts in zip(extents, sampler.cuts, strict=True):
+        for size, c, edges in zip(e.shape, crop, cuts, strict=True):
+            assert edges[0] == 0
+            assert edges[-1] == size - c + 1
+            assert (np.diff(edges) > 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_blocks_are_cut_on_chunk_boundaries(case) -> None:
+    extents, crop, options = case
+    sampler = Sampler(extents, crop, **{**options, "block": None})
+    for e, cuts in zip(extents, sampler.cuts, strict=True):
+        for chunk, origin, edges in zip(e.chunk, e.origin, cuts, strict=True):
+            assert all((edge + origin) % chunk == 0 for edge in edges[1:-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), passes=st.integers(1, 2))
+def test_a_lane_stays_on_its_block_for_as_many_turns_as_reuse_says(case, passes: int) -> None:
+    extents, crop, options = case
+    sampler = Sampler(extents, crop, **options)
+    blocks: dict[int, set] = {}
+    for counter in range(min(400, passes * sampler.epoch)):
+        blocks.setdefault(visit_of(sampler, counter), set()).add(block_of(sampler(counter)))
+    assert all(len(found) == 1 for found in blocks.values())
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8, 100])
+@pytest.mark.parametrize("reuse", [1, 4])
+def test_blocks_of_equal_weight_are_visited_once_a_pass(lanes: int, reuse: int) -> None:
+    """51 starts in 3 blocks of 17 along each axis."""
+    sampler = Sampler([extent((54, 54), (17, 17))], (4, 4), seed=1, lanes=lanes, reuse=reuse)
+    assert sampler.visits == 9
+    assert sampler.epoch == 9 * reuse
+    seen: dict[int, tuple] = {}
+    for counter in range(4 * (sampler.epoch + lanes * reuse)):
+        seen[visit_of(sampler, counter)] = block_of(sampler(counter))
+    for number in range(4):
+        visited = [seen[visit] for visit in range(9 * number, 9 * number + 9)]
+        assert len(set(visited)) == 9
+
+
+def test_a_heavy_block_gets_its_share_of_visits_in_every_pass() -> None:
+    """16 + 16 + 1 starts: with three visits a pass the two large blocks come in each, the sliver in few."""
+    sampler = Sampler([extent((36,), (16,))], (4,), seed=0, lanes=1, reuse=1)
+    passes = 300
+    counts = Counter(block_of(sampler(i)) for i in range(3 * passes))
+    expected = {16: 3 * 16 / 33, 1: 3 / 33}
+    for (_, _, (low, high)), count in counts.items():
+        starts = high - low - 3
+        assert count / passes == pytest.approx(expected[starts], abs=0.06)
+    assert len(counts) == 3
+
+
+# ---------------------------------------------------------------- uniform over the data
+
+UNIFORM = {
+    "one axis": ([extent((30,), (8,))], (5,), None),
+    "ragged edge": ([extent((29, 13), (8, 8))], (4, 4), None),
+    "origin": ([extent((29, 13), (8, 8), (5, 3))], (4, 4), None),
+    "origin and blocks": ([extent((29, 13), (8, 8), (5, 3))], (4, 4), (16, 8)),
+    "blocks that are no multiple of chunks": ([extent((29, 13), (8, 8), (5, 3))], (4, 4), (5, 7)),
+    "three axes": ([extent((9, 8, 7), (4, 4, 4), (1, 0, 3))], (3, 3, 3), None),
+    "one voxel of margin": ([extent((5, 5), (4, 4))], (4, 4), None),
+    "a region smaller than a chunk, across a boundary": ([extent((20, 9), (24, 24), (19, 0))], (4, 4), None),
+    "stored whole, in blocks": ([extent((20, 9))], (4, 4), (7, 3)),
+    "items of several sizes": (
+        [extent((30,), (8,)), extent((11,), (4,), (3,), item=1), extent((6,), (2,), item=2)],
+        (5,),
+        None,
+    ),
+    "weights": ([extent((30,), (8,)), extent((20,), (8,), (5,), source=1, weight=3.0)], (5,), None),
+}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_starts_are_uniform(name: str) -> None:
+    """Chi-square over all valid starts: within 5 standard deviations of its mean, and none left out."""
+    extents, crop, block = UNIFORM[name]
+    sampler = Sampler(extents, crop, seed=5, lanes=3, reuse=2, block=block)
+    expected = {
+        (e.source, e.item, *start): e.weight
+        for e in extents
+        for start in itertools.product(*[range(s - c + 1) for s, c in zip(e.shape, crop, strict=True)])
+    }
+    draws = min(40 * len(expected), 12_000)
+    drawn = Counter((s.source, s.item, *s.start) for s in map(sampler, range(draws)))
+    assert drawn.keys() <= expected.keys()
+    total = sum(expected.values())
+    chi = sum((drawn[k] - draws * w / total) ** 2 / (draws * w / total) for k, w in expected.items())
+    freedom = len(expected) - 1
+    # Blocks are visited in proportion, not at random, so the sum may well be smaller than that of free draws.
+    assert chi < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases(most=1))
+def test_no_start_is_left_out(case) -> None:
+    extents, crop, options = case
+    sampler = Sampler(extents, crop, **options)
+    starts = math.prod(s - c + 1 for s, c in zip(extents[0].shape, crop, strict=True))
+    if starts > 60:
+        return
+    rounds = 30 * max(starts, options["lanes"] * sampler.reuse)
+    assert len({sampler(i).start for i in range(rounds)}) == starts
+
+
+def test_orientations_are_uniform() -> None:
+    sampler = Sampler([extent((20, 20), (8, 8))], (4, 4), seed=0, lanes=2, orientations=8)
+    counts = Counter(sampler(i).orientation for i in range(4000))
+    assert len(counts) == 8
+    assert max(abs(n - 500) for n in counts.values()) < 5 * math.sqrt(500)
+
+
+def test_neighbouring_counters_are_not_related() -> None:
+    """The offsets of a lane's turns on one block: no correlation from one to the next."""
+    sampler = Sampler([extent((67,), (64,))], (4,), seed=0, lanes=1, reuse=2000)
+    starts = np.array([sampler(i).start[0] for i in range(2000)], dtype=float)
+    assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 5 / math.sqrt(2000)
+
+
+# ---------------------------------------------------------------- corner cases
+
+
+@pytest.mark.parametrize("origin", [0, 1, 15])
+def test_a_crop_as_large_as_the_volume(origin: int) -> None:
+    sampler = Sampler([extent((16, 16, 16), (16, 16, 16), (origin,) * 3)], (16, 16, 16), seed=0, lanes=4)
+    assert all(sampler(i) == Sample(0, 0, (slice(0, 16),) * 3, (0, 0, 0), 0) for i in range(50))
+
+
+def test_a_margin_of_one_voxel_has_two_starts_an_axis() -> None:
+    sampler = Sampler([extent((17, 17), (8, 8), (3, 5))], (16, 16), seed=0, lanes=4)
+    assert {sampler(i).start for i in range(200)} == set(itertools.product((0, 1), (0, 1)))
+
+
+def test_images_come_once_an_epoch_whatever_their_size() -> None:
+    images = [extent((20 + i, 30), item=i) for i in range(23)]
+    sampler = Sampler(images, (16, 16), seed=0, lanes=5)
+    assert sampler.reuse == 1
+    assert sampler.epoch == 23
+    for epoch in range(5):
+        seen = [sampler(visit).item for visit in range(23 * epoch, 23 * epoch + 23)]
+        assert sorted(seen) == list(range(23))
+
+
+def test_images_of_a_source_with_twice_the_weight_come_twice_as_often() -> None:
+    images = [extent((20, 20), item=i % 10, source=i // 10, weight=1.0 + i // 10) for i in range(20)]
+    sampler = Sampler(images, (16, 16), seed=0, lanes=4)
+    counts = Counter((s.source, s.item) for s in map(sampler, range(3000)))
+    assert len(counts) == 20
+    assert all(count == pytest.approx(100 * (1 + source), abs=30) for (source, _), count in counts.items())
+
+
+def test_volumes_are_reused_and_images_are_not() -> None:
+    assert Sampler([extent((64, 64), (16, 16))], (8, 8), seed=0, lanes=1).reuse == 4
+    assert Sampler([extent((64, 64))], (8, 8), seed=0, lanes=1).reuse == 1
+    assert Sampler([extent((64, 64))], (8, 8), seed=0, lanes=1, reuse=3).reuse == 3
+
+
+# ---------------------------------------------------------------- ranks
+
+CONFIG = types.SimpleNamespace(
+    data=types.SimpleNamespace(cache_mib=1, workers=0, prefetch=1),
+)
+
+
+def loader_of(sampler: Sampler, batch: int, rank: int, world: int, *, step: int = 0, samples: int = 0):
+    place = Place(World(rank=rank, size=world), torch.device("cpu"), 1, None, None, None)
+    reader = types.SimpleNamespace(lanes=None)
+
+    def make_reader(_sampler, *, lanes, cache_bytes):
+        reader.lanes = lanes
+        return reader
+
+    data = DataParts(types.SimpleNamespace(reader=make_reader), None, None, batch)  # type: ignore[arg-type]
+    return make_loader(CONFIG, place, data, sampler, step=step, samples=samples)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_world_sees_the_same_samples_in_the_same_order(world: int) -> None:
+    sampler = Sampler([extent((40, 40), (16, 16))], (8, 8), seed=0, lanes=8)
+    loaders = [loader_of(sampler, 8, rank, world) for rank in range(world)]
+    order = [c for step in range(10) for loader in loaders for c in loader.counters(step)]
+    assert order == list(range(80))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_run_continues_in_any_world_where_it_stopped(world: int) -> None:
+    """Also with another batch: 5 steps of 8 samples, then steps of 12."""
+    sampler = Sampler([extent((40, 40), (16, 16))], (8, 8), seed=0, lanes=8)
+    loaders = [loader_of(sampler, 12, rank, world, step=5, samples=40) for rank in range(world)]
+    order = [c for step in (5, 6) for loader in loaders for c in loader.counters(step)]
+    assert order == list(range(40, 64))
+
+
+@settings(max_examples=100, deadline=None)
+@given(share=st.integers(1, 6), world=st.integers(1, 4), lanes=st.integers(1, 24), samples=st.integers(0, 50))
+def test_the_reader_is_told_how_many_lanes_a_rank_sees(share: int, world: int, lanes: int, samples: int) -> None:
+    sampler = Sampler([extent((40,), (16,))], (8,), seed=0, lanes=lanes)
+    for rank in range(world):
+        loader = loader_of(sampler, share * world, rank, world, samples=samples)
+        seen = {c % lanes for step in range(lanes) for c in loader.counters(step)}
+        assert loader.reader.lanes == len(seen)  # type: ignore[attr-defined]

@@ -1,0 +1,474 @@
+"""The small parts of training: schedules, optimizer groups, moving average, meters, peaks and settings."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import tiny_recipe
+from torch import nn
+
+from vitrail.cost.flops import PEAKS_BF16, Flops, peak_tflops
+from vitrail.errors import UserError
+from vitrail.layers.init import init_rules, initialise
+from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
+from vitrail.models.model import Model
+from vitrail.recipe import load_recipe
+from vitrail.training import meters
+from vitrail.training.ema import EMA
+from vitrail.training.meters import WARM_UP_STEPS, Meter
+from vitrail.training.optimizer import (
+    AdamWConfig,
+    GroupRule,
+    SGDConfig,
+    group_table,
+    make_groups,
+    named_state,
+    restore_state,
+    set_rate,
+)
+from vitrail.training.schedule import ConstantConfig, CosineConfig, LinearConfig
+
+# ---------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 1e-8),
+        (1, 1.1009e-7),
+        (500, 5.0055e-5),
+        (999, 1e-4),
+        (1000, 1e-4),
+        (10500, 5.0005e-5),
+        (20000, 1e-8),
+        (25000, 1e-8),  # where a cosine that goes on would rise again, to 1.614e-5
+    ],
+)
+def test_cosine_between_two_small_rates(step: int, rate: float) -> None:
+    schedule = CosineConfig(start=1e-8, end=1e-8)
+    assert schedule.rate(step, base=1e-4, warmup=1000, total=20000) == pytest.approx(rate, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("step", "multiplier"),
+    [(0, 0.000999), (999, 0.999001), (1000, 1.0), (50500, 0.5), (99999, 1.0101e-5), (100000, 0.0), (150000, 0.0)],
+)
+def test_linear_after_an_even_warm_up(step: int, multiplier: float) -> None:
+    found = LinearConfig().rate(step, base=1.0, warmup=1000, total=100000)
+    assert found == pytest.approx(multiplier, rel=1e-3, abs=1e-12)
+
+
+def test_constant() -> None:
+    rates = [ConstantConfig().rate(step, base=0.1, warmup=4, total=10) for step in range(12)]
+    assert rates[:4] == pytest.approx([0.02, 0.04, 0.06, 0.08])
+    assert rates[4:] == [0.1] * 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from([CosineConfig, LinearConfig, ConstantConfig]),
+    start=st.one_of(st.none(), st.floats(0, 1e-3)),
+    end=st.floats(0, 1e-3),
+    warmup=st.integers(0, 40),
+    total=st.integers(1, 60),
+)
+def test_schedules_rise_to_the_base_and_then_only_fall(kind, start, end, warmup: int, total: int) -> None:
+    schedule = kind(start=start, end=end)
+    rates = [schedule.rate(step, base=1e-3, warmup=warmup, total=total) for step in range(total + warmup + 20)]
+    assert all(0 <= rate <= 1e-3 * (1 + 1e-9) for rate in rates)
+    rising, falling = rates[:warmup], rates[warmup:]
+    assert all(a <= b + 1e-15 for a, b in zip(rising, rising[1:], strict=False))
+    assert all(a >= b - 1e-15 for a, b in zip(falling, falling[1:], strict=False))
+    assert falling[0] == pytest.approx(1e-3)
+    last = schedule.rate(total + warmup, base=1e-3, warmup=warmup, total=total)
+    assert last == pytest.approx(1e-3 if kind is ConstantConfig else end, abs=1e-15)
+
+
+def test_a_base_of_nothing_but_warm_up() -> None:
+    rates = [LinearConfig().rate(step, base=1.0, warmup=10, total=10) for step in range(10)]
+    assert rates == pytest.approx([(i + 1) / 11 for i in range(10)])
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_rates_may_grow_with_the_batch(scaling: Any, factor: float) -> None:
+    for kind in (AdamWConfig, SGDConfig):
+        assert kind(lr=1e-3, lr_scaling=scaling).base_rate(1024) == pytest.approx(1e-3 * factor)
+        assert kind(lr=1e-3, lr_scaling=scaling).base_rate(256) == pytest.approx(1e-3)
+
+
+# ---------------------------------------------------------------- settings that cannot be meant
+
+REFUSED = {
+    "optimizer.lr=-1": "lr -1.0 must not be negative",
+    "optimizer.weight_decay=-0.1": "weight_decay -0.1 must not be negative",
+    "optimizer.clip=0": "clip 0.0 must be above 0; use null for no clipping",
+    "optimizer.clip=-1": "clip -1.0 must be above 0",
+    "optimizer.eps=-1": "eps -1.0 must not be negative",
+    "optimizer.betas=[1.0, 0.9]": "betas [1.0, 0.9] must each be at least 0 and below 1",
+    "optimizer.betas=[0.9]": "optimizer.betas.1: missing",
+    "optimizer.betas=[0.9, 0.9, 0.9]": "at most 2 items",
+    "optimizer={kind: sgd, momentum: 1}": "momentum 1.0 must be at least 0 and below 1",
+    "optimizer.groups=[{match: a, lr: -1}]": "optimizer.groups.0: lr -1.0 must not be negative",
+    "optimizer.groups=[{match: '('}]": "not a regular expression",
+    "schedule.start=-1": "start -1.0 must not be negative",
+    "schedule.end=-1": "end -1.0 must not be negative",
+    "model.encoder.patch=0": "patch 0 must be at least 1",
+    "model.encoder.patch=[4, 4, -4]": "must be at least 1 voxel along every axis",
+    "model.encoder.patch=[]": "must be at least 1 voxel along every axis",
+    "model.encoder.depth=0": "depth 0 must be at least 1",
+    "model.encoder.hidden=0": "hidden 0 must be at least 1",
+    "model.encoder.mlp_ratio=0": "mlp_ratio 0.0 must be above 0",
+    "model.encoder.registers=-1": "registers -1 must be at least 0",
+    "model.encoder.theta=0": "theta 0.0 must be above 0",
+    "model.encoder.eps=-1": "eps -1.0 must not be negative",
+    "model.encoder.drop_path=1": "drop_path 1.0 must be at least 0 and below 1",
+    "model.decoder.hidden=-1": "hidden -1 must be at least 1",
+    "model.decoder.mlp_ratio=-1": "mlp_ratio -1.0 must be above 0",
+    "model.decoder.drop_path=-1": "drop_path -1.0 must be at least 0 and below 1",
+    "model.decoder.depth=0": "depth 0 must be at least 1",
+    "model.mask={kind: block, block: 0}": "block 0 must be at least 1 token",
+    "model.mask.ratio=1": "ratio 1.0 must lie between 0 and 1",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_settings_that_cannot_be_meant_are_refused(change: str, tmp_path) -> None:
+    recipe = tiny_recipe(tmp_path / "v.zarr", tmp_path / "run")
+    load_recipe(recipe)  # fine without the change
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe, [change])
+    message = str(caught.value)
+    assert message.startswith(change.split("=")[0].rpartition(".")[0].partition(".")[0])
+    assert REFUSED[change] in message
+    assert "\n" not in message
+
+
+# ---------------------------------------------------------------- parameter groups
+
+
+def build(config: Any) -> Model:
+    with torch.device("meta"):
+        model = config.build()
+    rules = init_rules(model)
+    model.to_empty(device="cpu")
+    initialise(model, rules, 0)
+    return model
+
+
+@pytest.fixture
+def model() -> Model:
+    """A model with every sort of parameter."""
+    return build(
+        MAEConfig(
+            encoder=EncoderConfig(
+                width=16,
+                depth=2,
+                heads=2,
+                patch=4,
+                positions="learned",
+                cls_token=True,
+                registers=2,
+                layer_scale=1e-5,
+                qk_norm=True,
+            ),
+            decoder=DecoderConfig(kind="cross", width=8, depth=1, heads=2),
+            ndim=2,
+            channels=1,
+            shape=16,
+        )
+    )
+
+
+def names_of(groups: list[dict[str, Any]], **wanted: Any) -> set[str]:
+    return {n for g in groups if all(g[k] == v for k, v in wanted.items()) for n in g["names"]}
+
+
+def test_only_weight_matrices_decay(model: Model) -> None:
+    groups = make_groups(model, AdamWConfig(weight_decay=0.05))
+    decayed, spared = names_of(groups, weight_decay=0.05), names_of(groups, weight_decay=0.0)
+    shapes = {name: p.ndim for name, p in model.named_parameters()}
+    assert decayed | spared == shapes.keys()
+    assert not decayed & spared
+    assert all(name.endswith(".weight") and shapes[name] == 2 for name in decayed)
+    linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert decayed == linear
+    for part in ("prefix_tokens", "pos_embed.table", "mask_token", "norm", "gamma", "bias"):
+        assert any(part in name for name in spared), part
+        assert not any(part in name for name in decayed), part
+
+
+def test_the_class_token_and_positions_of_a_vit_do_not_decay() -> None:
+    vit = build(
+        ViTConfig(
+            width=8, depth=1, heads=2, patch=4, positions="learned", shape=8, cls_token=True, channels=1, classes=3
+        )
+    )
+    spared = names_of(make_groups(vit, AdamWConfig()), weight_decay=0.0)
+    assert {"encoder.prefix_tokens", "encoder.pos_embed.table", "head.bias"} <= spared
+    assert "head.weight" not in spared
+
+
+def test_the_table_counts_what_is_there(model: Model) -> None:
+    settings_ = AdamWConfig(lr=1e-3, weight_decay=0.05, groups=(GroupRule(match="decoder", lr=0.1),))
+    optimizer = settings_.build(make_groups(model, settings_), torch.device("cpu"))
+    table = group_table(optimizer, 2e-3)
+    assert sum(row["parameters"] for row in table) == sum(p.numel() for p in model.parameters())
+    assert sum(row["tensors"] for row in table) == len(list(model.parameters()))
+    assert len({row["name"] for row in table}) == len(table) == 4
+    for row in table:
+        mine = "decoder" in row["name"]
+        assert row["lr"] == pytest.approx(2e-4 if mine else 2e-3)
+        assert row["weight_decay"] == (0.0 if "no decay" in row["name"] else 0.05)
+
+
+def test_the_first_rule_that_matches_decides(model: Model) -> None:
+    rules = (
+        GroupRule(match=r"blocks\.0\.", lr=0.5, weight_decay=0.2),
+        GroupRule(match=r"^encoder\.", lr=0.1),
+    )
+    groups = make_groups(model, SGDConfig(weight_decay=0.05, groups=rules))
+    optimizer = SGDConfig().build(groups, torch.device("cpu"))
+    set_rate(optimizer, 1e-2)
+    for group in optimizer.param_groups:
+        for name in group["names"]:
+            if "blocks.0." in name:  # the decoder's too
+                assert (group["lr"], group["weight_decay"]) == (pytest.approx(5e-3), 0.2), name
+            elif name.startswith("encoder."):
+                assert group["lr"] == pytest.approx(1e-3), name
+            else:
+                assert group["lr"] == pytest.approx(1e-2), name
+    by_parameter = {id(p): n for g in optimizer.param_groups for n, p in zip(g["names"], g["params"], strict=True)}
+    assert by_parameter == {id(p): n for n, p in model.named_parameters()}
+
+
+def test_frozen_parameters_are_left_out_and_need_no_gradient(model: Model) -> None:
+    groups = make_groups(model, AdamWConfig(groups=(GroupRule(match="^encoder", freeze=True),)))
+    assert all(name.startswith("decoder") for g in groups for name in g["names"])
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == name.startswith("decoder")
+
+
+def test_a_rule_that_matches_nothing_is_refused(model: Model) -> None:
+    with pytest.raises(UserError, match=r"optimizer.groups: 'block\\\\\.7' matches no parameter.*encoder"):
+        make_groups(model, AdamWConfig(groups=(GroupRule(match=r"block\.7"),)))
+    shadowed = (GroupRule(match="encoder"), GroupRule(match="encoder.blocks"))
+    with pytest.raises(UserError, match="'encoder.blocks' matches no parameter that an earlier rule leaves"):
+        make_groups(model, AdamWConfig(groups=shadowed))
+
+
+def test_freezing_everything_is_refused(model: Model) -> None:
+    with pytest.raises(UserError, match="every parameter is frozen; leave some to train"):
+        make_groups(model, AdamWConfig(groups=(GroupRule(match="", freeze=True),)))
+
+
+@pytest.mark.parametrize("settings_", [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.0)])
+def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: Any) -> None:
+    """Two steps, then one more by the original and by a copy that was restored from names."""
+    other = build(model.config)
+    other.load_state_dict(model.state_dict())
+    one, two = (settings_.build(make_groups(m, settings_), torch.device("cpu")) for m in (model, other))
+
+    def step(model: Model, optimizer: Any, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        set_rate(optimizer, 1e-2)
+        optimizer.step()
+
+    for number in range(2):
+        step(model, one, number)
+    saved = {name: tensor.clone() for name, tensor in named_state(one).items()}
+    other.load_state_dict(model.state_dict())
+    moments: dict[str, list[str]] = {}
+    for name in saved:
+        parameter, _, moment = name.rpartition(".")
+        moments.setdefault(parameter, []).append(moment)
+    for name, tensor in restore_state(two, moments, 2).items():
+        tensor.copy_(saved[name])
+    assert named_state(two).keys() == saved.keys()
+    step(model, one, 2)
+    step(other, two, 2)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+# ---------------------------------------------------------------- moving average
+
+
+def test_the_average_is_a_plain_recursion() -> None:
+    module = nn.Linear(3, 2)
+    ema = EMA(module, decay=0.9)
+    plain = {n: p.detach().clone().double() for n, p in module.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 40):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator)
+        ema.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, parameter in module.named_parameters():
+            plain[name] = decay * plain[name] + (1 - decay) * parameter.detach().double()
+    for name, average in ema.average.items():
+        torch.testing.assert_close(average.double(), plain[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_young_average_forgets_its_start() -> None:
+    """From 0 to 1: after 10 steps 0.999 alone would be at 0.01."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    ema = EMA(module, decay=0.999)
+    nn.init.ones_(module.weight)
+    for step in range(1, 11):
+        ema.update(step)
+    assert ema.average["weight"].item() > 0.95
+    for _ in range(3):  # an old one forgets slowly
+        before = ema.average["weight"].item()
+        nn.init.zeros_(module.weight)
+        ema.update(10**6)
+        assert ema.average["weight"].item() == pytest.approx(0.999 * before, rel=1e-5)
+
+
+def test_swapping_is_exact_and_comes_back() -> None:
+    module = nn.Linear(4, 4)
+    ema = EMA(module, decay=0.5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.2345678).add_(1e-7)
+    ema.update(100)
+    raw = {n: p.detach().clone() for n, p in module.named_parameters()}
+    average = {n: t.clone() for n, t in ema.average.items()}
+    addresses = [p.data_ptr() for p in module.parameters()]
+    x = torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match="inside"), ema.swapped():
+        assert all(torch.equal(p, average[n]) for n, p in module.named_parameters())
+        expected = nn.functional.linear(x, average["weight"], average["bias"])
+        assert torch.equal(module(x), expected)
+        raise RuntimeError("inside")
+    assert all(torch.equal(p, raw[n]) for n, p in module.named_parameters())
+    assert all(torch.equal(t, average[n]) for n, t in ema.average.items())
+    assert addresses == [p.data_ptr() for p in module.parameters()]
+
+
+def test_the_average_is_no_view_of_the_weights() -> None:
+    module = nn.Linear(2, 2)
+    ema = EMA(module, decay=0.9)
+    before = ema.average["weight"].clone()
+    with torch.no_grad():
+        module.weight.zero_()
+    assert torch.equal(ema.average["weight"], before)
+    assert not any(t.requires_grad for t in ema.average.values())
+
+
+# ---------------------------------------------------------------- meters
+
+
+def make_meter(**changes: Any) -> Meter:
+    settings_: dict[str, Any] = {
+        "batch": 8,
+        "tokens": 64,
+        "flops": Flops(linear=4e9, attention=1e9, outside=1e9),
+        "world": 2,
+        "recompute": False,
+        "device": torch.device("cpu"),
+    }
+    return Meter(**(settings_ | changes))
+
+
+def test_warm_up_is_left_out() -> None:
+    meter = make_meter()
+    for _ in range(WARM_UP_STEPS):
+        meter.add(100.0, 50.0)
+        assert meter.read().keys() == {"memory_gib"}
+    for _ in range(4):
+        meter.add(0.5, 0.125)
+    found = meter.read()
+    assert found["step_seconds"] == 0.5
+    assert found["samples_per_s"] == 16.0
+    assert found["tokens_per_s"] == 1024.0
+    assert found["data_wait"] == 0.25
+    # 16 samples/s of 3 x 6 GFLOP, on two devices.
+    assert found["tflops"] == pytest.approx(16 * 18e9 / 2 / 1e12)
+    assert found["mfu"] is None
+    assert found["hfu"] is None
+
+
+def test_a_reading_is_of_its_own_window() -> None:
+    meter = make_meter()
+    for seconds in [9.0] * WARM_UP_STEPS + [1.0, 1.0]:
+        meter.add(seconds, 0.0)
+    assert meter.read()["samples_per_s"] == 8.0
+    for seconds in (1.0, 1.0, 4.0):
+        meter.add(seconds, 2.0 if seconds == 4.0 else 0.0)
+    found = meter.read()
+    assert found["step_seconds"] == 1.0  # the median; the rate counts every second
+    assert found["samples_per_s"] == 4.0
+    assert found["data_wait"] == pytest.approx(1 / 3)
+    assert meter.read().keys() == {"memory_gib"}  # nothing since
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H200", 989.4), ("NVIDIA GeForce RTX 9999", None)])
+def test_utilisation_needs_a_known_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(get_device_name=lambda device: name, max_memory_allocated=lambda device: 3 * 2**30)
+    monkeypatch.setattr(meters.torch, "cuda", fake)
+    readings = {}
+    for recompute in (False, True):
+        meter = make_meter(device=torch.device("cuda", 0), world=1, recompute=recompute)
+        for _ in range(WARM_UP_STEPS + 1):
+            meter.add(1e-3, 0.0)
+        readings[recompute] = meter.read()
+    found = readings[False]
+    assert found["memory_gib"] == 3.0
+    tflops = 8e3 * 18e9 / 1e12
+    assert found["tflops"] == pytest.approx(tflops)
+    if peak is None:
+        assert found["mfu"] is None
+        assert found["hfu"] is None
+        return
+    assert found["mfu"] == pytest.approx(tflops / peak)
+    # The flash backward does 2.5 times its forward; recomputation is the hardware's work, not the model's.
+    assert found["hfu"] == pytest.approx(8e3 * (3 * 5e9 + 3.5e9) / 1e12 / peak)
+    assert readings[True]["mfu"] == found["mfu"]
+    assert readings[True]["hfu"] == pytest.approx(8e3 * (3 * 5e9 + 3.5e9 + 5e9) / 1e12 / peak)
+
+
+def test_memory_of_this_process_is_plausible() -> None:
+    assert 0.05 < meters.memory_gib(torch.device("cpu")) < 1024
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 990.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("nvidia a100-pcie-40gb", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("AMD Instinct MI250X", 191.5),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A1000 6GB Laptop GPU", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA GB200", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("CPU", None),
+        ("", None),
+    ],
+)
+def test_peaks(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
+
+
+def test_variants_stand_before_their_family() -> None:
+    """Of two names where one holds the other the longer comes first, or its peak would never be found."""
+    names = list(PEAKS_BF16)
+    for earlier, name in enumerate(names):
+        assert not any(name.lower() in later.lower() for later in names[earlier + 1 :]), name
+        assert peak_tflops(f"Maker {name} 80GB") == PEAKS_BF16[name]
+    assert all(math.isfinite(peak) and peak > 0 for peak in PEAKS_BF16.values())
