@@ -113,7 +113,10 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| case | s/step (quartiles) | MFU | HFU | TFLOP/s | peak GiB | data wait |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | s/step (quartiles) | MFU | HFU | TFLOP/s | peak GiB | data wait |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         low, high = row["step_seconds_quartiles"]
         lines.append(

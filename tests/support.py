@@ -1,5 +1,6 @@
 """Small recipes, volumes and processes for the tests."""
 
+import contextlib
 import copy
 import json
 import os
@@ -110,10 +111,8 @@ def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> None:
     """End a process and its children, whatever state they are in."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

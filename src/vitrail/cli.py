@@ -33,9 +33,9 @@ class Verbs(TyperGroup):
         except ModuleNotFoundError as error:
             if not error.name or error.name.partition(".")[0] == "vitrail":
                 raise
-            from vitrail.recipe.kinds import _remedy
+            from vitrail.recipe.kinds import remedy
 
-            _tell(f"{error.name} is not installed; {_remedy(error.name)}")
+            _tell(f"{error.name} is not installed; {remedy(error.name)}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
@@ -350,9 +350,9 @@ def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
     if as_json:
         import json
 
-        from vitrail.report.facts import _strict
+        from vitrail.report.facts import strict
 
-        print(json.dumps(_strict(tree), indent=2, allow_nan=False))
+        print(json.dumps(strict(tree), indent=2, allow_nan=False))
         return
 
     def show(value: Any) -> str:

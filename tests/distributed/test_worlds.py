@@ -16,7 +16,11 @@ CASES = {
     "adamw-default-eps": {"optimizer": {"kind": "adamw", "lr": 1e-3}},
     "accumulated": {"optimizer": {"kind": "adamw", "lr": 1e-3, "eps": 1e-5}, "data__micro_batch": 1},
     "ema": {"optimizer": {"kind": "sgd", "lr": 0.05}, "ema": {"decay": 0.9}, "data__micro_batch": 1},
-    "self-decoder": {"optimizer": {"kind": "sgd", "lr": 0.05}, "model__decoder__kind": "self", "objective": {"kind": "reconstruct", "on": "all"}},
+    "self-decoder": {
+        "optimizer": {"kind": "sgd", "lr": 0.05},
+        "model__decoder__kind": "self",
+        "objective": {"kind": "reconstruct", "on": "all"},
+    },
     "ddp": {"optimizer": {"kind": "sgd", "lr": 0.05}, "parallel": {"strategy": "DDP"}, "data__micro_batch": 1},
     "hybrid": {"optimizer": {"kind": "sgd", "lr": 0.05}, "parallel": {"strategy": "HYBRID_SHARD", "group": 1}},
     "recomputed": {"optimizer": {"kind": "sgd", "lr": 0.05}, "parallel": {"recompute": "full"}},

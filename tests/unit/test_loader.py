@@ -570,7 +570,9 @@ def test_datasets_are_checked() -> None:
             dataset_of(two, other)
     with pytest.raises(UserError, match=r"data\.train\.0: array has 2 axes \(y, x\), but the model has 3"):
         dataset_of(two, crop=(4, 4, 4))
-    with pytest.raises(UserError, match=r"data\.train\.0: a0 is 10 x 10 voxels \(y, x\), smaller than data.crop 4 x 11"):
+    with pytest.raises(
+        UserError, match=r"data\.train\.0: a0 is 10 x 10 voxels \(y, x\), smaller than data.crop 4 x 11"
+    ):
         dataset_of(two, crop=(4, 11))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.layers.init import init_rules, initialise
@@ -59,7 +60,15 @@ def prepared(config: MAEConfig, *, on: str = "hidden", target: str = "raw", eval
 
 def seed_2b(**changes: object) -> MAEConfig:
     encoder = EncoderConfig(
-        width=3072, depth=16, heads=32, kv_heads=8, patch=8, mlp="swiglu", hidden=11264, norm="rms", bias=False,
+        width=3072,
+        depth=16,
+        heads=32,
+        kv_heads=8,
+        patch=8,
+        mlp="swiglu",
+        hidden=11264,
+        norm="rms",
+        bias=False,
         positions="rope",
     )
     decoder = DecoderConfig(kind="self", width=512, depth=4, heads=32, hidden=1536)
@@ -123,8 +132,17 @@ def test_mae_runs_in_every_make(kind: str, positions: str, cls_token: bool) -> N
 
 def test_two_dimensions_many_channels_other_shapes() -> None:
     encoder = EncoderConfig(
-        width=32, depth=2, heads=4, kv_heads=2, patch=(4, 2), mlp="swiglu", norm="rms", qk_norm=True, layer_scale=0.1,
-        bias=False, positions="rope",
+        width=32,
+        depth=2,
+        heads=4,
+        kv_heads=2,
+        patch=(4, 2),
+        mlp="swiglu",
+        norm="rms",
+        qk_norm=True,
+        layer_scale=0.1,
+        bias=False,
+        positions="rope",
     )
     config = MAEConfig(encoder=encoder, decoder=DecoderConfig(width=16, depth=1, heads=2), channels=20, shape=(16, 24))
     objective = ReconstructConfig().build(config, Statistics((0.0,) * 20, (1.0,) * 20))
@@ -190,7 +208,8 @@ def test_positions_survive_meta_initialisation() -> None:
     """Tables are functions, not buffers; a learned table starts as the sin-cos one."""
     learned = make(small_mae(encoder=replace(SMALL, positions="learned")))
     fixed = make(small_mae(encoder=replace(SMALL, positions="sincos")))
-    assert not list(learned.buffers()) and not list(fixed.buffers())
+    assert not list(learned.buffers())
+    assert not list(fixed.buffers())
     _, _, inputs, _ = prepared(small_mae())
     assert torch.allclose(learned(**inputs), fixed(**inputs), atol=1e-6)
     assert torch.isfinite(learned(**inputs)).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from vitrail.data.sampler import Extent, Sample, Sampler, permute
 from vitrail.launch.world import World
 from vitrail.training.setup import DataParts, Place, make_loader

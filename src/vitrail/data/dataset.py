@@ -47,9 +47,7 @@ class Dataset:
 
     def sampler(self, *, seed: int, lanes: int, reuse: int | None, block: Any = None, turn: bool = False) -> Sampler:
         count = len(orientations(self.crop)) if turn else 1
-        return Sampler(
-            self.extents, self.crop, seed=seed, lanes=lanes, reuse=reuse, block=block, orientations=count
-        )
+        return Sampler(self.extents, self.crop, seed=seed, lanes=lanes, reuse=reuse, block=block, orientations=count)
 
     def reader(self, sampler: Sampler, *, lanes: int, cache_bytes: int) -> Reader:
         """Whole blocks are read where they are used again and those of all lanes (as many as one rank sees) fit."""

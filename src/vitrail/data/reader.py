@@ -43,7 +43,8 @@ class Reader:
         block = self._block(sample) if self.whole_blocks else None
         if block is not None:
             window = tuple(
-                slice(s - b.start, s - b.start + c) for s, b, c in zip(sample.start, sample.block, self.crop, strict=True)
+                slice(s - b.start, s - b.start + c)
+                for s, b, c in zip(sample.start, sample.block, self.crop, strict=True)
             )
             out[...] = block[(slice(None), *window)]
         else:

@@ -59,7 +59,8 @@ class Sampler:
         self.cumulative = np.cumsum(np.concatenate([w.ravel() for w in weights]))
         self.visits = int(self.first[-1])
         self.largest_block = max(
-            math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, crop, strict=True)) for cuts in self.cuts
+            math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, crop, strict=True))
+            for cuts in self.cuts
         )  # in voxels
 
     @property
@@ -92,9 +93,7 @@ class Sampler:
 def _cuts(extent: Extent, crop: tuple[int, ...], block: tuple[int, ...] | None) -> list[np.ndarray]:
     """Boundaries of the blocks of starts along each axis, on chunk boundaries where there are any."""
     cuts = []
-    for axis, (size, chunk, origin, c) in enumerate(
-        zip(extent.shape, extent.chunk, extent.origin, crop, strict=True)
-    ):
+    for axis, (size, chunk, origin, c) in enumerate(zip(extent.shape, extent.chunk, extent.origin, crop, strict=True)):
         starts = size - c + 1
         step = block[axis] if block else math.ceil(c / chunk) * chunk
         inner = np.arange(step - origin % step if origin else step, starts, step)

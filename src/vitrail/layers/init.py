@@ -92,9 +92,7 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor.to_local(), tuple(offset)
 
 
-def _fill(
-    local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], rule: Rule, name: str, seed: int
-) -> None:
+def _fill(local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], rule: Rule, name: str, seed: int) -> None:
     window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
     if isinstance(rule, Constant):
         local.fill_(rule.value)

@@ -88,9 +88,7 @@ class GridMask(_MaskConfig):
 MaskConfig = Annotated[RandomMask | BlockMask | TubeMask | GridMask, Field(discriminator="kind")]
 
 
-def make_mask(
-    c: RandomMask | BlockMask | TubeMask | GridMask, noise: Tensor, grid: tuple[int, ...]
-) -> Mask:
+def make_mask(c: RandomMask | BlockMask | TubeMask | GridMask, noise: Tensor, grid: tuple[int, ...]) -> Mask:
     """Sort the tokens by score, equal scores by the noise itself, and cut at the exact count; noise [B, N]."""
     keep = num_visible(math.prod(grid), c.ratio)
     score = c.score(noise, grid)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitrail.cost.flops import Flops
+
 Side = dict[str, Any]
 
 
@@ -45,6 +47,10 @@ class Model(nn.Module):
     def spared_from_decay(self) -> list[str]:
         """Names (last parts) of parameters with two or more dimensions that are not weight matrices."""
         return []
+
+    def flops(self) -> Flops:
+        """Forward of one training sample."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, **side: Any) -> Tensor:
         """Run all stages; when watched, also note the root mean square of the activations after each."""

@@ -152,7 +152,9 @@ class Encoder(nn.Module):
         self.width, self.depth, self.heads = c.width, c.depth, c.heads
         self.patch_embed = PatchEmbed(num_voxels(self.patch) * channels, c.width, c.bias)
         self.prefix = int(c.cls_token) + c.registers  # tokens that stand before the patches
-        self.prefix_tokens = mark(nn.Parameter(torch.empty(self.prefix, c.width)), Normal(0.02)) if self.prefix else None
+        self.prefix_tokens = (
+            mark(nn.Parameter(torch.empty(self.prefix, c.width)), Normal(0.02)) if self.prefix else None
+        )
         self.pos_embed = LearnedPositions(c.width, self.patch, shape) if c.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(c.block()) for _ in range(c.depth))
         self.norm = make_norm(c.norm, c.width, c.eps)
@@ -290,3 +292,10 @@ class ViT(Model):
 
     def spared_from_decay(self) -> list[str]:
         return ["prefix_tokens", "pos_embed.table"]
+
+    def flops(self) -> Flops:
+        """Forward of one sample of the configured shape, all of its patches given."""
+        assert self.config.shape is not None
+        tokens = math.prod(grid_of(per_axis(self.config.shape, self.config.ndim), self.encoder.patch))
+        head = 2.0 * self.encoder.width * self.config.classes * (tokens if self.config.pool == "tokens" else 1)
+        return self.encoder.flops(tokens, self.encoder.patch_embed.proj.in_features) + Flops(outside=head)

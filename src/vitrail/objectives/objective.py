@@ -5,8 +5,9 @@ its draws alone; `loss` returns a sum and a count, and the trainer divides by th
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from vitrail.data.batch import Batch
 from vitrail.draws import Draws
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True)
+class Loss:
     sum: Tensor
     count: Tensor
 

@@ -6,8 +6,9 @@
   the intensities of the data: predicting the mean scores 1
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class ReconstructConfig:
         return Reconstruct(self, model, statistics)
 
 
-class Targets(NamedTuple):
+@dataclass(frozen=True)
+class Targets:
     values: Tensor  # [B, m, P*C] in the units the model predicts
     mean: Tensor  # what takes a prediction back to intensities: prediction * std + mean
     std: Tensor
@@ -69,7 +71,7 @@ class Reconstruct(Objective):
 
         coordinates = grid_coordinates(self.size, self.model.patch, device)
         mean, std = (t.to(device).repeat(patches.shape[-1] // len(t)) for t in self.statistics.tensors())
-        inputs = {
+        inputs: dict[str, Any] = {
             "x": (gather_tokens(patches, mask.visible).float() - mean) / std,
             "coordinates": gather_tokens(coordinates, mask.visible),
             "queries": gather_tokens(coordinates, hidden),

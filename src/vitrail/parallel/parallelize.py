@@ -35,7 +35,7 @@ def parallelize(
     """
     for block in model.blocks():
         if recompute:
-            block.forward = recomputed(block.forward)  # type: ignore[method-assign]
+            block.forward = recomputed(block.forward)
         if compiled:
             block.compile()
     policy = MixedPrecisionPolicy(

@@ -123,14 +123,14 @@ def _load(slot: str, name: str, target: str, key: str) -> type:
         cls = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        raise UserError(f"{key}: {name!r} needs {missing}, which is not installed; {_remedy(missing)}") from error
+        raise UserError(f"{key}: {name!r} needs {missing}, which is not installed; {remedy(missing)}") from error
     except (ImportError, AttributeError) as error:
         raise UserError(f"{key}: {name!r} cannot be imported from {target}: {_words(error)}") from error
     _check_class(slot, name, cls)
     return cls
 
 
-def _remedy(module: str) -> str:
+def remedy(module: str) -> str:
     """What to install for a missing module: the extra that holds its distribution, or the distribution itself."""
     top = module.partition(".")[0]
     distribution = _plain(_DISTRIBUTIONS.get(top, top))

@@ -96,7 +96,7 @@ def _clean(location: tuple[str | int, ...], kind: str, tree: Any, schema: dict[s
             continue
         inside = isinstance(value, list) and isinstance(name, int) and name < len(value)
         if inside or (isinstance(value, dict) and name in value):
-            value = value[name]  # type: ignore[index]
+            value = value[name]
         elif not (last and kind == "missing"):
             continue
         key, branch_named = (*key, name), False

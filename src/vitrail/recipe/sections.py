@@ -147,7 +147,7 @@ class Parallel(Section):
 class Precision(Section):
     """Number formats."""
 
-    compute: Literal["auto", "bf16", "fp32"] = Field(default="auto", description="auto is bf16 where the device has it")
+    compute: Literal["auto", "bf16", "fp32"] = Field(default="auto", description="auto is bf16 on a GPU, fp32 on a CPU")
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="format of gradients between ranks")
 
 

@@ -84,7 +84,7 @@ def summarize(
     facts["warnings"] = warnings + _find_warnings(facts, lines)
     facts["verdict"] = _state_verdict(facts)
     facts["score"] = describe_score(facts["eval"])
-    return _strict(facts)
+    return strict(facts)
 
 
 def describe_score(found: dict[str, Any] | None) -> str:
@@ -309,10 +309,10 @@ def _last_time(lines: Sequence[Line]) -> float | None:
     return _first_time(lines[::-1])
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """The same tree with None for NaN and infinity, which JSON does not know."""
     if isinstance(value, dict):
-        return {str(k): _strict(v) for k, v in value.items()}
+        return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
+        return [strict(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,6 @@
 """Validation: fixed samples and fixed masks, shared out over the ranks."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Evaluator:
         rank, world = dist.get_rank(), dist.get_world_size()
         mine = list(range(rank, self.samples, world))
         batches = [mine[i : i + self.batch] for i in range(0, len(mine), self.batch)]
-        rounds = -(-(-(-self.samples // world)) // self.batch)
+        rounds = math.ceil(math.ceil(self.samples / world) / self.batch)
         sums: dict[str, torch.Tensor] = {}
         model.eval()
         for number in range(rounds):

@@ -68,8 +68,8 @@ class AdamWConfig(_OptimizerConfig):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {list(self.betas)} must each be at least 0 and below 1")
 
-    def build(self, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
-        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=device.type == "cuda")
+    def build(self, groups: list[dict[str, Any]]) -> Optimizer:
+        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
 
 @config
@@ -82,8 +82,8 @@ class SGDConfig(_OptimizerConfig):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum {self.momentum} must be at least 0 and below 1")
 
-    def build(self, groups: list[dict[str, Any]], device: torch.device) -> Optimizer:
-        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
+    def build(self, groups: list[dict[str, Any]]) -> Optimizer:
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, fused=True)
 
 
 def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
@@ -110,7 +110,8 @@ def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
     if unused:
         example = next(name for name, _ in model.named_parameters())
         raise UserError(
-            f"optimizer.groups: {unused[0]!r} matches no parameter that an earlier rule leaves; names look like {example}"
+            f"optimizer.groups: {unused[0]!r} matches no parameter that an earlier rule leaves; "
+            f"names look like {example}"
         )
     if not groups:
         raise UserError("optimizer.groups: every parameter is frozen; leave some to train")
@@ -154,7 +155,7 @@ def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: in
             state = {moment: torch.zeros_like(parameter) for moment in moments.get(name, [])}
             if state and isinstance(optimizer, torch.optim.AdamW):
                 # Where fused kernels want it: on the device, as fp32.
-                state["step"] = torch.tensor(float(steps), device=parameter.device if group["fused"] else "cpu")
+                state["step"] = torch.tensor(float(steps), device=parameter.device)
             optimizer.state[parameter] = state
     return named_state(optimizer)
 

@@ -146,9 +146,7 @@ def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
     )
 
 
-def make_loader(
-    recipe: Recipe, place: Place, data: DataParts, sampler: Sampler, *, step: int, samples: int
-) -> Loader:
+def make_loader(recipe: Recipe, place: Place, data: DataParts, sampler: Sampler, *, step: int, samples: int) -> Loader:
     """Reads this rank's slice of each global batch, from a step before which so many samples were used."""
     share = data.batch // place.world.size
 
@@ -209,5 +207,3 @@ def build_model(recipe: Recipe, place: Place) -> Parts:
     model.to_empty(device=place.device)
     initialise(model, rules, recipe.run.seed)
     return Parts(model, mesh, cpu_mesh, layout, recipe.parallel.recompute == "full")
-
-

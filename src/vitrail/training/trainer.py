@@ -53,7 +53,7 @@ class Trainer:
         self.epoch = epoch
         self.warmup = self.steps(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
-        self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer), place.device)
+        self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer))
         self.ema = EMA(self.model, recipe.ema.decay) if recipe.ema else None
         self.drop_path_rates = self.model.drop_path_rates()
         self.done = 0  # steps, skipped ones too: the data they used is used up
