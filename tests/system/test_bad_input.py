@@ -76,29 +76,53 @@ def write_array(path: Path, image: np.ndarray, chunk: int = 16) -> Path:
 
 WRONG = {
     # misspelt, mistyped, missing
-    "misspelt key": ({"optimizer.lr_scalling": "sqrt"}, r"^optimizer\.lr_scalling: unknown key; did you mean 'lr_scaling'\?"),
+    "misspelt key": (
+        {"optimizer.lr_scalling": "sqrt"},
+        r"^optimizer\.lr_scalling: unknown key; did you mean 'lr_scaling'\?",
+    ),
     "misspelt section": ({"optimiser": {"kind": "adamw"}}, r"^optimiser: unknown key; did you mean 'optimizer'\?"),
     "wrong type": ({"run.steps": "many"}, r"^run\.steps: expected .*steps.*, got 'many'"),
     "text for a number": ({"optimizer.lr": "1e-3"}, r"^optimizer\.lr: expected a number, got '1e-3'"),
     "a list for a mapping": ({"optimizer": [1]}, r"^optimizer: expected a mapping such as \{kind: adamw\}"),
     "unknown model": ({"model.kind": "mea"}, r"^model\.kind: 'mea' is not a known model; did you mean 'mae'\?"),
-    "unknown optimizer": ({"optimizer": {"kind": "lion"}}, r"^optimizer\.kind: 'lion' is not a known optimizer.*adamw, sgd"),
+    "unknown optimizer": (
+        {"optimizer": {"kind": "lion"}},
+        r"^optimizer\.kind: 'lion' is not a known optimizer.*adamw, sgd",
+    ),
     "unknown objective": ({"objective": {"kind": "reconstrct"}}, r"^objective\.kind: .*did you mean 'reconstruct'\?"),
-    "unknown source": ({"data.train": [{"path": "x", "kind": "tiff"}]}, r"^data\.train\.0\.kind: 'tiff' is not a known source"),
+    "unknown source": (
+        {"data.train": [{"path": "x", "kind": "tiff"}]},
+        r"^data\.train\.0\.kind: 'tiff' is not a known source",
+    ),
     "no steps": ({"run.steps": 0}, r"^run\.steps: expected more than 0 steps"),
     "an unfit name": ({"run.name": "a/b"}, r"^run\.name: expected letters, digits"),
     # sizes that do not fit
-    "patch does not divide the crop": ({"model.encoder.patch": 5}, r"size \[16, 16, 16\] is not a multiple of patch \[5, 5, 5\]"),
+    "patch does not divide the crop": (
+        {"model.encoder.patch": 5},
+        r"size \[16, 16, 16\] is not a multiple of patch \[5, 5, 5\]",
+    ),
     "patch larger than the crop": ({"model.encoder.patch": 32}, r"size \[16, 16, 16\] is not a multiple of patch"),
     "patch of nothing": ({"model.encoder.patch": 0}, r"^model\.encoder: patch 0 must be at least 1 voxel"),
-    "heads do not divide the width": ({"model.encoder.heads": 5}, r"^model\.encoder: width 24 must be a multiple of heads 5"),
+    "heads do not divide the width": (
+        {"model.encoder.heads": 5},
+        r"^model\.encoder: width 24 must be a multiple of heads 5",
+    ),
     "decoder heads": ({"model.decoder.heads": 3}, r"^model\.decoder: width 16 must be a multiple of heads 3"),
     "kv heads": ({"model.encoder.kv_heads": 3}, r"^model\.encoder: heads 2 must be a multiple of kv_heads 3"),
     "crop with too few axes": ({"data.crop": [16, 16]}, r"^data\.crop: \[16, 16\] has 2 numbers, but there are 3 axes"),
-    "block with too few axes": ({"data.block": [16, 16]}, r"^data\.block: \[16, 16\] has 2 numbers, but there are 3 axes"),
-    "no visible token": ({"model.mask.ratio": 0.999}, r"mask\.ratio 0\.999 leaves no token visible of 64; use a smaller patch"),
+    "block with too few axes": (
+        {"data.block": [16, 16]},
+        r"^data\.block: \[16, 16\] has 2 numbers, but there are 3 axes",
+    ),
+    "no visible token": (
+        {"model.mask.ratio": 0.999},
+        r"mask\.ratio 0\.999 leaves no token visible of 64; use a smaller patch",
+    ),
     "no hidden token": ({"model.mask.ratio": 1e-9}, r"mask\.ratio 1e-09 leaves no token hidden of 64"),
-    "nothing decoded": ({"model.decoder.decode_ratio": 0}, r"^model\.decoder: decode_ratio 0\.0 must be above 0 and at most 1"),
+    "nothing decoded": (
+        {"model.decoder.decode_ratio": 0},
+        r"^model\.decoder: decode_ratio 0\.0 must be above 0 and at most 1",
+    ),
     "a model that no objective trains": (
         {"model": {"kind": "vit", "ndim": 3, "channels": 1, "width": 8, "depth": 1, "heads": 1, "patch": 4}},
         r"^objective\.kind: 'reconstruct' trains model\.kind 'mae', not 'vit'",
@@ -121,9 +145,15 @@ WRONG = {
         {"parallel": {"strategy": "HYBRID_SHARD", "group": 2}},
         r"^parallel\.group: 2 does not divide the 1 ranks; choose one of 1",
     ),
-    "group without its strategy": ({"parallel": {"group": 1}}, r"^parallel\.group: it is only for strategy HYBRID_SHARD"),
-    "not in this version": ({"parallel": {"tensor": 2}}, r"^parallel\.tensor: expected 1, the only value in this version"),
-}  # fmt: skip
+    "group without its strategy": (
+        {"parallel": {"group": 1}},
+        r"^parallel\.group: it is only for strategy HYBRID_SHARD",
+    ),
+    "not in this version": (
+        {"parallel": {"tensor": 2}},
+        r"^parallel\.tensor: expected 1, the only value in this version",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -174,6 +174,27 @@ def test_a_recipe_may_be_a_mapping_a_file_or_a_recipe(volume: Path, tmp_path: Pa
     assert fresh.step == 1
 
 
+@pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}, {"kind": "sgd", "momentum": 0.0}])
+def test_each_optimizer_trains_and_leaves_frozen_weights_alone(
+    optimizer: dict[str, Any], volume: Path, tmp_path: Path
+) -> None:
+    tree = tiny_recipe(
+        volume,
+        tmp_path / "run",
+        run__steps=2,
+        checkpoint__every=1,
+        eval__samples=2,
+        optimizer=optimizer | {"lr": 0.1, "groups": [{"match": r"^encoder\.blocks\.0\.", "freeze": True}]},
+    )
+    run = vitrail.train(tree, quiet=True).run_dir
+    first, second = (dict(vitrail.load(run, checkpoint=step).named_parameters()) for step in (1, 2))
+    moved = {name for name in first if not torch.equal(first[name], second[name])}
+    frozen = {name for name in first if name.startswith("encoder.blocks.0.")}
+    assert frozen
+    assert not moved & frozen
+    assert {name for name in first if name.endswith("weight") and "norm" not in name} - frozen <= moved
+
+
 def test_train_refuses_with_a_sentence(volume: Path, tmp_path: Path) -> None:
     for given, words in [
         ({}, "run: missing"),

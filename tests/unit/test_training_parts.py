@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,13 @@ from support import tiny_recipe
 from torch import nn
 
 from vitrail.cost.flops import PEAKS_BF16, Flops, peak_tflops
+from vitrail.data.batch import Batch
 from vitrail.errors import UserError
 from vitrail.layers.init import init_rules, initialise
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
 from vitrail.models.model import Model
 from vitrail.recipe import load_recipe
-from vitrail.training import meters
+from vitrail.training import evaluate, meters
 from vitrail.training.ema import EMA
 from vitrail.training.meters import WARM_UP_STEPS, Meter
 from vitrail.training.optimizer import (
@@ -82,8 +84,8 @@ def test_schedules_rise_to_the_base_and_then_only_fall(kind, start, end, warmup:
     rates = [schedule.rate(step, base=1e-3, warmup=warmup, total=total) for step in range(total + warmup + 20)]
     assert all(0 <= rate <= 1e-3 * (1 + 1e-9) for rate in rates)
     rising, falling = rates[:warmup], rates[warmup:]
-    assert all(a <= b + 1e-15 for a, b in zip(rising, rising[1:], strict=False))
-    assert all(a >= b - 1e-15 for a, b in zip(falling, falling[1:], strict=False))
+    assert all(a <= b + 1e-15 for a, b in pairwise(rising))
+    assert all(a >= b - 1e-15 for a, b in pairwise(falling))
     assert falling[0] == pytest.approx(1e-3)
     last = schedule.rate(total + warmup, base=1e-3, warmup=warmup, total=total)
     assert last == pytest.approx(1e-3 if kind is ConstantConfig else end, abs=1e-15)
@@ -257,7 +259,7 @@ def test_a_rule_that_matches_nothing_is_refused(model: Model) -> None:
     with pytest.raises(UserError, match=r"optimizer.groups: 'block\\\\\.7' matches no parameter.*encoder"):
         make_groups(model, AdamWConfig(groups=(GroupRule(match=r"block\.7"),)))
     shadowed = (GroupRule(match="encoder"), GroupRule(match="encoder.blocks"))
-    with pytest.raises(UserError, match="'encoder.blocks' matches no parameter that an earlier rule leaves"):
+    with pytest.raises(UserError, match=r"'encoder\.blocks' matches no parameter that an earlier rule leaves"):
         make_groups(model, AdamWConfig(groups=shadowed))
 
 
@@ -344,11 +346,16 @@ def test_swapping_is_exact_and_comes_back() -> None:
     average = {n: t.clone() for n, t in ema.average.items()}
     addresses = [p.data_ptr() for p in module.parameters()]
     x = torch.randn(2, 4)
-    with pytest.raises(RuntimeError, match="inside"), ema.swapped():
-        assert all(torch.equal(p, average[n]) for n, p in module.named_parameters())
-        expected = nn.functional.linear(x, average["weight"], average["bias"])
-        assert torch.equal(module(x), expected)
-        raise RuntimeError("inside")
+
+    def fail_inside() -> None:
+        with ema.swapped():
+            assert all(torch.equal(p, average[n]) for n, p in module.named_parameters())
+            expected = nn.functional.linear(x, average["weight"], average["bias"])
+            assert torch.equal(module(x), expected)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
     assert all(torch.equal(p, raw[n]) for n, p in module.named_parameters())
     assert all(torch.equal(t, average[n]) for n, t in ema.average.items())
     assert addresses == [p.data_ptr() for p in module.parameters()]
@@ -362,6 +369,55 @@ def test_the_average_is_no_view_of_the_weights() -> None:
         module.weight.zero_()
     assert torch.equal(ema.average["weight"], before)
     assert not any(t.requires_grad for t in ema.average.values())
+
+
+# ---------------------------------------------------------------- validation
+
+
+class CountingObjective:
+    """Measures which samples it was given: their number, and a power of two for each."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def prepare(self, batch: Batch, draws: Any, *, evaluating: bool) -> tuple[dict[str, Any], Any]:
+        assert evaluating
+        assert draws.counters == batch.counters
+        return {"x": torch.tensor(batch.counters, dtype=torch.float64)}, None
+
+    def measure(self, output: torch.Tensor, targets: Any) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"which": (2.0**output).sum(), "number": torch.tensor(float(len(output)), dtype=torch.float64)}
+
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+        return sums
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("samples", [1, 5, 8])
+def test_each_validation_sample_counts_once_at_every_world_size(
+    world: int, batch: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks one after another; forwards are collective, so each rank must run as many as any other."""
+    tables, calls = [], set()
+    loader = SimpleNamespace(load=lambda counters: Batch(list(counters), torch.zeros(len(counters), 1)))
+    for rank in range(world):
+        fake = SimpleNamespace(
+            get_rank=lambda rank=rank: rank, get_world_size=lambda: world, all_reduce=lambda t: tables.append(t.clone())
+        )
+        monkeypatch.setattr(evaluate, "dist", fake)
+        objective, ticks = CountingObjective(), []
+        evaluator = evaluate.Evaluator(objective, loader, seed=0, samples=samples, batch=batch)  # type: ignore[arg-type]
+        model = nn.Identity()
+        model.forward = lambda x: x  # type: ignore[method-assign]
+        evaluator.metrics(model, tick=lambda ticks=ticks: ticks.append(1))  # type: ignore[arg-type]
+        assert model.training
+        assert len(ticks) == objective.calls
+        calls.add(objective.calls)
+    number, which = torch.stack(tables).sum(dim=0).tolist()
+    assert (number, which) == (samples, 2.0**samples - 1)
+    assert len(calls) == 1
 
 
 # ---------------------------------------------------------------- meters

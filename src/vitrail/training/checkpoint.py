@@ -223,6 +223,9 @@ class Checkpoints:
                 errors = [_reason(caught)]
             with contextlib.suppress(OSError):  # what is not removed now is removed before the next save
                 if errors:
+                    free, needed = shutil.disk_usage(self.folder).free, sum(t.nbytes for t in state.values())
+                    if free < needed:  # PyTorch may report a full disk in other words
+                        errors[0] += f"; {free / 2**20:.1f} MiB are free, a checkpoint needs {needed / 2**20:.1f} MiB"
                     _remove(partial)
                 else:
                     self._prune(keep_step)

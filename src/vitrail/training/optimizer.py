@@ -83,7 +83,8 @@ class SGDConfig(_OptimizerConfig):
             raise ValueError(f"momentum {self.momentum} must be at least 0 and below 1")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, fused=True)
+        # Not fused: DTensor has no sharding rule for that kernel.
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
 
 
 def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:

@@ -396,16 +396,17 @@ class Session:
         value = (metrics or {}).get(self.metric_name)
         trainer.save(self.checkpoints, metrics, value if value is not None and math.isfinite(value) else None)
 
-    def note_saved(self, outcome: dict[str, Any] | None) -> None:
+    def note_saved(self, outcome: dict[str, Any] | None, *, final: bool = False) -> None:
         if outcome is None:
             return
         self.save_seconds = outcome["seconds"]
         self.save_error = outcome["error"]
         if outcome["error"]:
-            self.progress.note(
-                f"the checkpoint of step {outcome['step']} could not be written ({outcome['error']}); "
-                "training goes on and tries again at the next one"
-            )
+            if not final:
+                self.progress.note(
+                    f"the checkpoint of step {outcome['step']} could not be written ({outcome['error']}); "
+                    "training goes on and tries again at the next one"
+                )
         elif self.folder is not None:
             path = f"checkpoints/{checkpoint_name(outcome['step'])}"
             self.folder.log("checkpoint", path=path, **{k: outcome[k] for k in ("step", "seconds", "bytes")})
@@ -415,7 +416,7 @@ class Session:
     def finish(self, reason: str) -> None:
         self.watchdog.beat(self.trainer.done, "saving", allowance=SLOW_PHASE)
         self.save_error = None
-        self.note_saved(self.checkpoints.wait())
+        self.note_saved(self.checkpoints.wait(), final=True)
         if self.save_error:
             raise RunFailed(
                 f"the last checkpoint (step {self.trainer.done}) could not be written to {self.checkpoints.folder}: "
