@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,6 +19,11 @@ def key(seed: int, purpose: str, *counters: int) -> int:
     """Hash to 63 bits: a seed for any generator."""
     text = ":".join([str(seed), purpose, *map(str, counters)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def stream(seed: int, purpose: str, *counters: int) -> np.random.Generator:
+    """An endless sequence of its own for each name: Philox takes the whole key, PyTorch's CPU generator 32 bits."""
+    return np.random.Generator(np.random.Philox(key=key(seed, purpose, *counters)))
 
 
 class Draws:
@@ -30,9 +37,7 @@ class Draws:
         """Numbers in [0, 1), one table a sample [B, *shape]: drawn on the CPU, so that every device gets the same."""
         import torch
 
-        out = torch.empty(len(self.counters), *shape)
-        generator = torch.Generator()
+        out = np.empty((len(self.counters), *shape), np.float32)
         for row, counter in zip(out, self.counters, strict=True):
-            generator.manual_seed(key(self.seed, purpose, counter))
-            row.uniform_(generator=generator)
-        return out
+            stream(self.seed, purpose, counter).random(out=row, dtype=np.float32)
+        return torch.from_numpy(out)

@@ -268,6 +268,33 @@ def test_drop_path_is_a_table_of_the_sample() -> None:
     assert torch.equal(model(**inputs, drop_path=torch.ones(2, 3, 2)), model(**inputs))
 
 
+@pytest.mark.parametrize("kind", ["self", "cross", "linear"])
+def test_stages_say_what_they_need(kind: str) -> None:
+    """What a pipeline will do: each stage gets only the side inputs that it names."""
+    config = small_mae(decoder=DecoderConfig(kind=kind, width=16, depth=1, heads=2, drop_path=0.1))  # type: ignore[arg-type]
+    model = make(config)
+    _, _, inputs, _ = prepared(config, on="all")
+    side = {key: value for key, value in inputs.items() if key != "x"} | {"drop_path": torch.ones(2, 3, 2)}
+    x = inputs["x"]
+    for stage in model.stages():
+        x = stage.run(x, model.derive({key: side[key] for key in {"coordinates", *stage.needs} if key in side}))
+    assert torch.equal(x, model(**inputs, drop_path=side["drop_path"]))
+
+
+def test_positions_need_room() -> None:
+    with pytest.raises(ValueError, match="head width 4 has no room for rope positions on 3 axes; use at least 6"):
+        small_mae(decoder=DecoderConfig(kind="cross", width=16, depth=1, heads=4)).check()
+
+
+def test_a_patch_target_is_scored_within_patches() -> None:
+    """Predicting each patch's mean scores 1, although its mean and spread are known."""
+    objective, _, _, targets = prepared(small_mae(), target="patch", evaluating=True)
+    sums = objective.measure(torch.zeros_like(targets.values), targets)
+    assert objective.summarise({k: float(v) for k, v in sums.items()})["mse_over_variance"] == pytest.approx(
+        1, abs=1e-3
+    )
+
+
 def test_a_model_overfits_one_batch() -> None:
     config = small_mae(decoder=DecoderConfig(kind="cross", width=24, depth=2, heads=2))
     model = make(config)
@@ -284,7 +311,7 @@ def test_a_model_overfits_one_batch() -> None:
         optimizer.step()
         last = (loss.sum / loss.count).item()
         first = first or last
-    assert last < 0.05 * first
+    assert last < 0.1 * first
 
 
 def test_vit_pools() -> None:
@@ -306,18 +333,19 @@ def test_vit_pools() -> None:
 
 @pytest.mark.parametrize("kind", ["self", "cross", "linear"])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-def test_flops_equal_what_pytorch_counts(kind: str, mlp: str) -> None:
+@pytest.mark.parametrize("on", ["hidden", "all"])
+def test_flops_equal_what_pytorch_counts(kind: str, mlp: str, on: str) -> None:
     encoder = EncoderConfig(width=48, depth=3, heads=4, kv_heads=2, patch=4, mlp=mlp, positions="sincos")  # type: ignore[arg-type]
     decoder = DecoderConfig(kind=kind, width=32, depth=2, heads=2, decode_ratio=0.5)  # type: ignore[arg-type]
     config = small_mae(encoder=encoder, decoder=decoder)
     model = make(config)
     assert isinstance(model, MAE)
-    objective, _, inputs, targets = prepared(config, batch=1)
+    objective, _, inputs, targets = prepared(config, batch=1, on=on)
     # The counter knows no CPU flash attention; as plain products it is counted, forward and (twice) backward.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             loss = objective.loss(model(**inputs), targets)
-        flops = model.flops()
+        flops = objective.flops(model)
         assert counter.get_total_flops() == pytest.approx(flops.forward, rel=1e-6)
         with FlopCounterMode(display=False) as counter:
             loss.sum.backward()

@@ -46,8 +46,17 @@ class Dataset:
         self.extents = extents
 
     def sampler(self, *, seed: int, lanes: int, reuse: int | None, block: Any = None, turn: bool = False) -> Sampler:
-        count = len(orientations(self.crop)) if turn else 1
-        return Sampler(self.extents, self.crop, seed=seed, lanes=lanes, reuse=reuse, block=block, orientations=count)
+        codes = self.orientation_codes() if turn else (0,)
+        return Sampler(self.extents, self.crop, seed=seed, lanes=lanes, reuse=reuse, block=block, orientations=codes)
+
+    def orientation_codes(self) -> list[int]:
+        """Turns that keep the crop's shape and the voxels' size: thick sections are never laid on their side."""
+        spacings = {item.spacing for source in self.sources for item in source.items}
+
+        def keeps(axes: tuple[int, ...]) -> bool:
+            return all(math.isclose(s[i], s[j], rel_tol=0.01) for s in spacings for i, j in enumerate(axes))
+
+        return [code for code, (axes, _) in enumerate(orientations(self.crop)) if keeps(axes)]
 
     def reader(self, sampler: Sampler, *, lanes: int, cache_bytes: int) -> Reader:
         """Whole blocks are read where they are used again and those of all lanes (as many as one rank sees) fit."""

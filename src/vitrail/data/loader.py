@@ -21,13 +21,13 @@ from vitrail.data.sampler import Sample, Sampler
 
 
 class Loader:
-    """Yields this rank's part of the batches first, first + 1, ...; `counters(step)` names its samples."""
+    """Reads samples by counter, one batch at a time or ahead of training; `counters(step)` names a step's samples."""
 
     def __init__(
         self,
         sampler: Sampler,
         reader: Reader,
-        counters: Callable[[int], Sequence[int]],
+        counters: Callable[[int], Sequence[int]] = lambda step: (),
         *,
         device: torch.device,
         workers: int,
@@ -36,9 +36,12 @@ class Loader:
         self.sampler, self.reader, self.counters = sampler, reader, counters
         self.device, self.workers, self.prefetch = device, workers, prefetch
 
-    def load(self, counters: Sequence[int], pool: ThreadPoolExecutor | None = None) -> Batch:
+    def load(self, counters: Sequence[int]) -> Batch:
         """The samples with these counters, now."""
-        return self._finish(self._start(counters, pool))
+        if self.workers == 0:
+            return self._finish(self._start(counters, None))
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="vitrail-reader") as pool:
+            return self._finish(self._start(counters, pool))
 
     def batches(self, first: int, last: int) -> Iterator[Batch]:
         """Batches of the steps first..last-1, read ahead by threads (or at once, with no workers)."""

@@ -47,12 +47,12 @@ class Sampler:
         lanes: int,
         reuse: int | None = None,
         block: tuple[int, ...] | None = None,
-        orientations: int = 1,
+        orientations: Sequence[int] = (0,),
     ):
         self.extents, self.crop, self.seed = list(extents), crop, seed
         chunked = any(c < s for e in extents for c, s in zip(e.chunk, e.shape, strict=True))
         self.reuse = reuse or (4 if chunked else 1)
-        self.lanes, self.orientations = lanes, orientations
+        self.lanes, self.orientations = lanes, list(orientations)  # codes of augment.orientations()
         self.cuts = [_cuts(e, crop, block) for e in extents]
         weights = [_weights(e, crop, cuts) for e, cuts in zip(extents, self.cuts, strict=True)]
         self.first = np.cumsum([0, *[w.size for w in weights]])  # where each extent's blocks begin
@@ -86,7 +86,7 @@ class Sampler:
             for axis, (lo, hi) in enumerate(zip(low, high, strict=True))
         )
         voxels = tuple(slice(lo, hi - 1 + c) for lo, hi, c in zip(low, high, self.crop, strict=True))
-        orientation = key(self.seed, "orientation", counter) % self.orientations
+        orientation = self.orientations[key(self.seed, "orientation", counter) % len(self.orientations)]
         return Sample(extent.source, extent.item, voxels, start, orientation)
 
 

@@ -49,13 +49,14 @@ def share_of_cores(world: World) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 
 
-def connect(world: World, device_type: str, *, timeout: timedelta) -> Any:
-    """Start the process group and return its store, fresh for this attempt."""
+def connect(world: World, device_type: str, *, timeout: timedelta) -> tuple[Any, Any]:
+    """Start the process group; returns its store, fresh for this attempt, and the one that outlives restarts."""
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if not world.launched:
         store: Any = dist.HashStore()
+        root: Any = store
     else:
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         tcp = dist.TCPStore(
@@ -66,9 +67,10 @@ def connect(world: World, device_type: str, *, timeout: timedelta) -> Any:
             timeout=timeout,
             wait_for_workers=False,
         )
-        store = dist.PrefixStore(f"vitrail/{agree_on_attempt(tcp, world, timeout)}", tcp)
+        root = dist.PrefixStore("vitrail", tcp)
+        store = dist.PrefixStore(agree_on_attempt(root, world, timeout), root)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    return store
+    return store, root
 
 
 def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
@@ -92,7 +94,7 @@ def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
                 store.set("attempt", json.dumps([attempt, tokens]))
         if store.check(["attempt"]):
             name, tokens = json.loads(store.get("attempt"))
-            if tokens[world.rank] == token:
+            if len(tokens) == world.size and tokens[world.rank] == token:
                 store.set(f"ack/{name}/{world.rank}", "1")
                 if store.check([f"ack/{name}/{rank}" for rank in range(world.size)]):
                     return name

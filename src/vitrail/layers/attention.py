@@ -69,13 +69,13 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(width, width, bias=bias)
         self.norm_qk = QKNorm(self.head_width, eps) if qk_norm else None
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.head_width))  # B N G (H/G + 2) K
         q = groups[..., : self.per_group, :].flatten(2, 3)  # B N H K
         k, v = groups[..., -2, :], groups[..., -1, :]  # B N G K
         if self.norm_qk is not None:
             q, k = self.norm_qk(q, k)
-        out = attend(rotate(q, rope), rotate(k, rope), v, mask=mask)
+        out = attend(rotate(q, rope), rotate(k, rope), v)
         return self.proj(out.flatten(2))
 
 

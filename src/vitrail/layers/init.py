@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vitrail.draws import key
+from vitrail.draws import stream
 
 BLOCK = 1 << 16
 
@@ -113,7 +114,6 @@ def _normal(seed: int, name: str, start: int, stop: int) -> Tensor:
     """Elements start..stop of the endless standard-normal sequence of this name."""
     pieces = []
     for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
-        generator = torch.Generator().manual_seed(key(seed, "init:" + name, block))
-        values = torch.randn(BLOCK, generator=generator)
+        values = torch.from_numpy(stream(seed, "init:" + name, block).standard_normal(BLOCK, dtype=np.float32))
         pieces.append(values[max(start - block * BLOCK, 0) : min(stop - block * BLOCK, BLOCK)])
     return torch.cat(pieces)

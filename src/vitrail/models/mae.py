@@ -26,6 +26,7 @@ from vitrail.models.vit import (
     check_drop_path,
     check_heads,
     check_mlp,
+    check_positions,
     hidden_width,
 )
 from vitrail.recipe import config
@@ -85,6 +86,12 @@ class MAEConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
+        e, d = self.encoder, self.decoder
+        assert e.width is not None
+        assert e.heads is not None
+        check_positions(e.positions, e.width, e.heads, self.ndim)
+        if d.kind != "linear":
+            check_positions(e.positions, d.width, d.heads, self.ndim)
         visible, _ = self.token_counts()
         tokens = math.prod(self.grid())
         if visible < 1 or visible == tokens:
@@ -130,10 +137,10 @@ class MAE(Model):
     def spared_from_decay(self) -> list[str]:
         return ["prefix_tokens", "pos_embed.table", "mask_token"]
 
-    def flops(self) -> Flops:
+    def flops(self, *, predict_visible: bool = False) -> Flops:
         """Forward of one training sample: the encoder is charged for visible tokens only."""
         visible, predicted = self.config.token_counts()
-        return self.encoder.flops(visible, self.features) + self.decoder.flops(visible, predicted)
+        return self.encoder.flops(visible, self.features) + self.decoder.flops(visible, predicted, predict_visible)
 
 
 class Decoder(nn.Module):
@@ -157,8 +164,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, features, bias=c.encoder.bias)
 
     def derive(self, side: Side) -> Side:
-        """Rotation tables of memory (prefix and visible tokens) and of queries."""
-        if self.linear:
+        """Rotation tables of memory (prefix and visible tokens) and of queries, where they are at hand."""
+        if self.linear or "queries" not in side:
             return side
         head_width = self.width // self.config.heads
         queries = self.asked(side)
@@ -187,7 +194,7 @@ class Decoder(nn.Module):
         return [
             Stage("embed", self.place, ("coordinates", "queries", "predict_visible")),
             *[run_block(block, i) for i, block in enumerate(self.blocks)],
-            Stage("head", self.predict, ("queries", "predict_visible")),
+            Stage("head", self.predict, ("coordinates", "queries", "predict_visible")),
         ]
 
     def place(self, x: Tensor, side: Side) -> Tensor:
@@ -212,15 +219,16 @@ class Decoder(nn.Module):
         x = x[:, -wanted:]
         return self.head(x if self.norm is None else self.norm(x))
 
-    def flops(self, visible: int, predicted: int) -> Flops:
+    def flops(self, visible: int, predicted: int, predict_visible: bool) -> Flops:
         c, width, memory = self.block_config, self.width, visible + self.prefix
-        head = Flops(outside=2.0 * predicted * width * self.head.out_features)
+        wanted = predicted + (visible if predict_visible else 0)
+        head = Flops(outside=2.0 * wanted * width * self.head.out_features)
         if self.linear:
             return head
         embed = Flops(outside=2.0 * memory * self.embed.in_features * width)  # type: ignore[union-attr]
         gated = c.mlp == "swiglu"
         if self.config.kind == "cross":
-            one = cross_block_flops(queries=predicted, memory=memory, width=width, hidden=c.hidden, gated=gated)
+            one = cross_block_flops(queries=wanted, memory=memory, width=width, hidden=c.hidden, gated=gated)
         else:
             tokens = memory + predicted
             one = self_block_flops(tokens=tokens, width=width, kv_width=width, hidden=c.hidden, gated=gated)

@@ -18,7 +18,7 @@ Side = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the flow: `run(x, side)`; `needs` names the side inputs that it reads."""
+    """One step of the flow: `run(x, side)`; `needs` names the side inputs that it reads, itself or through derive()."""
 
     name: str
     run: Callable[[Tensor, Side], Tensor]

@@ -18,7 +18,7 @@ from vitrail.layers.block import Block, BlockConfig, make_norm
 from vitrail.layers.init import Normal, Table, initialise_here, mark
 from vitrail.layers.mlp import swiglu_hidden
 from vitrail.layers.patches import grid_coordinates, grid_of, num_voxels, per_axis
-from vitrail.layers.positions import rope_table, sincos
+from vitrail.layers.positions import pairs_per_axis, rope_table, sincos
 from vitrail.models.model import Model, Side, Stage, block_drop_path, spread_drop_path
 from vitrail.recipe import config
 
@@ -108,6 +108,14 @@ def hidden_width(width: int, mlp: str, ratio: float | None, hidden: int | None) 
     if ratio is not None:
         return int(width * ratio)
     return 4 * width if mlp == "gelu" else swiglu_hidden(width)
+
+
+def check_positions(positions: str, width: int, heads: int, ndim: int) -> None:
+    """Refuse widths in which an axis would get no channel at all: positions would vanish silently."""
+    room = {"rope": width // heads, "sincos": width, "learned": width}.get(positions)
+    if room is not None and pairs_per_axis(room, ndim) < 1:
+        what = "head width" if positions == "rope" else "width"
+        raise ValueError(f"{what} {room} has no room for {positions} positions on {ndim} axes; use at least {2 * ndim}")
 
 
 def check_heads(width: Any, heads: Any, kv_heads: Any = None) -> None:

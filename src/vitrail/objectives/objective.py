@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws
+from vitrail.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Loss:
 
 
 class Objective(ABC):
-    best_metric: ClassVar[str]  # the name that the best checkpoint is chosen by; smaller is better
+    metrics: ClassVar[tuple[str, ...]]  # what summarise() gives; smaller is better
+    best_metric: ClassVar[str]  # the one that the best checkpoint is chosen by, unless the recipe names another
 
     @abstractmethod
     def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
@@ -41,8 +44,12 @@ class Objective(ABC):
         """Metrics from the added sums."""
 
     @abstractmethod
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Any, *, step: int) -> str:
+    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Any, *, step: int, held_out: bool) -> str:
         """Write a picture of what the model does, and return its caption."""
+
+    def flops(self, model: Model) -> Flops:
+        """Forward of one training sample under this objective."""
+        return model.flops()
 
     @abstractmethod
     def tokens_per_sample(self) -> int:

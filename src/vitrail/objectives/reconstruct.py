@@ -2,8 +2,8 @@
 
 - target "raw" (intensities, normalised with the statistics of the data) or "patch" (each token to mean 0, variance 1)
 - on "hidden" tokens or on "all"
-- validation decodes every hidden token and compares the squared error with the variance of the same voxels, both in
-  the intensities of the data: predicting the mean scores 1
+- validation decodes every hidden token and compares the squared error with the variance of the same voxels, in the
+  intensities of the data ("raw") or within patches ("patch"): predicting the mean, or each patch's own, scores 1
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.masks import make_mask
 from vitrail.layers.patches import gather_tokens, grid_coordinates, patchify, per_axis, unpatchify
-from vitrail.models.mae import MAEConfig
+from vitrail.models.mae import MAE, MAEConfig
+from vitrail.models.model import Model
 from vitrail.objectives.objective import Loss, Objective
 from vitrail.recipe import config
 
@@ -45,6 +47,7 @@ class Targets:
 
 
 class Reconstruct(Objective):
+    metrics = ("loss", "mse", "variance", "mse_over_variance")
     best_metric = "mse_over_variance"
 
     def __init__(self, c: ReconstructConfig, model: MAEConfig, statistics: Statistics):
@@ -93,8 +96,10 @@ class Reconstruct(Objective):
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         loss = self.loss(output, targets)
         skip = targets.num_visible
-        truth = (targets.values * targets.std + targets.mean)[:, skip:].double()
-        error = ((output.float() - targets.values) * targets.std)[:, skip:].double()
+        truth, error = targets.values, output.float() - targets.values
+        if self.config.target == "raw":  # a patch's own mean and spread are not the model's merit
+            truth, error = truth * targets.std + targets.mean, error * targets.std
+        truth, error = truth[:, skip:].double(), error[:, skip:].double()
         return {
             "loss_sum": loss.sum.double(),
             "loss_count": loss.count.double(),
@@ -115,7 +120,11 @@ class Reconstruct(Objective):
             "mse_over_variance": mse / variance if variance > 0 else float("nan"),
         }
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int) -> str:
+    def flops(self, model: Model) -> Flops:
+        assert isinstance(model, MAE)
+        return model.flops(predict_visible=self.config.on == "all")
+
+    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
         from vitrail.report.panels import reconstruction_panel
 
         skip = targets.num_visible
@@ -129,7 +138,8 @@ class Reconstruct(Objective):
             {"target": target, "prediction": prediction, "hidden": hid}
             for target, prediction, hid in zip(*images, strict=True)
         ]
-        caption = f"step {step}: {self.model.mask.ratio:.0%} of the tokens hidden; held-out samples"
+        which = "held-out" if held_out else "training"
+        caption = f"step {step}: {self.model.mask.ratio:.0%} of the tokens hidden; {which} samples"
         if self.config.target == "patch":
             caption += "; predictions drawn with the true mean and spread of each patch"
         reconstruction_panel(path, rows, title=f"Reconstruction at step {step}", caption=caption)

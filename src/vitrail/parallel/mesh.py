@@ -20,7 +20,9 @@ def layout_of(strategy: str, group: int | None, world: int) -> Layout:
     if strategy in ("NO_SHARD", "DDP"):
         return Layout(world, 1, reshard=False)
     if strategy == "HYBRID_SHARD":
-        shard = group or 1
+        if group is None:
+            raise UserError("parallel.group is missing: HYBRID_SHARD needs the number of ranks that share one copy")
+        shard = group
         if world % shard:
             raise UserError(
                 f"parallel.group: {shard} does not divide the {world} ranks; choose one of "

@@ -199,7 +199,8 @@ class Checkpoints:
         """Every rank its tensors, rank 0 the rest; returns the bytes written and what went wrong, alike everywhere."""
         partial = self.folder / f".partial-{checkpoint_name(step)}"
         # Agreed on before PyTorch's own collectives: a rank that stays away from those would leave the others waiting.
-        error = share_json(self._make_room() if self.rank == 0 else None, self.group)
+        needed = sum(gather_json(sum(_local_bytes(t) for t in state.values()), self.group))
+        error = share_json(self._make_room(needed) if self.rank == 0 else None, self.group)
         if error is not None:
             return 0, error
         sums: dict[str, dict[str, int]] = {}
@@ -231,17 +232,21 @@ class Checkpoints:
                     self._prune(keep_step)
         return size, share_json(errors[0] if errors else None, self.group)
 
-    def _make_room(self) -> str | None:
-        """Remove what a kill has left; returns what went wrong."""
+    def _make_room(self, needed: int) -> str | None:
+        """Remove what a kill has left and see that a checkpoint fits; returns what went wrong."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".partial-*"):
                 _remove(leftover)
-        except OSError as caught:
-            return _reason(caught)
+            check_space(self.folder, needed)
+        except (OSError, UserError) as caught:
+            return str(caught) if isinstance(caught, UserError) else _reason(caught)
         return None
 
     def _publish(self, step: int, partial: Path, manifest: dict[str, Any]) -> None:
+        missing = [name for name in manifest["files"] if not (partial / name).is_file()]
+        if missing:
+            raise OSError(f"rank 0 does not see {missing[0]}: run.dir must lie on a disk that all ranks share")
         _write_durably(partial / MANIFEST, json.dumps(_seal(manifest), sort_keys=True))
         _sync_folder(partial)
         final = self.folder / checkpoint_name(step)
@@ -316,6 +321,10 @@ class Checkpoints:
                 continue
             if isinstance(value, int | float) and math.isfinite(value) and (self.best is None or value < self.best[0]):
                 self.best = (value, int(folder.name[5:]))
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 def _reason(error: BaseException) -> str:

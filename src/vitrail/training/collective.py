@@ -38,13 +38,16 @@ def share_json(value: Any, group: Any) -> Any:
 
 
 def on_chief(action: Callable[[], T], group: Any) -> T:
-    """Run on rank 0 and give every rank its (JSON) result, or its UserError."""
+    """Run on rank 0 and give every rank its (JSON) result, or its error, so that nobody waits."""
     outcome: dict[str, Any] = {}
     if dist.get_rank(group) == 0:
         try:
             outcome = {"value": action()}
         except UserError as error:
             outcome = {"error": str(error)}
+        except Exception as error:
+            share_json({"error": f"rank 0: {type(error).__name__}: {error}"}, group)
+            raise
     outcome = share_json(outcome, group)
     if "error" in outcome:
         raise UserError(outcome["error"])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,15 +48,15 @@ class Evaluator:
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     @torch.no_grad()
-    def picture(self, model: Model, path: Path, *, step: int) -> str | None:
-        """Draw the first samples; every rank computes, rank 0 draws and returns the caption."""
+    def example(self, model: Model) -> tuple[Batch, torch.Tensor, Any]:
+        """The first samples with the model's output and targets, for a picture; the same on every rank."""
         batch = self.loader.load(list(range(min(PICTURED, self.samples))))
         model.eval()
         output, targets = self._run(model, batch)
         model.train()
         forget_gathered(model)
-        return self.objective.draw(path, batch, output, targets, step=step) if dist.get_rank() == 0 else None
+        return batch, output, targets
 
-    def _run(self, model: Model, batch: Batch) -> tuple[torch.Tensor, object]:
+    def _run(self, model: Model, batch: Batch) -> tuple[torch.Tensor, Any]:
         inputs, targets = self.objective.prepare(batch, Draws(self.seed, batch.counters), evaluating=True)
         return model(**inputs), targets

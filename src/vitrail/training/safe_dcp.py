@@ -6,6 +6,8 @@ planner refuses byte entries. Always on: checksums prove that a file is what was
 """
 
 import io
+import itertools
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -102,13 +104,20 @@ class TensorReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         raw = Path(self.path, ".metadata").read_bytes()
+        members = {member: dict(vars(member)) for member in parts._MEM_FORMAT_ENCODING}
         try:
             metadata = _Unpickler(io.BytesIO(raw)).load()
+            if any(vars(member) != kept for member, kept in members.items()):
+                raise UnsafeCheckpoint("its metadata changes a constant of PyTorch")
             self._check(metadata)
         except UnsafeCheckpoint:
             raise
         except Exception as error:
             raise UnsafeCheckpoint(f"its metadata cannot be read ({type(error).__name__}: {error})") from None
+        finally:
+            for member, kept in members.items():  # pickle sets attributes of what it is handed, and these are shared
+                vars(member).clear()
+                vars(member).update(kept)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -122,9 +131,26 @@ class TensorReader(FileSystemReader):
                 raise UnsafeCheckpoint(f"its entry {name!r} is not a tensor")
             if not isinstance(entry.size, torch.Size):
                 raise UnsafeCheckpoint(f"its entry {name!r} has no shape")
+            if not _tiles(entry):  # PyTorch would leave the rest of the tensor as it was, without a word
+                raise UnsafeCheckpoint(f"its entry {name!r} is not covered by what is stored of it")
+            for chunk in entry.chunks:
+                if parts.MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                    raise UnsafeCheckpoint(f"its entry {name!r} has a part that no file holds")
         for info in metadata.storage_data.values():
             if info.relative_path not in self.files or info.transform_descriptors:
                 raise UnsafeCheckpoint(f"its metadata names a file that is not part of it: {info.relative_path!r}")
+
+
+def _tiles(entry: TensorStorageMetadata) -> bool:
+    """Whether the stored parts of a tensor fill it: inside, without overlap, and of its volume together."""
+    boxes = [tuple(zip(c.offsets, c.sizes, strict=True)) for c in entry.chunks]
+    inside = all(o >= 0 and o + s <= whole for box in boxes for (o, s), whole in zip(box, entry.size, strict=True))
+    apart = all(
+        any(a + b <= c or c + d <= a for (a, b), (c, d) in zip(one, other, strict=True))
+        for one, other in itertools.combinations(boxes, 2)
+    )
+    filled = sum(math.prod(s for _, s in box) for box in boxes) == entry.size.numel()
+    return inside and filled and (apart or entry.size.numel() == 0)
 
 
 class TensorPlanner(DefaultLoadPlanner):

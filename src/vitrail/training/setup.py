@@ -24,10 +24,12 @@ from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import Model
+from vitrail.objectives.objective import Objective
 from vitrail.parallel.mesh import Layout, layout_of, make_mesh
 from vitrail.parallel.parallelize import parallelize
 from vitrail.recipe import Recipe
 from vitrail.training.collective import on_chief, together
+from vitrail.training.evaluate import Evaluator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FIRST_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own collectives; the watchdog is far stricter
@@ -40,7 +42,8 @@ class Place:
     world: World
     device: torch.device
     threads: int
-    store: Any
+    store: Any  # of this attempt
+    root_store: Any  # of the job, which outlives restarts
     control: Any  # gloo group for agreements on the main thread
     saving: Any  # gloo group for the thread that writes checkpoints
 
@@ -60,9 +63,9 @@ def find_place(recipe: Recipe) -> Place:
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(recipe.run.deterministic)
-    store = connect(world, device.type, timeout=FIRST_TIMEOUT)
+    store, root_store = connect(world, device.type, timeout=FIRST_TIMEOUT)
     groups = [dist.new_group(backend="gloo", timeout=FIRST_TIMEOUT) for _ in range(2)]
-    return Place(world, device, threads, store, *groups)
+    return Place(world, device, threads, store, root_store, *groups)
 
 
 @dataclass(frozen=True)
@@ -157,29 +160,40 @@ def make_loader(recipe: Recipe, place: Place, data: DataParts, sampler: Sampler,
     stride = math.gcd(data.batch, sampler.lanes)  # a rank's slices begin at every so many lanes
     lanes = sampler.lanes // stride * min(share, stride)
     reader = data.train.reader(sampler, lanes=lanes, cache_bytes=recipe.data.cache_mib << 20)
-    workers = recipe.data.workers
     return Loader(
         sampler,
         reader,
         counters,
         device=place.device,
-        workers=min(8, max(1, place.threads)) if workers is None else workers,
+        workers=reading_threads(recipe, place),
         prefetch=recipe.data.prefetch,
     )
 
 
-def make_valid_loader(recipe: Recipe, place: Place, data: DataParts) -> Loader:
-    """Reads single validation samples by number: from data.valid, or fixed crops of data.train for pictures."""
+def reading_threads(recipe: Recipe, place: Place) -> int:
+    return min(8, max(1, place.threads)) if recipe.data.workers is None else recipe.data.workers
+
+
+def make_evaluator(
+    recipe: Recipe, place: Place, data: DataParts, objective: Objective, *, samples: int | None = None
+) -> Evaluator:
+    """Fixed samples: of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset = data.valid or data.train
     sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1)
     reader = dataset.reader(sampler, lanes=1, cache_bytes=0)
-    return Loader(sampler, reader, lambda step: range(0), device=place.device, workers=0, prefetch=1)
+    workers = reading_threads(recipe, place)
+    return Evaluator(
+        objective,
+        Loader(sampler, reader, device=place.device, workers=workers, prefetch=1),
+        seed=recipe.run.seed,
+        samples=samples or recipe.eval.samples,
+        batch=recipe.data.micro_batch or max(1, data.batch // place.world.size),
+    )
 
 
 @dataclass(frozen=True)
 class Parts:
     model: Model
-    mesh: DeviceMesh
     cpu_mesh: DeviceMesh
     layout: Layout
     recompute: bool
@@ -206,4 +220,4 @@ def build_model(recipe: Recipe, place: Place) -> Parts:
     )
     model.to_empty(device=place.device)
     initialise(model, rules, recipe.run.seed)
-    return Parts(model, mesh, cpu_mesh, layout, recipe.parallel.recompute == "full")
+    return Parts(model, cpu_mesh, layout, recipe.parallel.recompute == "full")

@@ -129,16 +129,18 @@ class Trainer:
             total += torch.stack([loss.sum.detach().double(), loss.count.double()])
         return total[0], total[1]
 
-    def explain_skip(self, batch: Batch) -> list[int]:
-        """Counters of the samples of a skipped step, from all ranks; ends the run after too many in a row."""
-        counters = [counter for share in gather_json(batch.counters, self.place.control) for counter in share]
+    def all_counters(self, batch: Batch) -> list[int]:
+        """Counters of the samples of a step, from all ranks."""
+        return [counter for share in gather_json(batch.counters, self.place.control) for counter in share]
+
+    def refuse_more_skips(self) -> None:
+        """End the run after too many skipped steps in a row."""
         limit = self.recipe.run.stop_after_skips
         if self.skipped_in_a_row >= limit:
             raise TooManySkips(
                 f"loss or gradient was not finite in {limit} steps in a row, up to step {self.done}; "
                 "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
             )
-        return counters
 
     # ------------------------------------------------------------ state
 

@@ -1,0 +1,98 @@
+"""What a person sees of a run: the progress line, metrics.jsonl, TensorBoard and the report. Silent but on rank 0."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import UserError
+from vitrail.recipe import Recipe
+from vitrail.training.checkpoint import checkpoint_name
+from vitrail.training.progress import Progress
+from vitrail.training.runfolder import RunFolder
+
+
+class Journal:
+    def __init__(self, folder: RunFolder | None, progress: Progress, board: Any):
+        self.folder, self.progress, self.board = folder, progress, board
+
+    def note(self, text: str) -> None:
+        self.progress.note(text)
+
+    def log(self, event: str, **fields: Any) -> None:
+        if self.folder is not None:
+            self.folder.log(event, **fields)
+
+    def _draw_points(self, prefix: str, values: dict[str, Any], step: int) -> None:
+        if self.board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and name not in ("step", "samples"):
+                    self.board.add_scalar(f"{prefix}/{name}", value, step)
+
+    def start(self, *, what: str, groups: list[dict[str, Any]], **fields: Any) -> None:
+        """The first lines of a session: what is trained, and which parameters decay at which rate."""
+        self.log("start", groups=groups, **fields)
+        self.note(what)
+        for row in groups:
+            self.note(
+                f"  {row['name']}: {row['tensors']} tensors, {row['parameters']:,} parameters, "
+                f"lr {row['lr']:g}, weight decay {row['weight_decay']:g}"
+            )
+
+    def step(self, fields: dict[str, Any]) -> None:
+        self.progress.update(fields["step"], fields)
+        self.log("train", **fields)
+        self._draw_points("train", fields, fields["step"])
+
+    def metrics(self, metrics: dict[str, float], *, step: int, weights: str, samples: int) -> None:
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.note(f"step {step}, held out: {text}")
+        self.log("eval", step=step, weights=weights, metrics=metrics, samples=samples)
+        self._draw_points("eval", metrics, step)
+
+    def skip(self, *, step: int, loss: float, counters: list[int]) -> None:
+        what = "loss" if not math.isfinite(loss) else "gradient"
+        self.note(f"step {step}: the {what} is not finite; the step is skipped")
+        self.log("skip", step=step, reason=f"{what} is not finite", counters=counters)
+
+    def saved(self, outcome: dict[str, Any], *, final: bool) -> None:
+        """The end of a save: step, error, seconds, bytes."""
+        if not outcome["error"]:
+            path = f"checkpoints/{checkpoint_name(outcome['step'])}"
+            self.log("checkpoint", path=path, **{k: outcome[k] for k in ("step", "seconds", "bytes")})
+        elif not final:
+            self.note(
+                f"the checkpoint of step {outcome['step']} could not be written ({outcome['error']}); "
+                "training goes on and tries again at the next one"
+            )
+
+    def end(self, *, step: int, reason: str, seconds: float, message: str) -> None:
+        """The last line and the report."""
+        if self.board is not None:
+            self.board.close()
+        if self.folder is None:
+            return
+        from vitrail.report.page import write_report
+
+        self.log("end", step=step, reason=reason, seconds=seconds, message=message)
+        try:
+            write_report(self.folder.path)
+        except UserError as error:  # the run is what counts
+            self.note(str(error))
+
+
+def check_tensorboard(recipe: Recipe) -> None:
+    if recipe.log.tensorboard is True and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(
+            "log.tensorboard: true, but TensorBoard is not installed; "
+            "run: pip install 'vitrail[tensorboard]', or set it to auto"
+        )
+
+
+def open_tensorboard(recipe: Recipe, run_dir: Path, step: int) -> Any:
+    """A writer, where TensorBoard is installed; points after `step` that a crash left behind are dropped."""
+    if recipe.log.tensorboard is False or importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)

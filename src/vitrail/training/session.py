@@ -1,0 +1,424 @@
+"""One sitting of a run: everything around the training loop, from the recipe to the last line of the log.
+
+The trainer knows one step. The session knows the folder, pictures, validation, checkpoints, signals and the end.
+"""
+
+import errno
+import itertools
+import json
+import math
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitrail.data.batch import Batch, Statistics
+from vitrail.errors import RunFailed, UserError
+from vitrail.recipe import Recipe, unsafe_changes
+from vitrail.recipe import yaml as recipe_yaml
+from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
+from vitrail.training.collective import on_chief, share_json
+from vitrail.training.evaluate import Evaluator
+from vitrail.training.guards import StopRequest, Watchdog
+from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
+from vitrail.training.meters import Meter
+from vitrail.training.optimizer import group_table
+from vitrail.training.progress import Progress
+from vitrail.training.runfolder import RunFolder, beside
+from vitrail.training.setup import (
+    Place,
+    build_model,
+    complete,
+    make_evaluator,
+    make_loader,
+    make_sampler,
+    open_data,
+)
+from vitrail.training.trainer import Progressed, Trainer, timed
+
+REQUEUE = 75
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SLOW_PHASE = 1800.0  # seconds that a start, a compilation or a save may take before it counts as a hang
+SLOW_DISK = 100e6  # bytes a second, until a save has been timed
+
+_sittings = itertools.count()  # trainings of this process that asked for a fresh folder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int  # 0 done, 75 stopped and ready to be continued
+    run_dir: Path
+    step: int
+    reason: str
+
+
+class Session:
+    def __init__(
+        self, recipe: Recipe, place: Place, stop: StopRequest, watchdog: Watchdog, *, fresh: bool, quiet: bool
+    ):
+        self.began = time.monotonic()
+        self.place, self.stop, self.watchdog, self.quiet = place, stop, watchdog, quiet
+        watchdog.beat(0, "start", allowance=SLOW_PHASE)
+        check_tensorboard(recipe)
+        self.run_dir = Path(on_chief(lambda: str(choose_folder(recipe, place, fresh)), place.control))
+        # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
+        known = on_chief(lambda: find_statistics(self.run_dir), place.control)
+        self.data = open_data(recipe, place, None if known is None else Statistics(*map(tuple, known)))
+        self.recipe = recipe = complete(recipe, len(self.data.train.variables))
+        self.objective = recipe.objective.build(recipe.model, self.data.statistics)
+        self.metric_name = recipe.checkpoint.best or self.objective.best_metric
+        if self.metric_name not in self.objective.metrics:
+            raise UserError(
+                f"checkpoint.best: {self.metric_name!r} is not measured by objective {recipe.objective.kind!r}; "
+                f"use one of {', '.join(self.objective.metrics)}"
+            )
+        self.sampler = make_sampler(recipe, self.data)
+        self.parts = build_model(recipe, place)
+        self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
+        on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
+        self.checkpoints = Checkpoints(
+            self.run_dir / "checkpoints",
+            keep=recipe.checkpoint.keep,
+            background=recipe.checkpoint.background,
+            group=place.saving,
+            cpu_mesh=self.parts.cpu_mesh,
+        )
+        self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective)
+        self.notes: list[str] = []
+        self.folder: RunFolder | None = None  # rank 0 has one, from here on
+        on_chief(self.open_folder, place.control)
+        self.last_metrics: tuple[int, dict[str, float]] | None = None
+        self.save_seconds = self.trainer.state_bytes() / SLOW_DISK
+        self.save_error: str | None = None
+        self.rounds: deque[float] = deque(maxlen=50)  # seconds of the latest steps with all that came between
+
+    def open_folder(self) -> None:
+        self.folder = RunFolder(self.run_dir)
+        try:
+            refuse_changes(self.run_dir, self.recipe)
+        except UserError:
+            self.folder.discard_if_new()
+            raise
+        if self.folder.note:
+            self.notes.append(self.folder.note)
+
+    # ------------------------------------------------------------ the whole
+
+    def run(self) -> Outcome:
+        try:
+            return self.run_locked()
+        finally:
+            if self.folder is not None:
+                self.folder.close()
+
+    def run_locked(self) -> Outcome:
+        trainer, chief = self.trainer, self.place.world.chief
+        resumed = self.resume()
+        first = trainer.done
+        with Progress(trainer.total, first, enabled=chief and not self.quiet) as progress:
+            board = open_tensorboard(self.recipe, self.run_dir, first) if chief else None
+            self.journal = Journal(self.folder, progress, board)
+            try:
+                self.introduce(resumed)
+                reason = self.loop()
+                self.finish(reason)
+            except BaseException as error:
+                raise self.fail(error, begun=trainer.done > first) from error
+        return Outcome(0 if reason == "done" else REQUEUE, self.run_dir, trainer.done, reason)
+
+    def resume(self) -> bool:
+        manifest = self.checkpoints.load_newest(self.trainer.restore, self.notes.append)
+        if manifest is None:
+            if on_chief(lambda: bool(list_checkpoints(self.checkpoints.folder)), self.place.control):
+                raise UserError(
+                    f"no checkpoint in {self.checkpoints.folder} is usable: {'; '.join(self.notes)}; "
+                    "mend or remove them, or start beside this run with --fresh"
+                )
+            return False
+        on_chief(lambda: self.checkpoints.set_aside_newer(manifest["step"]), self.place.control)
+        if self.place.world.chief:
+            self.checkpoints.remember_best(self.metric_name)
+        best = share_json(self.checkpoints.best, self.place.control)
+        self.checkpoints.best = None if best is None else (best[0], best[1])
+        if manifest["threads"] != self.place.threads:
+            self.notes.append(
+                f"this run had {manifest['threads']} threads a process and now has {self.place.threads}: "
+                "sums may round differently"
+            )
+        return True
+
+    def loop(self) -> str:
+        trainer, recipe = self.trainer, self.recipe
+        every = {
+            "log": trainer.steps(recipe.log.every),
+            "eval": trainer.steps(recipe.eval.every),
+            "picture": trainer.steps(recipe.log.pictures),
+        }
+        if recipe.checkpoint.every != "off":
+            every["save"] = trainer.steps(recipe.checkpoint.every)
+        watch_every = 0 if recipe.log.activations == "off" else trainer.steps(recipe.log.activations)
+        loader = make_loader(recipe, self.place, self.data, self.sampler, step=trainer.done, samples=trainer.samples)
+        meter = Meter(
+            batch=self.data.batch,
+            tokens=self.objective.tokens_per_sample(),
+            flops=self.objective.flops(trainer.model),
+            world=self.place.world.size,
+            recompute=self.parts.recompute,
+            device=self.place.device,
+        )
+
+        def due(what: str) -> bool:
+            return what in every and (trainer.done % every[what] == 0 or trainer.done == trainer.total)
+
+        if trainer.done == 0:
+            self.look(picture=True, measure=False)
+        rms: dict[str, float] | None = None
+        for batch, wait in timed(loader.batches(trainer.done, trainer.total)):
+            began = time.perf_counter()
+            rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
+            compiling = meter.steps_seen < 2
+            self.watchdog.beat(trainer.done, "training", allowance=SLOW_PHASE if compiling else None)
+            told = trainer.step(batch, stop_wish=self.stop_wish(), watch=watch)
+            meter.add(time.perf_counter() - began + wait, wait)
+            rms = told.activation_rms or rms
+            if not told.finite:
+                self.skip(batch, told)
+            self.journal.progress.update(trainer.done, {"loss": told.loss, "lr": rate})
+            if due("log") or told.stop:
+                self.tell(told, rate, meter, rms)
+                rms = None
+            if due("eval") or due("picture"):
+                self.look(picture=due("picture"), measure=due("eval"))
+            self.note_saved(self.checkpoints.finished())
+            if told.stop or due("save") or ("save" in every and self.is_new_best()):
+                self.save()
+            if told.stop and trainer.done < trainer.total:
+                return told.stop
+            self.rounds.append(time.perf_counter() - began + wait)
+        return "done"
+
+    def stop_wish(self) -> str | None:
+        """This rank's reason to stop after the coming step."""
+        if self.stop.signal is not None:
+            return "signal"
+        limit = self.recipe.run.time_limit
+        if limit is not None and self.place.world.chief:
+            coming = 2 * max(self.rounds, default=0.0) + 2 * self.save_seconds
+            if time.monotonic() - self.began + coming >= limit:
+                return "time limit"
+        return None
+
+    # ------------------------------------------------------------ what is told
+
+    def introduce(self, resumed: bool) -> None:
+        trainer, world = self.trainer, self.place.world.size
+        for note in self.notes:
+            self.journal.note(note)
+        on_chief(self.describe, self.place.control)
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        flops = self.objective.flops(trainer.model)
+        device = torch.cuda.get_device_name(self.place.device) if self.place.device.type == "cuda" else "CPU"
+        epochs = trainer.total * self.data.batch / self.sampler.epoch
+        self.journal.start(
+            what=f"{f'continuing at step {trainer.done}' if resumed else 'starting'}: {parameters:,} parameters, "
+            f"batch {self.data.batch}, {trainer.total} steps ({epochs:.1f} epochs) on {world} x {device}, "
+            f"in {self.run_dir}",
+            groups=group_table(trainer.optimizer, trainer.base_rate),
+            step=trainer.done,
+            steps=trainer.total,
+            resumed=resumed,
+            world=world,
+            parameters=parameters,
+            tokens_per_sample=self.objective.tokens_per_sample(),
+            samples_per_epoch=self.sampler.epoch,
+            threads=self.place.threads,
+            device=device,
+            flops_per_sample={
+                "model": flops.training,
+                "hardware": flops.hardware(recompute=self.parts.recompute),
+            },
+            notes=self.notes,
+        )
+
+    def describe(self) -> None:
+        """Write down what is being run, on rank 0."""
+        from vitrail.launch.machine import environment
+
+        assert self.folder is not None
+        try:
+            self.folder.write("recipe.yaml", self.recipe.to_yaml())
+            self.folder.write("environment.json", json.dumps(environment(), indent=1))
+            self.folder.write("data.json", json.dumps(self.data.train.sources[0].describe()))
+        except OSError as error:
+            raise UserError(
+                f"run.dir: {str(self.run_dir)!r} cannot be written ({error.strerror}); "
+                "free some space or choose another folder"
+            ) from None
+
+    def tell(self, told: Progressed, rate: float, meter: Meter, rms: dict[str, float] | None) -> None:
+        trainer = self.trainer
+        fields: dict[str, Any] = {
+            "step": trainer.done,
+            "samples": trainer.samples,
+            "loss": told.loss,
+            "lr": rate,
+            "grad_norm": told.grad_norm,
+            "skipped": trainer.skipped,
+            **meter.read(),
+        }
+        self.journal.step(fields | ({"activation_rms": rms} if rms else {}))
+
+    def skip(self, batch: Batch, told: Progressed) -> None:
+        self.journal.skip(step=self.trainer.done, loss=told.loss, counters=self.trainer.all_counters(batch))
+        self.trainer.refuse_more_skips()
+
+    # ------------------------------------------------------------ validation and pictures
+
+    def look(self, *, picture: bool, measure: bool) -> None:
+        """Measure on the validation data and draw, with the averaged weights where there are any."""
+        trainer = self.trainer
+        began, longest = time.monotonic(), 0.0
+        self.watchdog.beat(trainer.done, "validation", allowance=SLOW_PHASE)
+
+        def tick() -> None:
+            nonlocal began, longest
+            longest, began = max(longest, time.monotonic() - began), time.monotonic()
+            self.watchdog.beat(trainer.done, "validation", allowance=Watchdog.MANY_STEPS * longest)
+
+        with trainer.ema.swapped() if trainer.ema else ExitStack():
+            if measure and self.data.valid is not None:
+                metrics = self.evaluator.metrics(trainer.model, tick=tick)
+                self.last_metrics = (trainer.done, metrics)
+                weights = "ema" if trainer.ema else "raw"
+                self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
+            if picture:
+                self.watchdog.beat(trainer.done, "drawing", allowance=SLOW_PHASE)
+                batch, output, targets = self.evaluator.example(trainer.model)
+                if self.folder is not None:
+                    self.draw(self.folder, batch, output, targets)
+
+    def draw(self, folder: RunFolder, batch: Batch, output: torch.Tensor, targets: Any) -> None:
+        """On rank 0, when all ranks are done with computing."""
+        step = self.trainer.done
+        name = f"pictures/{self.recipe.objective.kind}-{step:08d}.png"
+        held_out = self.data.valid is not None
+        try:
+            (folder.path / "pictures").mkdir(exist_ok=True)
+            caption = self.objective.draw(folder.path / name, batch, output, targets, step=step, held_out=held_out)
+            self.journal.log("picture", step=step, path=name, caption=caption)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self.journal.note(f"the picture of step {step} could not be written: {error.strerror}")
+
+    # ------------------------------------------------------------ what is kept
+
+    def is_new_best(self) -> bool:
+        if self.last_metrics is None or self.last_metrics[0] != self.trainer.done:
+            return False
+        value, best = self.last_metrics[1][self.metric_name], self.checkpoints.best
+        return math.isfinite(value) and (best is None or value < best[0])
+
+    def save(self) -> None:
+        trainer = self.trainer
+        self.watchdog.beat(trainer.done, "saving", allowance=SLOW_PHASE)
+        self.note_saved(self.checkpoints.wait())
+        metrics = self.last_metrics[1] if self.last_metrics and self.last_metrics[0] == trainer.done else None
+        value = (metrics or {}).get(self.metric_name)
+        trainer.save(self.checkpoints, metrics, value if value is not None and math.isfinite(value) else None)
+
+    def note_saved(self, outcome: dict[str, Any] | None, *, final: bool = False) -> None:
+        if outcome is not None:
+            self.save_seconds, self.save_error = outcome["seconds"], outcome["error"]
+            self.journal.saved(outcome, final=final)
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self, reason: str) -> None:
+        self.watchdog.beat(self.trainer.done, "saving", allowance=SLOW_PHASE)
+        self.save_error = None
+        self.note_saved(self.checkpoints.wait(), final=True)
+        if self.save_error:
+            raise RunFailed(
+                f"the last checkpoint (step {self.trainer.done}) could not be written to {self.checkpoints.folder}: "
+                f"{self.save_error}; free some space and continue from the one before it"
+            )
+        self.end(reason, "")
+
+    def fail(self, error: BaseException, *, begun: bool) -> BaseException:
+        """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
+        rank, size = self.place.world.rank, self.place.world.size
+        lost = size > 1 and isinstance(error, RuntimeError) and is_lost_connection(error)
+        if lost:
+            error = RunFailed(f"rank {rank} lost touch with another rank; the first error of any rank says why")
+        elif isinstance(error, UserError) and size > 1:
+            error = type(error)(f"rank {rank}: {error}")
+        if not lost and not isinstance(error, KeyboardInterrupt):
+            self.watchdog.beat(self.trainer.done, "saving", allowance=SLOW_PHASE)
+            self.note_saved(self.checkpoints.wait())  # the save under way is still a good one
+        if self.folder is not None and not begun and isinstance(error, UserError):
+            self.folder.discard_if_new()
+        else:
+            self.end("failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+        return RunFailed(str(error)) if begun and isinstance(error, UserError) else error
+
+    def end(self, reason: str, message: str) -> None:
+        seconds = time.monotonic() - self.began
+        self.journal.end(step=self.trainer.done, reason=reason, seconds=seconds, message=message)
+
+
+# ---------------------------------------------------------------- what the folder says, asked by rank 0
+
+
+def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
+    """The run's folder, or a new one beside it; a restart of the same job finds the one that was chosen first."""
+    if not fresh:
+        return recipe.run_dir
+    name = f"fresh/{next(_sittings)}"
+    if not place.root_store.check([name]):
+        place.root_store.set(name, str(beside(recipe.run_dir)))
+    return Path(place.root_store.get(name).decode())
+
+
+def find_statistics(run_dir: Path) -> list[list[float]] | None:
+    """Mean and std that a run to be continued was normalised with."""
+    for folder in list_checkpoints(run_dir / "checkpoints"):
+        try:
+            found = read_manifest(folder)["statistics"]
+            return [[float(value) for value in found[name]] for name in ("mean", "std")]
+        except (BadCheckpoint, KeyError, TypeError, ValueError):
+            continue
+    return None
+
+
+def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
+    """A run goes on with the recipe that it began with; only what does not change its result may differ."""
+    stored = None
+    for folder in list_checkpoints(run_dir / "checkpoints"):
+        try:
+            stored = read_manifest(folder)["recipe"]
+            break
+        except BadCheckpoint:
+            continue
+    if stored is None and (run_dir / "recipe.yaml").is_file():
+        stored = recipe_yaml.read(run_dir / "recipe.yaml")
+    changes = unsafe_changes(stored, recipe.to_tree()) if stored else []
+    if changes:
+        shown = "; ".join(f"{key}: {old!r} became {new!r}" for key, old, new in changes[:10])
+        raise UserError(
+            f"{run_dir} was begun with another recipe ({shown}); go back to it, "
+            "or start beside it with --fresh or another run.name"
+        )
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """What gloo and NCCL say on the ranks that survive another."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        words in text for words in ("connection closed by peer", "connection reset", "connect failure", "gloo")
+    )
