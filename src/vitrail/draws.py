@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def key(seed: int, purpose: str, *counters: int) -> int:
+def key(seed: int, purpose: str, *counters: int | str) -> int:
     """Hash to 63 bits: a seed for any generator."""
     text = ":".join([str(seed), purpose, *map(str, counters)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -303,7 +303,7 @@ CONFIG = types.SimpleNamespace(
 
 
 def loader_of(sampler: Sampler, batch: int, rank: int, world: int, *, step: int = 0, samples: int = 0):
-    place = Place(World(rank=rank, size=world), torch.device("cpu"), 1, None, None, None)
+    place = Place(World(rank=rank, size=world), torch.device("cpu"), 1, None, None, None, None)
     reader = types.SimpleNamespace(lanes=None)
 
     def make_reader(_sampler, *, lanes, cache_bytes):

@@ -470,3 +470,23 @@ def test_pictures_are_drawn(tmp_path, values: np.ndarray) -> None:
 @pytest.mark.parametrize(("wanted", "length"), [(260, 200), (0.7, 0.5), (1.0, 1.0), (99, 50), (1000, 1000)])
 def test_scale_bars_are_round(wanted: float, length: float) -> None:
     assert round_length(wanted) == pytest.approx(length)
+
+
+def test_images_are_split_by_their_names(tmp_path: Path) -> None:
+    """Two shares hold every image once, and an added image moves none of the others."""
+    for number in range(40):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
+
+    def names(low: float, high: float) -> set[str]:
+        return {Path(i.name).name for i in ImageFolderConfig(path=str(tmp_path), split=(low, high)).open().items}
+
+    train, valid = names(0, 0.7), names(0.7, 1)
+    assert not train & valid
+    assert len(train | valid) == 40
+    assert 18 <= len(train) <= 36
+    Image.new("L", (8, 8)).save(tmp_path / "new.png")
+    assert names(0, 0.7) - {"new.png"} == train
+    with pytest.raises(UserError, match="two rising numbers"):
+        ImageFolderConfig(path=str(tmp_path), split=(0.8, 0.2))
+    with pytest.raises(UserError, match="holds none of its 41 images"):
+        ImageFolderConfig(path=str(tmp_path), split=(0.0, 0.0001)).open()

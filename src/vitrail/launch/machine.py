@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vitrail
+from vitrail.launch.world import usable_cores
 
 Check = dict[str, str]
 
@@ -97,11 +98,6 @@ def find_version(package: str) -> str | None:
 def cpu_model() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, which a job or a container may have made fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:

@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -46,7 +47,17 @@ def find_world(environ: dict[str, str] | None = None) -> World:
 
 def share_of_cores(world: World) -> int:
     """Threads for this process: the cores it may use, divided among the processes of this host."""
-    return max(1, len(os.sched_getaffinity(0)) // world.local_size)
+    return max(1, usable_cores() // world.local_size)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which a job or a container may have made fewer than there are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
 
 
 def connect(world: World, device_type: str, *, timeout: timedelta) -> tuple[Any, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 # A key here, or anything below it, may differ when a run is continued: it changes where and how fast a run goes, when
-# it stops and what it shows, not what it computes at a given step.
+# it stops and what it shows. run.steps also moves a schedule that follows it, and run.device the type that
+# precision.compute: auto stands for; a person who changes these means it.
 SAFE_KEYS = (
     "checkpoint",
     "data.cache_mib",

@@ -154,7 +154,7 @@ class Precision(Section):
 class Checkpoint(Section):
     """When the state of a run is stored."""
 
-    every: EveryOrOff = Field(default="10%", description="off saves nothing, not even at the end")
+    every: EveryOrOff = Field(default="10%", description="off saves only when the run is stopped")
     keep: PositiveInt = Field(default=2, description="newest checkpoints kept")
     best: str | None = Field(
         default=None, description="metric whose smallest value is kept too; null is the objective's own"

@@ -127,7 +127,7 @@ def read_json(path: Path) -> tuple[Any, str | None]:
 
 def read_recipe(run: Path) -> tuple[dict[str, Any], str, str | None]:
     """The stored recipe as a tree and as text, and a sentence when it cannot be read."""
-    import yaml
+    from vitrail.recipe import yaml
 
     try:
         text = (run / "recipe.yaml").read_text("utf-8")
@@ -136,8 +136,8 @@ def read_recipe(run: Path) -> tuple[dict[str, Any], str, str | None]:
     except (OSError, ValueError) as error:
         return {}, "", f"recipe.yaml cannot be read: {_first_line(error)}."
     try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        tree = yaml.parse(text, "recipe.yaml")
+    except UserError as error:
         return {}, text, f"recipe.yaml is not valid YAML: {_first_line(error)}."
     if not isinstance(tree, dict):
         return {}, text, "recipe.yaml holds no sections."

@@ -11,7 +11,7 @@ from vitrail.recipe.durations import Duration
 class _ScheduleConfig:
     warmup: Duration = 0
     start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
-    end: float = 0.0  # rate at the last step
+    end: float = 0.0  # rate that the steps run towards: that of a step after the last
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("end", self.end)):

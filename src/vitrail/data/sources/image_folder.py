@@ -15,6 +15,7 @@ import numpy as np
 
 from vitrail.data.source import Item, normalize_window
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
+from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.recipe import config
 
@@ -42,7 +43,8 @@ class ImageFolderConfig:
     kind: Literal["image_folder"] = "image_folder"
     variables: list[str] | None = None  # some of red, green, blue; or one name (grey) or three (colour) of your own
     region: dict[str, list[int | float]] = field(default_factory=dict)  # not for folders: images differ in size
-    weight: float = 1.0  # share of the samples, relative to the other sources
+    split: tuple[float, float] = (0.0, 1.0)  # which share of the images: [0, 0.8] to train, [0.8, 1] to validate
+    weight: float = 1.0  # times its size (images here, crops in volumes): its share of the samples
     classes: bool | None = None  # whether folders are classes; None: yes where the images lie one folder down
     max_pixels: int = 2**30  # a larger image is refused rather than read into memory
 
@@ -53,7 +55,11 @@ class ImageFolderConfig:
             )
         if self.region:
             raise UserError(
-                f"region = {self.region} cannot be used with the image folder {self.path}; use a folder for each part"
+                f"region = {self.region} cannot be used with the image folder {self.path}; use split: [0, 0.8]"
+            )
+        if not 0 <= self.split[0] < self.split[1] <= 1:
+            raise UserError(
+                f"split = {list(self.split)} of {self.path} must be two rising numbers from 0 to 1, such as [0, 0.8]"
             )
 
     def open(self) -> "ImageFolderSource":
@@ -70,6 +76,7 @@ class ImageFolderSource:
         self.config = settings
         self.root = Path(settings.path)
         self.files, self.labels, self.class_names = self._list_files()
+        self._keep_split()
         with self._open(self.files[0]) as image:
             grey_type = GREY_TYPES.get(image.mode)
         self.variables, self._picked = self._pick_variables(grey_type is not None)
@@ -147,6 +154,21 @@ class ImageFolderSource:
             return files, None, ()
         labels = [number for number, group in enumerate(folders.values()) for _ in group]
         return files, labels, tuple(folders)
+
+    def _keep_split(self) -> None:
+        """Keep the images whose hashed name falls into the split: adding images moves none of the others."""
+        low, high = self.config.split
+        kept = [
+            number
+            for number, file in enumerate(self.files)
+            if low <= key(0, "split", file.relative_to(self.root).as_posix()) / 2**63 < high
+        ]
+        if not kept:
+            raise UserError(
+                f"split = {[low, high]} of {self.config.path} holds none of its {len(self.files)} images; widen it"
+            )
+        self.files = [self.files[number] for number in kept]
+        self.labels = None if self.labels is None else [self.labels[number] for number in kept]
 
     def _pick_variables(self, grey: bool) -> tuple[tuple[str, ...], list[int] | None]:
         """Names, and which of red, green and blue they are; None for grey."""

@@ -16,6 +16,7 @@ import numpy as np
 from vitrail.data.ngff import TOLERANCE, Multiscale, choose_level, load_attributes, read_multiscale, safe_join
 from vitrail.data.source import Item, normalize_window, resolve_region
 from vitrail.errors import UserError
+from vitrail.launch.world import find_world, share_of_cores
 from vitrail.recipe import config
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class OmeZarrConfig:
     kind: Literal["ome_zarr"] = "ome_zarr"
     variables: list[str] | None = None  # names of the channels to read, in this order; None reads all
     region: dict[str, list[int | float]] = field(default_factory=dict)  # axis: [lo, hi], fractions or voxels
-    weight: float = 1.0  # share of the samples, relative to the other sources
+    weight: float = 1.0  # times its size (crops in volumes, images in folders): its share of the samples
     level: int | None = None  # number of the resolution level, 0 is the finest; None is 0, or what spacing finds
     spacing: list[float] | None = None  # wanted voxel size in the file's unit: the coarsest level that is fine enough
     labels: str | None = None  # name of a group below labels/
@@ -246,12 +247,18 @@ class _Array:
                 f"level {self.path.name!r} of {self.image.group} is not a zarr array; "
                 "restore it or choose another level"
             )
+        threads = share_of_cores(find_world())
         spec = {
             "driver": "zarr3" if (self.path / "zarr.json").is_file() else "zarr",
             "kvstore": {"driver": "file", "path": f"{self.path.resolve()}/"},
             "fill_missing_data_reads": self.fill,
             "recheck_cached_data": "open",
-            "context": {"cache_pool": {"total_bytes_limit": CACHE_BYTES}},
+            "context": {
+                "cache_pool": {"total_bytes_limit": CACHE_BYTES},
+                # This process's share of the host, not all of it for every rank.
+                "data_copy_concurrency": {"limit": threads},
+                "file_io_concurrency": {"limit": max(4, threads)},
+            },
         }
         try:
             return tensorstore.open(spec, open=True, read=True).result()
