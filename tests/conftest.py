@@ -14,3 +14,14 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support import write_volume
 
     return write_volume(tmp_path_factory.mktemp("data") / "em.zarr")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is none."""
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="PyTorch sees no GPU"))

@@ -1,5 +1,6 @@
 """Reader and loader: the voxels that the sampler names, in order, whatever the cache and the threads do."""
 
+import dataclasses
 import threading
 import time
 import types
@@ -35,7 +36,14 @@ class ArraySource:
         self.variables = tuple(variables or (f"v{i}" for i in range(len(arrays[0]))))
         self.dtype = arrays[0].dtype
         self.items = [
-            Item(f"a{i}", a.shape[1:], tuple(min(chunk, s) for s in a.shape[1:]), (0,) * (a.ndim - 1), (1.0,), None)
+            Item(
+                f"a{i}",
+                a.shape[1:],
+                tuple(min(chunk, s) for s in a.shape[1:]),
+                (0,) * (a.ndim - 1),
+                (1.0,) * (a.ndim - 1),
+                None,
+            )
             for i, a in enumerate(arrays)
         ]
         self.reads: Counter = Counter()
@@ -608,3 +616,19 @@ def test_batches_arrive_on_the_device_as_they_were_read(volume: ArraySource) -> 
         assert there.values.is_cuda
         assert there.values.dtype == torch.uint8
         assert torch.equal(here.values, there.values.cpu())
+
+
+def test_thick_sections_are_never_laid_on_their_side() -> None:
+    """Voxels of 40 x 4 x 4 nm: the first axis is flipped but not swapped with the others."""
+    from types import SimpleNamespace
+
+    from vitrail.data.dataset import Dataset
+
+    source = ArraySource(np.zeros((1, 8, 8, 8), np.uint8))
+    config = SimpleNamespace(open=lambda: source, path="a", weight=1.0)
+    dataset = Dataset([config], (4, 4, 4), where="data.train")
+    assert len(dataset.orientation_codes()) == 48
+    source.items = [dataclasses.replace(item, spacing=(40.0, 4.0, 4.0)) for item in source.items]
+    codes = dataset.orientation_codes()
+    assert len(codes) == 16
+    assert all(orientations((4, 4, 4))[code][0][0] == 0 for code in codes)
