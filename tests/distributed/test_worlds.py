@@ -71,7 +71,7 @@ def test_the_cases_learn_and_differ(runs: Path) -> None:
     np.testing.assert_allclose(curves["accumulated"], curves["adamw"], rtol=1e-5)
     np.testing.assert_allclose(curves["recomputed"], curves["sgd"], rtol=1e-6)
     assert not np.allclose(curves["adamw"], curves["sgd"], rtol=1e-4)
-    start, moved = (parameters(runs / "sgd-1", checkpoint=step) for step in (10, 20))
+    start, moved = (parameters(runs / "adamw-1", checkpoint=step) for step in (10, 20))
     assert all(not np.array_equal(start[key], moved[key]) for key in start if "bias" not in key)
     averaged, raw = (parameters(runs / "ema-1", weights) for weights in ("ema", "raw"))
     assert any(not np.array_equal(averaged[key], raw[key]) for key in raw)

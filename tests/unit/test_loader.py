@@ -472,10 +472,11 @@ def test_values_that_are_not_finite_are_named(bad: float, workers: int) -> None:
         list(loader.batches(0, 1000))
 
 
+@pytest.mark.filterwarnings("error")
 def test_values_too_large_for_the_device_type_are_named() -> None:
     """A float64 beyond float32 becomes infinite on its way."""
     array = np.full((1, 12, 12), 1e200)
-    with np.errstate(over="ignore"), pytest.raises(UserError, match="infinite"):
+    with pytest.raises(UserError, match="infinite"):
         loader_of(ArraySource(array)).load([0])
 
 

@@ -46,10 +46,12 @@ class Reader:
                 slice(s - b.start, s - b.start + c)
                 for s, b, c in zip(sample.start, sample.block, self.crop, strict=True)
             )
-            out[...] = block[(slice(None), *window)]
+            crop = block[(slice(None), *window)]
         else:
             region = tuple(slice(s, s + c) for s, c in zip(sample.start, self.crop, strict=True))
-            out[...] = self.sources[sample.source].read(sample.item, region)
+            crop = self.sources[sample.source].read(sample.item, region)
+        with np.errstate(over="ignore"):  # what is too large for the type is named below
+            out[...] = crop
         if out.dtype.kind == "f" and not np.isfinite(out).all():
             name = self.sources[sample.source].items[sample.item].name
             where = tuple(int(i) for i in np.argwhere(~np.isfinite(out))[0])
