@@ -352,7 +352,7 @@ def test_a_full_disk(recipe, refused: Refused, tmp_path: Path, monkeypatch: pyte
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 4096, 4096))
     sentence = refused("train", recipe(), "--quiet")
-    assert "GiB free, but a checkpoint needs" in sentence
+    assert "MiB free, but a checkpoint needs" in sentence
     assert "run.dir" in sentence
     assert not (tmp_path / "run").exists()
 

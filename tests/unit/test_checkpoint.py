@@ -249,7 +249,7 @@ def test_a_checkpoint_needs_room(tmp_path: Path, monkeypatch) -> None:
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 5 * 2**20))
     check_space(tmp_path / "runs" / "a", 4 * 2**20)
-    with pytest.raises(UserError, match=r"GiB free, but a checkpoint needs about"):
+    with pytest.raises(UserError, match=r"5\.00 MiB free, but a checkpoint needs about 6\.00 MiB"):
         check_space(tmp_path / "runs" / "a", 6 * 2**20)
 
 

@@ -120,13 +120,14 @@ def test_two_ranks_that_talk_are_left_alone_in_a_slow_phase() -> None:
         assert json.loads(store.get("beat/1"))[:2] == [1, "validation"]
 
 
-def test_a_store_that_does_not_answer_does_not_keep_a_hang_alive() -> None:
+def test_a_store_that_does_not_answer_does_not_keep_a_hang_alive(monkeypatch) -> None:
     class Stuck:
         def set(self, *_: Any) -> None:
             threading.Event().wait()
 
         check = get = set
 
+    monkeypatch.setattr(Watchdog, "PATIENCE", 0.2)
     with Ended(Stuck(), 0, 2, least=0.2) as watchdog:
         watchdog.beat(3, "training")
         assert watchdog.ended.wait(LONG)

@@ -224,9 +224,9 @@ class Checkpoints:
                 errors = [_reason(caught)]
             with contextlib.suppress(OSError):  # what is not removed now is removed before the next save
                 if errors:
-                    free, needed = shutil.disk_usage(self.folder).free, sum(t.nbytes for t in state.values())
+                    free = shutil.disk_usage(self.folder).free
                     if free < needed:  # PyTorch may report a full disk in other words
-                        errors[0] += f"; {free / 2**20:.1f} MiB are free, a checkpoint needs {needed / 2**20:.1f} MiB"
+                        errors[0] += f"; {_size(free)} are free, a checkpoint needs {_size(needed)}"
                     _remove(partial)
                 else:
                     self._prune(keep_step)
@@ -240,7 +240,7 @@ class Checkpoints:
                 _remove(leftover)
             check_space(self.folder, needed)
         except (OSError, UserError) as caught:
-            return str(caught) if isinstance(caught, UserError) else _reason(caught)
+            return str(caught).partition("; ")[0] if isinstance(caught, UserError) else _reason(caught)
         return None
 
     def _publish(self, step: int, partial: Path, manifest: dict[str, Any]) -> None:
@@ -360,6 +360,10 @@ def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor
         raise BadCheckpoint(f"its tensors cannot be read ({_reason(error)})") from None
 
 
+def _size(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.2f} MiB"
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Refuse to start what cannot be saved."""
     place = folder
@@ -368,6 +372,6 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
-            f"{place} has {free / 2**30:.2f} GiB free, but a checkpoint needs about {needed / 2**30:.2f} GiB; "
+            f"{place} has {_size(free)} free, but a checkpoint needs about {_size(needed)}; "
             "free some space or choose another run.dir"
         )

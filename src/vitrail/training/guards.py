@@ -49,6 +49,7 @@ class Watchdog:
 
     EXIT_CODE = 1
     MANY_STEPS = 10
+    PATIENCE = 5.0  # seconds that the store may take to say who is to blame
     LEFT = b"left"  # what a rank says when it has ended in order
 
     def __init__(self, store: Any, rank: int, world: int, *, least: float = 60.0):
@@ -137,7 +138,7 @@ class Watchdog:
         answers: list[str] = []
         asking = threading.Thread(target=lambda: answers.append(self._blame()), daemon=True)
         asking.start()
-        asking.join(timeout=5)
+        asking.join(timeout=self.PATIENCE)
         return answers[0] if answers else NO_STORE
 
     def _blame(self) -> str:
