@@ -77,5 +77,5 @@ def test_layouts() -> None:
     assert layout_of("NO_SHARD", None, 8) == layout_of("DDP", None, 8) == (8, 1, False)
     with pytest.raises(UserError, match="choose one of 1, 2, 4, 8"):
         layout_of("HYBRID_SHARD", 3, 8)
-    with pytest.raises(UserError, match="parallel.group is missing"):
+    with pytest.raises(UserError, match=r"parallel\.group is missing"):
         layout_of("HYBRID_SHARD", None, 8)
