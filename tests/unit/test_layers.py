@@ -208,6 +208,6 @@ def test_initialisation_depends_on_name_and_seed_alone() -> None:
     assert torch.equal(a["layer"].weight, b["layer"].weight)
     assert not torch.equal(a["layer"].weight, made(1, "layer")["layer"].weight)
     assert not torch.equal(a["layer"].weight, made(0, "name")["name"].weight)
-    assert a["layer"].weight.std().item() == pytest.approx(0.02, rel=0.01)
+    assert a["layer"].weight.std().item() == pytest.approx(math.sqrt(2 / 700), rel=0.01)
     assert a["layer"].bias.eq(0).all()
     assert a["other"].weight.eq(1).all()
