@@ -5,6 +5,7 @@ repeated blocks (what is checkpointed, compiled and sharded one by one), its dro
 weight decay spares. parallelize() and the trainer obey these lists.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,20 +26,22 @@ class Stage:
     needs: tuple[str, ...] = ()
 
 
-class Model(nn.Module):
+class Model(nn.Module, ABC):
     """Base of all models: forward is the stages one after another."""
 
     watching: dict[str, Tensor] | None = None  # a dict put here is filled with the size of activations by stage
 
+    @abstractmethod
     def stages(self) -> list[Stage]:
-        raise NotImplementedError
+        """What the model does, in order."""
 
     def derive(self, side: Side) -> Side:
         """Side inputs computed once from the given ones (rotation tables, say), the same on every rank."""
         return side
 
+    @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        raise NotImplementedError
+        """The repeated parts, which are checkpointed, compiled and sharded one by one."""
 
     def drop_path_rates(self) -> list[float]:
         """One rate a block, in the order of the drop-path table [B, depth, 2]."""
@@ -48,9 +51,9 @@ class Model(nn.Module):
         """Names (last parts) of parameters with two or more dimensions that are not weight matrices."""
         return []
 
+    @abstractmethod
     def flops(self) -> Flops:
         """Forward of one training sample."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, **side: Any) -> Tensor:
         """Run all stages; when watched, also note the root mean square of the activations after each."""
