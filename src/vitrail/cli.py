@@ -115,10 +115,13 @@ def train(
     checkpoints, pictures and report.html, whose path is printed at the end. Where that folder holds checkpoints of the
     same recipe, the run goes on from the newest good one.
     """
-    from vitrail.training.run import train as run_training
+    from vitrail.training.guards import ready_to_stop
 
-    _load_plugins(plugin)
-    outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet)
+    with ready_to_stop():
+        from vitrail.training.run import train as run_training
+
+        _load_plugins(plugin)
+        outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet)
     if _is_chief():
         if outcome.code:
             _note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")

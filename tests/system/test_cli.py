@@ -3,14 +3,16 @@
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 import typer
-from support import ROOT
+from support import ROOT, end, start, tiny_recipe, write_recipe
 
 from vitrail import cli
 from vitrail.errors import RunFailed, UserError
@@ -22,9 +24,9 @@ HEAVY = ("torch", "numpy", "matplotlib", "zarr", "tensorstore", "yaml", "rich", 
 
 def call(*words: str) -> int:
     """Run the command line in this process; its exit code."""
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as ended:
         cli.main(words)
-    return end.value.code or 0
+    return ended.value.code or 0
 
 
 def python(*words: str, **options) -> subprocess.CompletedProcess[str]:
@@ -472,3 +474,19 @@ def test_a_missing_python_is_one_sentence(tmp_path):
     done = make("install", f"VENV={tmp_path / 'venv'}", "PYTHON=")
     assert done.returncode != 0
     assert "Python 3.11 or newer" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_while_it_still_imports_ends_as_a_stopped_run(volume, tmp_path, number):
+    """Nothing is saved yet, so there is nothing to lose, and a scheduler may start it again."""
+    recipe = write_recipe(tmp_path / "a.yaml", tiny_recipe(volume, tmp_path / "run"))
+    process = start(sys.executable, "-m", "vitrail", "train", recipe)
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        deadline = time.monotonic() + 60
+        while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == 75
+    finally:
+        end(process)

@@ -9,12 +9,28 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 SILENT = "has fallen silent (stopped, swapped out or lost)"
 NO_STORE = "the process that holds the shared store does not answer"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+REQUEUE = 75  # exit code of a run that was stopped and can be continued
+
+
+@contextmanager
+def ready_to_stop() -> Iterator[None]:
+    """While there is nothing to save yet (imports, connecting), a stop signal ends the process as a stopped run."""
+    previous = {number: signal.signal(number, lambda *_: os._exit(REQUEUE)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopRequest:

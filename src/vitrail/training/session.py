@@ -24,7 +24,7 @@ from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
 from vitrail.training.collective import on_chief, share_json
 from vitrail.training.evaluate import Evaluator
-from vitrail.training.guards import StopRequest, Watchdog
+from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
 from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
 from vitrail.training.meters import Meter
 from vitrail.training.optimizer import group_table
@@ -41,7 +41,6 @@ from vitrail.training.setup import (
 )
 from vitrail.training.trainer import Progressed, Trainer, timed
 
-REQUEUE = 75
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLOW_PHASE = 1800.0  # seconds that a start, a compilation or a save may take before it counts as a hang
 SLOW_DISK = 100e6  # bytes a second, until a save has been timed
