@@ -1,61 +1,47 @@
-"""Attention: one attend() for every model, PyTorch's scaled_dot_product_attention underneath.
+"""Attention: one attend() for every model and every backend.
+
+- which kernel runs is chosen in layers/backends.py and called in layers/kernels.py; models know nothing of it
+- a mask is of keys: which tokens of a sample may be seen, the same for every query and head
+- there is no dropout in attention
 
 Fused projections are stored head-major: the rows of `qkv` are (key-value group; queries of the group, key, value;
 head width), so that any even split over ranks keeps heads whole. Head counts are inferred from the tensor.
 Shapes: B batch, N and M tokens, D width, H heads, G key-value groups (G divides H), K head width.
 """
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrail.layers.backends import Call, choose, chosen, machine
+from vitrail.layers.kernels import KeyMask, attend_reference, key_mask, run
 from vitrail.layers.positions import rotate
 
-# Measured on Hopper: cuDNN beats the other backends at every shape of interest (forward and backward together).
-_CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-_FLASH_FIRST = _CUDNN_FIRST[1:]
+__all__ = ["CrossAttention", "KeyMask", "QKNorm", "SelfAttention", "attend", "attend_reference", "key_mask"]
 
 
-def preferred_backends(q: Tensor) -> list[SDPBackend] | None:
-    """Backends to try in order, by hardware, type and shape; None leaves the choice to PyTorch."""
-    if q.device.type != "cuda":
-        return None
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if torch.version.hip is None and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
-        return _CUDNN_FIRST
-    return _FLASH_FIRST
+def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | KeyMask | None = None) -> Tensor:
+    """Softmax attention of q [B, N, H, K] over k and v [B, M, G, K].
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Softmax attention of q [B, N, H, K] over k and v [B, M, G, K]; mask [B, M] is true where a key may be seen."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, N, K]
-    grouped = q.shape[1] != k.shape[1]
-    keys = None if mask is None else mask[:, None, None, :]  # broadcast: never an N x M matrix
-    backends = preferred_backends(q)
-    if backends is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, enable_gqa=grouped)
-    else:
-        with sdpa_kernel(backends, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """What attend() computes, in plain steps: for tests."""
-    repeat = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(repeat, dim=2), v.repeat_interleave(repeat, dim=2)
-    logits = torch.einsum("bnhk,bmhk->bhnm", q, k) / math.sqrt(q.shape[-1])
-    if mask is not None:
-        logits = logits.masked_fill(~mask[:, None, None, :], float("-inf"))
-    return torch.einsum("bhnm,bmhk->bnhk", logits.softmax(dim=-1), v)
+    The mask is true where a key may be seen, as a tensor [B, M] or, made once for many calls, as key_mask() of it.
+    A sample without any such key gives 0. Masked keys and values must be finite; what they are changes nothing.
+    """
+    if isinstance(mask, Tensor):
+        mask = key_mask(mask)
+    here = machine(q.device.type)
+    call = Call(
+        device=here.device,
+        capability=here.capability,
+        dtype=q.dtype,
+        batch=q.shape[0],
+        heads=q.shape[2],
+        groups=k.shape[2],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        width=q.shape[3],
+        masked=mask is not None,
+        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+    )
+    return run(choose(call, here.backends, chosen()), q, k, v, mask)
 
 
 class SelfAttention(nn.Module):
@@ -69,13 +55,13 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(width, width, bias=bias)
         self.norm_qk = QKNorm(self.head_width, eps) if qk_norm else None
 
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, mask: KeyMask | None = None) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.head_width))  # B N G (H/G + 2) K
         q = groups[..., : self.per_group, :].flatten(2, 3)  # B N H K
         k, v = groups[..., -2, :], groups[..., -1, :]  # B N G K
         if self.norm_qk is not None:
             q, k = self.norm_qk(q, k)
-        out = attend(rotate(q, rope), rotate(k, rope), v)
+        out = attend(rotate(q, rope), rotate(k, rope), v, mask=mask)
         return self.proj(out.flatten(2))
 
 
@@ -91,13 +77,18 @@ class CrossAttention(nn.Module):
         self.norm_qk = QKNorm(self.head_width, eps) if qk_norm else None
 
     def forward(
-        self, x: Tensor, memory: Tensor, rope: Tensor | None = None, memory_rope: Tensor | None = None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        rope: Tensor | None = None,
+        memory_rope: Tensor | None = None,
+        mask: KeyMask | None = None,
     ) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, self.head_width))  # B N H K
         k, v = self.kv(memory).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)  # B M H K
         if self.norm_qk is not None:
             q, k = self.norm_qk(q, k)
-        out = attend(rotate(q, rope), rotate(k, memory_rope), v)
+        out = attend(rotate(q, rope), rotate(k, memory_rope), v, mask=mask)
         return self.proj(out.flatten(2))
 
 
