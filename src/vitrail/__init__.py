@@ -10,11 +10,12 @@ Importing the package is cheap: PyTorch comes in with the first call.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "load", "load_recipe", "train"]
+__all__ = ["evaluate", "load", "load_recipe", "load_weights", "train"]
 
 if TYPE_CHECKING:
     from vitrail.recipe import load_recipe
     from vitrail.training.run import evaluate, load, train
+    from vitrail.weights import load_weights
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("vitrail.training.run"), name)
     if name == "load_recipe":
         return getattr(importlib.import_module("vitrail.recipe"), name)
+    if name == "load_weights":
+        return getattr(importlib.import_module("vitrail.weights"), name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")

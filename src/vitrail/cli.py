@@ -184,9 +184,12 @@ def report(
         print(page)
 
 
-@data.command(short_help="Generate tissue to try things on.")
+@data.command(short_help="Generate data to try things on.")
 def generate(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the volume goes, for example data/em.zarr.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the data go, for example data/em.zarr.")],
+    kind: Annotated[
+        Literal["em", "digits"], typer.Option(help="A volume of tissue, or the handwritten digits of scikit-learn.")
+    ] = "em",
     shape: Annotated[str, typer.Option(metavar="Z,Y,X", help="Voxels along each axis.")] = "128,128,192",
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another seed grows other tissue.")] = 0,
     levels: Annotated[
@@ -202,10 +205,23 @@ def generate(
     \b
     vitrail data generate data/em.zarr
     vitrail data generate data/big.zarr --shape 256,512,512 --seed 1 --ome-version 0.4
+    vitrail data generate data/digits --kind digits
 
     The volume is written to OUT (8 nm voxels; membranes, mitochondria and vesicles under labels/structures), and its
-    path is printed. The same shape and seed give the same voxels.
+    path is printed. The same shape and seed give the same voxels. Digits are an image folder, train/ and valid/ with a
+    folder for each class; the other options are of volumes.
     """
+    if kind == "digits":
+        from vitrail.data.generate_digits import write_digits
+
+        if force and out.exists():
+            raise UserError(f"{out} exists already, and --force replaces volumes only; choose another path")
+        written = write_digits(out)
+        if as_json:
+            _print_tree({"path": str(written), "kind": kind}, as_json)
+        else:
+            print(written)
+        return
     if out.exists() and not force:
         raise UserError(f"{out} exists already; choose another path, or replace it with --force")
     sizes = _read_sizes(shape)
@@ -254,6 +270,40 @@ def inspect(
     if picture is not None:
         facts["picture"] = str(draw(source, picture))
     _print_tree(facts, as_json)
+
+
+@app.command(short_help="List the models and their sizes, or describe one.")
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A model such as vit, or one size: vit:B/16.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List every model and named size: parameters, FLOPs of one sample's forward, and where it comes from.
+
+    \b
+    vitrail models
+    vitrail models unetr                          what it is, its sizes, and the keys of its config
+    vitrail models dit:XL/2 --json
+
+    A multiply-add counts as 2 FLOPs. Nothing is downloaded, and no memory is taken for parameters.
+    """
+    from vitrail.models import catalog
+
+    if name is None:
+        rows = [catalog.measure(entry) for entry in catalog.entries()]
+        _print_rows(rows, as_json)
+        return
+    found = catalog.describe(name)
+    if as_json:
+        _print_rows(found["sizes"], as_json)
+        return
+    print(f"{found['model']}: {found['about']}\n")
+    _print_rows(found["sizes"], as_json)
+    print("\nkeys of `model` in a recipe, and their defaults:")
+    for key, default in found["keys"].items():
+        print(f"  {key}: {default}")
 
 
 @app.command(short_help="Try what training needs on this machine.")
@@ -345,6 +395,22 @@ def _tell(message: str) -> None:
 
 def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """A table with a column for each key."""
+    import json
+
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from vitrail.report.units import compact, count
+
+    show = {"parameters": count, "flops": compact}
+    cells = [[show.get(name, str)(value) for name, value in row.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(list(rows[0]), *cells, strict=True)]
+    for line in [list(rows[0]), *cells]:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _print_tree(tree: dict[str, Any], as_json: bool) -> None:

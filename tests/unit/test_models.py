@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
+from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.masks import RandomMask
 from vitrail.layers.patches import grid_coordinates, patchify
@@ -50,7 +50,7 @@ def count(config: MAEConfig | ViTConfig) -> int:
 
 def prepared(config: MAEConfig, *, on: str = "hidden", target: str = "raw", evaluating: bool = False, batch: int = 2):
     objective = ReconstructConfig(on=on, target=target).build(config, Statistics((100.0,), (50.0,)))  # type: ignore[arg-type]
-    values = torch.randint(0, 256, (batch, 1, *objective.size), dtype=torch.uint8, generator=torch.manual_seed(0))
+    values = torch.randint(0, 256, (batch, 1, *config.size), dtype=torch.uint8, generator=torch.manual_seed(0))
     one = Batch(list(range(batch)), values)
     return objective, one, *objective.prepare(one, Draws(0, one.counters), evaluating=evaluating)
 
@@ -321,7 +321,7 @@ def test_vit_pools() -> None:
         coordinates = grid_coordinates((32, 48), (16, 16)).expand(2, -1, -1)
         out = make(config)(patchify(x, (16, 16)), coordinates=coordinates)
         assert out.shape == ((2, 6, 192) if pool == "tokens" else (2, 192))
-    classifier = make(ViTConfig(size="Ti/16", depth=1, classes=10))
+    classifier = make(ViTConfig(size="Ti/16", depth=1, classes=10, channels=3))
     assert classifier(patchify(x, (16, 16)), coordinates=coordinates).shape == (2, 10)
     assert isinstance(classifier, ViT)
     with pytest.raises(ValueError, match="cls_token: true"):
@@ -342,7 +342,7 @@ def test_flops_equal_what_pytorch_counts(kind: str, mlp: str, on: str) -> None:
     assert isinstance(model, MAE)
     objective, _, inputs, targets = prepared(config, batch=1, on=on)
     # The counter knows no CPU flash attention; as plain products it is counted, forward and (twice) backward.
-    with sdpa_kernel(SDPBackend.MATH):
+    with use_backend("math"):
         with FlopCounterMode(display=False) as counter:
             loss = objective.loss(model(**inputs), targets)
         flops = objective.flops(model)

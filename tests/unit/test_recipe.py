@@ -394,6 +394,7 @@ def test_defaults(fakes):
         "objective": {"kind": "reconstruct", "target": "raw"},
         "optimizer": {"kind": "adamw", "lr": 0.001, "betas": [0.9, 0.95]},
         "schedule": {"kind": "cosine", "warmup": "5%"},
+        "init": None,
         "ema": None,
         "parallel": {
             "strategy": "FULL_SHARD",
@@ -403,6 +404,7 @@ def test_defaults(fakes):
             "pipeline": 1,
             "recompute": "none",
             "compile": "auto",
+            "attention": "auto",
         },
         "precision": {"compute": "auto", "reduce": "fp32"},
         "checkpoint": {"every": "10%", "keep": 2, "best": None, "background": True},

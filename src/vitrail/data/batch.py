@@ -1,7 +1,7 @@
 """What flows from the data to an objective."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,24 @@ class Batch:
 
     counters: list[int]  # the samples' places in the global order: the key of every draw
     values: Tensor  # [B, C, *crop]
+    labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], the class of each voxel
+    variables: tuple[str, ...] = ()  # names of the channels, in their order
 
     def narrow(self, start: int, stop: int) -> "Batch":
-        return Batch(self.counters[start:stop], self.values[start:stop])
+        labels = None if self.labels is None else self.labels[start:stop]
+        return Batch(self.counters[start:stop], self.values[start:stop], labels, self.variables)
 
     def __len__(self) -> int:
         return len(self.counters)
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """What labels belong to, and what they mean."""
+
+    of: Literal["item", "voxel"]
+    names: tuple[str, ...]  # of the classes: label 0 is the first
+    ignore: int | None = None  # a value of voxels that have no class
 
 
 class Statistics(NamedTuple):

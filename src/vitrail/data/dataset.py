@@ -2,24 +2,36 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from vitrail.data.augment import orientations
-from vitrail.data.batch import Statistics
+from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Sampler
-from vitrail.data.source import Source
+from vitrail.data.source import ClassifiedSource, LabelledSource, Source
 from vitrail.draws import key
 from vitrail.errors import UserError
 
+MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
+
 
 class Dataset:
-    """The sources of one list (`data.train` or `data.valid`), checked against each other and the crop."""
+    """The sources of one list (`data.train` or `data.valid`), checked against each other and the crop.
 
-    def __init__(self, configs: Sequence[Any], crop: tuple[int, ...], *, where: str):
-        self.crop, self.where = crop, where
+    `labels` says what an objective needs the classes of: each "item", each "voxel", or nothing.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[Any],
+        crop: tuple[int, ...],
+        *,
+        where: str,
+        labels: Literal["item", "voxel"] | None = None,
+    ):
+        self.crop, self.where, self.labels = crop, where, labels
         self.sources: list[Source] = [c.open() for c in configs]
         self.variables = self.sources[0].variables
         self.axes = self.sources[0].axes
@@ -35,6 +47,18 @@ class Dataset:
                 raise UserError(
                     f"{name}: {c.path} has {len(source.axes)} axes ({', '.join(source.axes)}), "
                     f"but the model has {len(crop)}; set model.ndim to {len(source.axes)} or choose other data"
+                )
+            if labels == "item" and not (isinstance(source, ClassifiedSource) and source.class_names):
+                raise UserError(
+                    f"{name}: the objective needs the class of every image, but {c.path} has none; "
+                    "put the images into one folder a class, such as cat/1.png and dog/1.png"
+                )
+            if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
+                found = source.describe().get("labels")
+                have = f"it has {', '.join(found)}" if found else "it has none"
+                raise UserError(
+                    f"{name}: the objective needs the class of every voxel; name the labels of {c.path} with "
+                    f"`labels: {found[0] if found else '...'}` ({have})"
                 )
             for index, item in enumerate(source.items):
                 if any(s < size for s, size in zip(item.shape, crop, strict=True)):
@@ -58,12 +82,38 @@ class Dataset:
 
         return [code for code, (axes, _) in enumerate(orientations(self.crop)) if keeps(axes)]
 
-    def reader(self, sampler: Sampler, *, lanes: int, cache_bytes: int) -> Reader:
+    def reader(self, sampler: Sampler, *, lanes: int, cache_bytes: int, labelling: Labelling | None = None) -> Reader:
         """Whole blocks are read where they are used again and those of all lanes (as many as one rank sees) fit."""
-        reader = Reader(self.sources, self.crop, whole_blocks=False, cache_bytes=cache_bytes)
-        largest = sampler.largest_block * reader.channels * max(s.dtype.itemsize for s in self.sources)
+        reader = Reader(self.sources, self.crop, whole_blocks=False, cache_bytes=cache_bytes, labelling=labelling)
+        largest = sampler.largest_block * max(reader.voxel_bytes(s) for s in self.sources)
         reader.whole_blocks = sampler.reuse > 1 and lanes * largest <= cache_bytes
         return reader
+
+    def class_names(self, ignore: int | None = None) -> tuple[str, ...]:
+        """Names of the classes as the sources tell them, label 0 first; empty where they tell none.
+
+        Classes of items are those of all sources, in the order of their first appearance. Values of voxels that have no
+        name get one up to the largest that has; sources that name a value differently are refused.
+        """
+        if self.labels == "item":
+            return tuple(dict.fromkeys(name for s in self.sources for name in getattr(s, "class_names", ())))
+        named: dict[int, str] = {}
+        for number, source in enumerate(self.sources):
+            for value, name in getattr(source, "label_names", {}).items():
+                if named.setdefault(value, name) != name:
+                    raise UserError(
+                        f"{self.where}.{number}: label {value} is {name!r} here but {named[value]!r} in another entry; "
+                        "give the same meaning to the labels of every entry"
+                    )
+        values = [value for value in named if value != ignore]
+        if not values:
+            return ()
+        if min(values) < 0 or max(values) >= MOST_CLASSES:
+            raise UserError(
+                f"{self.where}: labels from {min(values)} to {max(values)} are named, which are no numbers of classes; "
+                "renumber them from 0, or name the classes in objective.names"
+            )
+        return tuple(named.get(value, f"class {value}") for value in range(max(values) + 1))
 
     def fit_statistics(self, *, seed: int, samples: int = 128, voxels: int = 2**27) -> Statistics:
         """Mean and standard deviation of each variable over crops drawn like training samples, in float64."""

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -61,7 +62,9 @@ class Loader:
                 if got.values.is_cuda:
                     # Copied on the feeder's stream: wait for the copy, and keep the memory until this stream is done.
                     torch.cuda.current_stream().wait_stream(self._copy_stream)
-                    got.values.record_stream(torch.cuda.current_stream())
+                    for tensor in (got.values, got.labels):
+                        if tensor is not None:
+                            tensor.record_stream(torch.cuda.current_stream())
                 yield got
         finally:
             stopped.set()
@@ -98,26 +101,45 @@ class Loader:
 
     def _start(self, counters: Sequence[int], pool: ThreadPoolExecutor | None) -> "_Pending":
         samples = [self.sampler(counter) for counter in counters]
-        shape = (len(samples), self.reader.channels, *self.reader.crop)
-        dtype = torch.from_numpy(np.empty(0, self.reader.dtype)).dtype
-        host = torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        reader = self.reader
+        host = self._host((len(samples), reader.channels, *reader.crop), reader.dtype)
+        labels: Tensor | None = None
+        rows: Sequence[np.ndarray | None] = [None] * len(samples)
+        if reader.label_dtype is not None:
+            labels = self._host((len(samples), *reader.crop), reader.label_dtype)
+            rows = list(labels.numpy())
         jobs = []
-        for row, sample in zip(host.numpy(), samples, strict=True):
+        for out, row, sample in zip(host.numpy(), rows, samples, strict=True):
             if pool is None:
-                self.reader.read_into(row, sample)
+                reader.read_into(out, sample, row)
             else:
-                jobs.append(pool.submit(self.reader.read_into, row, sample))
-        return _Pending(list(counters), samples, host, jobs)
+                jobs.append(pool.submit(reader.read_into, out, sample, row))
+        return _Pending(list(counters), samples, host, labels, jobs)
+
+    def _host(self, shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
+        kind = torch.from_numpy(np.empty(0, dtype)).dtype
+        return torch.empty(shape, dtype=kind, pin_memory=self.device.type == "cuda")
 
     def _finish(self, pending: "_Pending") -> Batch:
         for job in pending.jobs:
             job.result()
-        values = pending.host.to(self.device, non_blocking=True)
-        return Batch(pending.counters, orient(values, [s.orientation for s in pending.samples]))
+        codes = [sample.orientation for sample in pending.samples]
+        values = orient(pending.host.to(self.device, non_blocking=True), codes)
+        labels: Tensor | None = None
+        if pending.labels is not None:  # turned as a channel of the image would be
+            labels = orient(pending.labels.to(self.device, non_blocking=True)[:, None], codes)[:, 0]
+        elif self.reader.labelling is not None:
+            classes = [self.reader.item_label(sample) for sample in pending.samples]
+            labels = torch.tensor(classes, dtype=torch.int64).to(self.device)
+        return Batch(pending.counters, values, labels, self.reader.variables)
 
 
+@dataclass(frozen=True)
 class _Pending:
     """A batch whose samples are still being read."""
 
-    def __init__(self, counters: list[int], samples: list[Sample], host: Tensor, jobs: "list[Future[None]]"):
-        self.counters, self.samples, self.host, self.jobs = counters, samples, host, jobs
+    counters: list[int]
+    samples: list[Sample]
+    host: Tensor
+    labels: Tensor | None  # of voxels
+    jobs: "list[Future[None]]"

@@ -3,6 +3,7 @@
 - an item is one volume, image or scene; its shape is that of the usable region, spatial axes only
 - a read returns [C, *spatial]: one channel per variable, in the order of `variables`
 - sources are read from several threads at once, and each read must be a pure function of its arguments
+- labels are the class of an item (`Item.label`, with `class_names`) or of each voxel (`read_labels`)
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ class Item:
     origin: tuple[int, ...]  # region start modulo chunk, so chunk boundaries lie at -origin, chunk - origin, ...
     spacing: tuple[float, ...]  # physical size of a voxel
     unit: str | None  # of the spacing; None where the file does not say
-    label: int | None = None  # class of the item, where the source knows one
+    label: int | None = None  # class of the item, a place in the source's `class_names`, where it knows one
 
 
 @runtime_checkable
@@ -46,6 +47,28 @@ class Source(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """What `vitrail data inspect` shows; plain JSON values only."""
+        ...
+
+
+@runtime_checkable
+class ClassifiedSource(Source, Protocol):
+    """A source whose items have classes: each item's `label` is a place in `class_names`."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]: ...  # empty where this one has none after all
+
+
+@runtime_checkable
+class LabelledSource(Source, Protocol):
+    """A source whose voxels have classes, on the grid of the image."""
+
+    @property
+    def label_dtype(self) -> np.dtype | None: ...  # whole numbers; None where this one has no labels after all
+    @property
+    def label_names(self) -> dict[int, str]: ...  # of the values that the file names; may be empty
+
+    def read_labels(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        """The labels of a window, [*spatial]: of the same voxels as `read` gives for it."""
         ...
 
 

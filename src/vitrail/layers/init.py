@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from vitrail.draws import stream
 
@@ -58,11 +60,18 @@ def init_rules(model: nn.Module) -> dict[str, Rule]:
 def _default_rule(module: nn.Module, name: str, full_name: str) -> Rule:
     if name == "bias":
         return Constant(0.0)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | _InstanceNorm):
         return Constant(1.0)
     if isinstance(module, nn.Linear):
         # Xavier, as in facebookresearch/mae: near 0.02 at width 768, and small models start to learn as fast.
         return Normal(math.sqrt(2 / (module.in_features + module.out_features)))
+    if isinstance(module, _ConvTransposeNd):
+        # Each output is a sum over the input channels, once for every place where kernels overlap: keep its variance.
+        overlap = math.prod(k / s for k, s in zip(module.kernel_size, module.stride, strict=True))
+        return Normal(math.sqrt(module.groups / (module.in_channels * overlap)))
+    if isinstance(module, _ConvNd):
+        # He's: twice the variance, half of which a ReLU takes away.
+        return Normal(math.sqrt(2 / math.prod(module.weight.shape[1:])))
     raise AssertionError(f"{full_name} has no initialisation rule: mark() it in {type(module).__name__}")
 
 

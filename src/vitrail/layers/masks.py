@@ -88,10 +88,26 @@ class GridMask(_MaskConfig):
 MaskConfig = Annotated[RandomMask | BlockMask | TubeMask | GridMask, Field(discriminator="kind")]
 
 
-def make_mask(c: RandomMask | BlockMask | TubeMask | GridMask, noise: Tensor, grid: tuple[int, ...]) -> Mask:
-    """Sort the tokens by score, equal scores by the noise itself, and cut at the exact count; noise [B, N]."""
+def make_mask(
+    c: RandomMask | BlockMask | TubeMask | GridMask,
+    noise: Tensor,
+    grid: tuple[int, ...],
+    valid: Tensor | None = None,
+) -> Mask:
+    """Sort the tokens by score, equal scores by the noise itself, and cut at the exact count; noise [B, N].
+
+    Of a sample with padding (valid is false there) the same share of its valid tokens is hidden; padding fills both
+    sides up.
+    """
     keep = num_visible(math.prod(grid), c.ratio)
     score = c.score(noise, grid)
     order = noise.argsort(dim=1, stable=True)
     order = order.gather(1, score.gather(1, order).argsort(dim=1, stable=True))
+    if valid is not None:
+        # Valid tokens to see, then padding, then valid tokens to hide: the cut falls into the padding.
+        real = valid.gather(1, order)
+        rank, number = real.cumsum(dim=1), real.sum(dim=1, keepdim=True)
+        seen = rank <= (number * (1 - c.ratio) + 1e-6).long().clamp(min=1)
+        group = torch.where(real, torch.where(seen, 0, 2), 1)
+        order = order.gather(1, group.argsort(dim=1, stable=True))
     return Mask(order[:, :keep].sort(dim=1).values, order[:, keep:].sort(dim=1).values)

@@ -1,6 +1,7 @@
 """The two MLPs of vision transformers: GELU, and SwiGLU with gate and value as two layers (a split keeps pairs)."""
 
 import math
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,13 +14,16 @@ def swiglu_hidden(width: int, *, multiplier: float = 1.0, multiple_of: int = 256
 
 
 class MLP(nn.Module):
-    def __init__(self, *, width: int, hidden: int, bias: bool):
+    """`approximate` is GELU's: "none" for the exact one, "tanh" for the approximation that DiT was trained with."""
+
+    def __init__(self, *, width: int, hidden: int, bias: bool, approximate: Literal["none", "tanh"] = "none"):
         super().__init__()
+        self.approximate = approximate
         self.fc1 = nn.Linear(width, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
 class SwiGLU(nn.Module):

@@ -37,6 +37,17 @@ def rope_table(coordinates: Tensor, head_width: int, theta: float) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
+def inflated_rope_table(coordinates: Tensor, head_width: int, theta: float, turns: Tensor) -> Tensor:
+    """rope_table() of all axes but the first, and on top of it turns along the first, [2, ..., N, 1, pairs] in fp32.
+
+    `turns` [pairs] are radians per patch, learned from 0 on: a model whose weights come from one axis fewer starts as
+    exactly that model, since channels keep the axis that they had there.
+    """
+    cos, sin = rope_table(coordinates[..., 1:], head_width, theta)
+    angles = (coordinates[..., :1].float() * turns.float()).unsqueeze(-2)
+    return torch.stack([cos * angles.cos() - sin * angles.sin(), sin * angles.cos() + cos * angles.sin()])
+
+
 def rotate(x: Tensor, table: Tensor | None) -> Tensor:
     """Turn adjacent channel pairs of x [B, N, H, K]; computed in fp32, returned in x's dtype."""
     if table is None:

@@ -1,6 +1,29 @@
 """The models, one file each."""
 
+from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViT, DiffusionViTConfig
+from vitrail.models.dit import DiT, DiTConfig
+from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import MAE, DecoderConfig, MAEConfig
-from vitrail.models.vit import EncoderConfig, ViT, ViTConfig
+from vitrail.models.sap import SAP, SAPConfig
+from vitrail.models.study_vit import StudyViTConfig
+from vitrail.models.unetr import UNETR, UNETRConfig
+from vitrail.models.vit import ViT, ViTConfig
 
-__all__ = ["MAE", "DecoderConfig", "EncoderConfig", "MAEConfig", "ViT", "ViTConfig"]
+__all__ = [
+    "MAE",
+    "SAP",
+    "UNETR",
+    "DecoderConfig",
+    "DiT",
+    "DiTConfig",
+    "DiffusionDecoderConfig",
+    "DiffusionViT",
+    "DiffusionViTConfig",
+    "EncoderConfig",
+    "MAEConfig",
+    "SAPConfig",
+    "StudyViTConfig",
+    "UNETRConfig",
+    "ViT",
+    "ViTConfig",
+]

@@ -1,60 +1,49 @@
 """Masked autoencoder: encode the visible tokens, predict the hidden ones.
 
 - any number of dimensions; positions are the tokens' own coordinates, so the order of tokens means nothing
+- uniform or adaptive tokens; padding is neither attended to nor predicted
+- channels together, or as variables: a batch that carries some of them is predicted in just those
 - only visible patches are ever embedded
 - the decoder is "self" (visible and hidden tokens together, He et al.), "cross" (hidden tokens query visible ones,
   CrossMAE) or "linear" (one layer, no context: what UCF-VIT calls its linear decoder)
 - decode_ratio < 1 predicts only a part of the hidden tokens in training
 """
 
-import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops, cross_block_flops, self_block_flops
-from vitrail.layers.block import Block, BlockConfig, CrossBlock, make_norm
+from vitrail.layers.block import Block, CrossBlock
 from vitrail.layers.init import Constant, Normal, initialise_here, mark
-from vitrail.layers.masks import MaskConfig, RandomMask, num_visible
-from vitrail.layers.patches import grid_of, num_voxels, per_axis
-from vitrail.models.model import Model, Side, Stage, block_drop_path, spread_drop_path
-from vitrail.models.vit import (
-    Encoder,
-    EncoderConfig,
-    LearnedPositions,
-    check_drop_path,
-    check_heads,
-    check_mlp,
-    check_positions,
-    hidden_width,
-)
+from vitrail.layers.masks import MaskConfig, RandomMask, make_mask, num_visible
+from vitrail.layers.patches import gather_tokens, grid_of, num_voxels, per_axis
+from vitrail.layers.tokens import AdaptiveTokens, Tokens
+from vitrail.layers.variables import VariableHead, pick
+from vitrail.models.decoder import DecoderBlocks, TokenDecoder
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.inputs import make_inputs
+from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
 
 
 @config
-class DecoderConfig:
+class DecoderConfig(DecoderBlocks):
     kind: Literal["self", "cross", "linear"] = "self"
-    width: int = 512
-    depth: int = 8
-    heads: int = 16
-    mlp_ratio: float | None = None  # as in the encoder
-    hidden: int | None = None
-    drop_path: float = 0.0
     decode_ratio: float = 1.0  # of the hidden tokens, predicted in training
 
     def __post_init__(self) -> None:
-        check_heads(self.width, self.heads)
-        check_mlp(self.width, self.mlp_ratio, self.hidden)
-        check_drop_path(self.drop_path)
+        super().__post_init__()
         if not 0 < self.decode_ratio <= 1:
             raise ValueError(f"decode_ratio {self.decode_ratio} must be above 0 and at most 1")
-        if self.depth < 1:
-            raise ValueError(f"depth {self.depth} must be at least 1; for a decoder without blocks use kind: linear")
 
 
 @config
 class MAEConfig:
+    output: ClassVar[str] = "tokens"
+
     kind: Literal["mae"] = "mae"
     encoder: EncoderConfig
     decoder: DecoderConfig = DecoderConfig()
@@ -63,22 +52,38 @@ class MAEConfig:
     channels: int | None = None  # default: as many as the data have variables
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
 
+    def __post_init__(self) -> None:
+        if self.channels is None and self.encoder.variables is not None:
+            object.__setattr__(self, "channels", len(self.encoder.variables.known))
+
     def build(self) -> "MAE":
         return MAE(self)
+
+    @property
+    def variables(self) -> int:
+        """How many variables have tokens of their own: 1 where a token holds all channels."""
+        known = self.encoder.variables
+        return len(known.known) if known is not None and self.encoder.separate else 1
 
     @property
     def patch(self) -> tuple[int, ...]:
         assert self.encoder.patch is not None
         return per_axis(self.encoder.patch, self.ndim)
 
-    def grid(self) -> tuple[int, ...]:
-        """Tokens along each axis."""
+    @property
+    def size(self) -> tuple[int, ...]:
         assert self.shape is not None
-        return grid_of(per_axis(self.shape, self.ndim), self.patch)
+        return per_axis(self.shape, self.ndim)
+
+    def grid(self) -> tuple[int, ...]:
+        """Tokens of one variable along each axis; adaptive ones are a line."""
+        if isinstance(self.encoder.tokens, AdaptiveTokens):
+            return (self.encoder.tokens.length,)
+        return grid_of(self.size, self.patch)
 
     def token_counts(self, *, evaluating: bool = False) -> tuple[int, int]:
-        """How many tokens are visible, and how many of the hidden ones are predicted."""
-        tokens = math.prod(self.grid())
+        """How many tokens of each variable are visible, and how many of the hidden ones are predicted."""
+        tokens = self.encoder.tokens.count(self.size, self.patch)
         visible = num_visible(tokens, self.mask.ratio)
         hidden = tokens - visible
         ratio = 1.0 if evaluating else self.decoder.decode_ratio
@@ -87,13 +92,13 @@ class MAEConfig:
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
         e, d = self.encoder, self.decoder
-        assert e.width is not None
-        assert e.heads is not None
-        check_positions(e.positions, e.width, e.heads, self.ndim)
+        e.check(self.ndim, self.size)
         if d.kind != "linear":
-            check_positions(e.positions, d.width, d.heads, self.ndim)
+            d.check(e, self.ndim)
+        if isinstance(e.tokens, AdaptiveTokens) and self.mask.kind != "random":
+            raise ValueError(f"mask.kind {self.mask.kind!r} needs tokens on a grid; with adaptive ones use random")
+        tokens = e.tokens.count(self.size, self.patch)
         visible, _ = self.token_counts()
-        tokens = math.prod(self.grid())
         if visible < 1 or visible == tokens:
             what = "no token visible" if visible < 1 else "no token hidden"
             raise ValueError(
@@ -105,18 +110,19 @@ class MAEConfig:
 class MAE(Model):
     """forward(visible patches [B, n, P*C], coordinates=[B, n, ndim], queries=[B, m, ndim]) -> [B, m, P*C].
 
-    `queries` are the coordinates of the hidden tokens to predict. With predict_visible the predictions of the
-    visible tokens come first: [B, n + m, P*C].
+    `queries` are the coordinates of the hidden tokens to predict (`query_sizes` and `query_valid` belong to adaptive
+    ones). With predict_visible the predictions of the visible tokens come first: [B, n + m, P*C].
     """
 
     def __init__(self, c: MAEConfig):
         super().__init__()
-        assert c.channels is not None
+        if c.channels is None:
+            raise ValueError("channels is not known; give it, or encoder.variables")
         self.config = c
         shape = None if c.shape is None else per_axis(c.shape, c.ndim)
         self.features = num_voxels(c.patch) * c.channels
         self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
-        self.decoder = Decoder(c, self.encoder, self.features, shape)
+        self.decoder = Decoder(c, self.encoder, shape)
         initialise_here(self)
 
     def derive(self, side: Side) -> Side:
@@ -131,122 +137,155 @@ class MAE(Model):
         return [*self.encoder.blocks, *self.decoder.blocks]
 
     def drop_path_rates(self) -> list[float]:
-        encoder = spread_drop_path(self.config.encoder.drop_path, self.encoder.depth)
-        return [*encoder, *spread_drop_path(self.config.decoder.drop_path, len(self.decoder.blocks))]
+        return [*spread_drop_path(self.config.encoder.drop_path, self.encoder.depth), *self.decoder.rates]
 
     def spared_from_decay(self) -> list[str]:
-        return ["prefix_tokens", "pos_embed.table", "mask_token"]
+        return [*SPARED, "mask_token", "decoder.variable"]
+
+    def inputs(self, images: Tensor, variables: Sequence[str] | None = None) -> dict[str, Any]:
+        """Images with nothing hidden and every token asked for."""
+        inputs = super().inputs(images, variables)
+        tokens = torch.arange(inputs["x"].shape[1], device=images.device).expand(len(images), -1)
+        return hide(inputs, tokens, tokens[:, :0]) | {"predict_visible": True}
+
+    def reconstruct(
+        self, images: Tensor, noise: Tensor, variables: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All tokens predicted from the visible ones, in their order [B, N, P*C]; and which were hidden, [B, N].
+
+        The mask follows the noise [B, N], numbers from 0 to 1.
+        """
+        inputs, tokens = make_inputs(self.config, images, variables=variables)
+        visible, hidden = split_tokens(self.config, noise, tokens)
+        output = self(**hide(inputs, visible, hidden), predict_visible=True)
+        order = torch.cat([visible, hidden], dim=1)
+        place = order.unsqueeze(-1).expand_as(output)
+        return torch.empty_like(output).scatter(1, place, output), torch.ones_like(noise).scatter(1, visible, 0.0) > 0
 
     def flops(self, *, predict_visible: bool = False) -> Flops:
         """Forward of one training sample: the encoder is charged for visible tokens only."""
-        visible, predicted = self.config.token_counts()
-        return self.encoder.flops(visible, self.features) + self.decoder.flops(visible, predicted, predict_visible)
+        visible, predicted = (count * self.config.variables for count in self.config.token_counts())
+        return self.encoder.flops(visible) + self.decoder.flops(visible, predicted, predict_visible)
 
 
-class Decoder(nn.Module):
-    """Mask tokens at the hidden coordinates, a few blocks, and a linear layer to voxels."""
+def hide(inputs: dict[str, Any], visible: Tensor, hidden: Tensor) -> dict[str, Any]:
+    """Of the inputs for all tokens, those of the visible ones; of the hidden ones only where they are asked for."""
 
-    def __init__(self, c: MAEConfig, encoder: Encoder, features: int, shape: tuple[int, ...] | None):
-        super().__init__()
-        self.config = d = c.decoder
-        self.linear = d.kind == "linear"
-        width = encoder.width if self.linear else d.width
-        self.width, self.prefix = width, encoder.prefix
-        self.rope, self.positions = encoder.rope, encoder.positions
-        self.mask_token = mark(nn.Parameter(torch.empty(1, 1, width)), Constant(0.0) if self.linear else Normal(0.02))
-        self.embed = None if self.linear else nn.Linear(encoder.width, width, bias=c.encoder.bias)
-        learned = c.encoder.positions == "learned" and not self.linear
-        self.pos_embed = LearnedPositions(width, c.patch, shape) if learned else None
-        block_type = CrossBlock if d.kind == "cross" else Block
-        self.block_config = _block_config(c)
-        self.blocks = nn.ModuleList(block_type(self.block_config) for _ in range(0 if self.linear else d.depth))
-        self.norm = None if self.linear else make_norm(c.encoder.norm, width, c.encoder.eps)
-        self.head = nn.Linear(width, features, bias=c.encoder.bias)
+    def take(table: Tensor, index: Tensor) -> Tensor:
+        return gather_tokens(table, index) if table.ndim == 3 else table.gather(1, index)
+
+    asked = {
+        query: take(inputs[name], hidden)
+        for name, query in (("coordinates", "queries"), ("sizes", "query_sizes"), ("valid", "query_valid"))
+        if inputs.get(name) is not None
+    }
+    return {name: take(t, visible) if isinstance(t, Tensor) else t for name, t in inputs.items()} | asked
+
+
+def split_tokens(c: MAEConfig, noise: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Indices of the tokens to see and to hide, [B, n] and [B, N - n].
+
+    Each variable that has tokens of its own is masked by itself, so that all keep as many.
+    """
+    parts, number = tokens.separate, tokens.values.shape[1] // tokens.separate
+    valid = None if tokens.valid is None else tokens.valid.reshape(-1, number)
+    mask = make_mask(c.mask, noise.reshape(-1, number), c.grid(), valid)
+    first = torch.arange(parts, device=noise.device)[:, None] * number  # where each variable's tokens begin
+    visible, hidden = ((index.unflatten(0, (-1, parts)) + first).flatten(1, 2) for index in mask)
+    return visible, hidden
+
+
+class Decoder(TokenDecoder):
+    """Mask tokens at the hidden coordinates beside the visible tokens; only what is asked for is predicted."""
+
+    needs = (*TokenDecoder.needs, "queries", "query_sizes", "query_valid", "predict_visible")
+
+    def __init__(self, c: MAEConfig, encoder: Encoder, shape: tuple[int, ...] | None):
+        assert c.channels is not None
+        cross, linear = c.decoder.kind == "cross", c.decoder.kind == "linear"
+        block = CrossBlock if cross else Block
+        super().__init__(None if linear else c.decoder, encoder, c.channels, shape=shape, block=block)
+        self.cross = cross
+        self.mask = encoder.mask
+        self.mask_token = mark(nn.Parameter(torch.empty(1, 1, self.width)), Constant(0.0) if linear else Normal(0.02))
+        # A mask token must say which variable it stands for, where each has its own.
+        separate = c.encoder.separate
+        self.variable = mark(nn.Parameter(torch.empty(c.channels, self.width)), Normal(0.02)) if separate else None
 
     def derive(self, side: Side) -> Side:
-        """Rotation tables of memory (prefix and visible tokens) and of queries, where they are at hand."""
-        if self.linear or "queries" not in side:
+        """What belongs to memory (prefix and visible tokens) and to queries, where they are at hand."""
+        if "queries" not in side:
             return side
-        head_width = self.width // self.config.heads
-        queries = self.asked(side)
-        memory_rope = self.rope(side["coordinates"], prefix=self.prefix, head_width=head_width)
-        query_rope = self.rope(queries, prefix=0, head_width=head_width)
-        if self.config.kind == "self" and memory_rope is not None and query_rope is not None:
-            query_rope = torch.cat([memory_rope, query_rope], dim=-3)
-        return side | {"memory_rope": memory_rope, "query_rope": query_rope, "num_queries": queries.shape[1]}
+        asked = self.asked(side)
+        side = side | {"asked": asked, "num_queries": asked["coordinates"].shape[1]}
+        if not self.blocks:
+            return side
+        memory_rope, query_rope = self.turn(side["coordinates"], self.prefix), self.turn(asked["coordinates"], 0)
+        keys = side.get("valid")
+        if not self.cross:
+            if memory_rope is not None and query_rope is not None:
+                query_rope = torch.cat([memory_rope, query_rope], dim=-3)
+            keys = None if keys is None else torch.cat([keys, asked["valid"]], dim=1)
+        return side | {"memory_rope": memory_rope, "query_rope": query_rope, "decoder_mask": self.mask(keys)}
 
-    def asked(self, side: Side) -> Tensor:
-        """Coordinates that mask tokens are put at: a cross decoder asks for visible tokens like for hidden ones."""
-        if self.config.kind == "cross" and side.get("predict_visible"):
-            return torch.cat([side["coordinates"], side["queries"]], dim=1)
-        return side["queries"]
+    def asked(self, side: Side) -> Side:
+        """Where mask tokens are put: a cross decoder asks for visible tokens like for hidden ones."""
+        names = {"coordinates": "queries", "sizes": "query_sizes", "valid": "query_valid"}
+        asked = {name: side[query] for name, query in names.items() if side.get(query) is not None}
+        if self.cross and side.get("predict_visible"):
+            asked = {name: torch.cat([side[name], query], dim=1) for name, query in asked.items()}
+        return asked
 
-    def stages(self, first_block: int) -> list[Stage]:
-        def run_block(block: nn.Module, index: int) -> Stage:
-            def run(x: Tensor, side: Side) -> Tensor:
-                drop_path = block_drop_path(side, first_block + index)
-                if self.config.kind == "cross":
-                    return block(x, side["num_queries"], side["query_rope"], side["memory_rope"], drop_path)
-                return block(x, side["query_rope"], drop_path)
-
-            return Stage(f"blocks.{index}", run, ("coordinates", "queries", "predict_visible", "drop_path"))
-
-        return [
-            Stage("embed", self.place, ("coordinates", "queries", "predict_visible")),
-            *[run_block(block, i) for i, block in enumerate(self.blocks)],
-            Stage("head", self.predict, ("coordinates", "queries", "predict_visible")),
-        ]
+    def run_block(self, block: nn.Module, x: Tensor, side: Side, drop_path: Tensor | None) -> Tensor:
+        mask = side["decoder_mask"]
+        if self.cross:
+            return block(x, side["num_queries"], side["query_rope"], side["memory_rope"], drop_path, mask)
+        return block(x, side["query_rope"], drop_path, mask)
 
     def place(self, x: Tensor, side: Side) -> Tensor:
         """[memory; mask tokens at the coordinates asked for], with the decoder's own positions."""
-        if self.embed is not None:
-            x = self.embed(x)
-        queries = self.asked(side)
-        masks = self.mask_token.to(x.dtype).expand(x.shape[0], queries.shape[1], -1)
-        if not self.linear:
-            masks = self.add_positions(masks, queries)
-            patches = self.add_positions(x[:, self.prefix :], side["coordinates"])
-            x = torch.cat([x[:, : self.prefix], patches], dim=1) if self.prefix else patches
-        return torch.cat([x, masks], dim=1)
+        masks = self.mask_token.to(x.dtype).expand(x.shape[0], side["num_queries"], -1)
+        if self.variable is not None:
+            masks = torch.cat([self.name(part, side) for part in self.split(masks, side)], dim=1)
+        if self.blocks:
+            options: dict[str, Any] = {"width": self.width, "learned": self.pos_embed, "sizes": self.size_embed}
+            masks = self.describe(masks, side["asked"], **options)
+        return torch.cat([super().place(x, side), masks], dim=1)
 
-    def add_positions(self, x: Tensor, coordinates: Tensor) -> Tensor:
-        positions = self.positions(coordinates, self.width, self.pos_embed)
-        return x if positions is None else x + positions.to(x.dtype)
+    def split(self, x: Tensor, side: Side) -> list[Tensor]:
+        """Tokens asked for: the visible ones among them, and the hidden ones; each is variable by variable."""
+        hidden = side["queries"].shape[1]
+        return [part for part in x.split([x.shape[1] - hidden, hidden], dim=1) if part.shape[1]]
 
-    def predict(self, x: Tensor, side: Side) -> Tensor:
-        """Only what is asked for goes through the last norm and layer."""
-        wanted = side["queries"].shape[1] + (side["coordinates"].shape[1] if side.get("predict_visible") else 0)
-        x = x[:, -wanted:]
-        return self.head(x if self.norm is None else self.norm(x))
+    def name(self, x: Tensor, side: Side) -> Tensor:
+        """Tokens [B, V*n, D] with the embedding of their variable."""
+        assert self.variable is not None
+        names = pick(self.variable, side.get("variables")).to(x.dtype)
+        return (x.unflatten(1, (len(names), -1)) + names[:, None]).flatten(1, 2)
 
-    def flops(self, visible: int, predicted: int, predict_visible: bool) -> Flops:
+    def wanted(self, side: Side) -> int:
+        return side["queries"].shape[1] + (side["coordinates"].shape[1] if side.get("predict_visible") else 0)
+
+    def to_voxels(self, x: Tensor, side: Side) -> Tensor:
+        """Visible and hidden tokens apart, where each part is variable by variable."""
+        parts = self.split(x, side) if isinstance(self.head, VariableHead) and self.head.separate else [x]
+        return torch.cat([super(Decoder, self).to_voxels(part, side) for part in parts], dim=1)
+
+    def flops(self, visible: int, predicted: int = 0, predict_visible: bool = True) -> Flops:
         c, width, memory = self.block_config, self.width, visible + self.prefix
         wanted = predicted + (visible if predict_visible else 0)
-        head = Flops(outside=2.0 * wanted * width * self.head.out_features)
-        if self.linear:
+        head = Flops(outside=2.0 * wanted * width * self.features)
+        if self.embed is None:
             return head
-        embed = Flops(outside=2.0 * memory * self.embed.in_features * width)  # type: ignore[union-attr]
+        outside = 2.0 * memory * self.embed.in_features * width
+        if self.size_embed is not None:
+            # A cross decoder asks for visible tokens once more.
+            sized = visible + (wanted if self.cross else predicted)
+            outside += 2.0 * sized * self.size_embed.in_features * width
         gated = c.mlp == "swiglu"
-        if self.config.kind == "cross":
+        if self.cross:
             one = cross_block_flops(queries=wanted, memory=memory, width=width, hidden=c.hidden, gated=gated)
         else:
             tokens = memory + predicted
             one = self_block_flops(tokens=tokens, width=width, kv_width=width, hidden=c.hidden, gated=gated)
-        return embed + one * len(self.blocks) + head
-
-
-def _block_config(c: MAEConfig) -> BlockConfig:
-    """The decoder's blocks are of the encoder's make, with their own width, heads and MLP."""
-    e, d = c.encoder, c.decoder
-    return BlockConfig(
-        width=d.width,
-        heads=d.heads,
-        kv_heads=d.heads,
-        hidden=hidden_width(d.width, e.mlp, d.mlp_ratio, d.hidden),
-        mlp=e.mlp,
-        norm=e.norm,
-        eps=e.eps,
-        bias=e.bias,
-        qk_norm=e.qk_norm,
-        layer_scale=e.layer_scale,
-    )
+        return one * len(self.blocks) + Flops(outside=outside) + head

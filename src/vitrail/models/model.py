@@ -6,13 +6,14 @@ weight decay spares. parallelize() and the trainer obey these lists.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops
+from vitrail.models.inputs import make_inputs
 
 Side = dict[str, Any]
 
@@ -29,6 +30,7 @@ class Stage:
 class Model(nn.Module, ABC):
     """Base of all models: forward is the stages one after another."""
 
+    config: Any  # the frozen config that the model was built from
     watching: dict[str, Tensor] | None = None  # a dict put here is filled with the size of activations by stage
 
     @abstractmethod
@@ -54,6 +56,10 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def flops(self) -> Flops:
         """Forward of one training sample."""
+
+    def inputs(self, images: Tensor, variables: Sequence[str] | None = None) -> dict[str, Any]:
+        """What forward() takes for normalised images [B, C, *S]: model(**model.inputs(images))."""
+        return make_inputs(self.config, images, variables=variables)[0]
 
     def forward(self, x: Tensor, **side: Any) -> Tensor:
         """Run all stages; when watched, also note the root mean square of the activations after each."""

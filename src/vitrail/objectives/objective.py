@@ -2,6 +2,10 @@
 
 An objective holds no parameters. `prepare` is computed alike on every rank that shares the batch, from the batch and
 its draws alone; `loss` returns a sum and a count, and the trainer divides by the count of all ranks and micro-batches.
+
+An objective that learns from labels says so in its config: `labels: ClassVar` is "item" (the class of each item) or
+"voxel" (of each voxel). Then the batch carries them, `names` (the classes, label 0 first; filled in from the data where
+it is None) and, for voxels, `ignore` (a value that is not scored) are fields of that config, and model.classes follows.
 """
 
 from abc import ABC, abstractmethod
@@ -13,8 +17,9 @@ import torch
 from torch import Tensor
 
 from vitrail.cost.flops import Flops
-from vitrail.data.batch import Batch
+from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
+from vitrail.errors import UserError
 from vitrail.models.model import Model
 
 
@@ -25,8 +30,10 @@ class Loss:
 
 
 class Objective(ABC):
-    metrics: ClassVar[tuple[str, ...]]  # what summarise() gives; smaller is better
+    metrics: tuple[str, ...]  # what summarise() gives
     best_metric: ClassVar[str]  # the one that the best checkpoint is chosen by, unless the recipe names another
+    larger_is_better: frozenset[str] = frozenset()  # those of the metrics that should grow; the others should shrink
+    pictured: ClassVar[int] = 3  # samples in a picture
 
     @abstractmethod
     def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
@@ -62,3 +69,32 @@ def drop_path_table(draws: Draws, rates: list[float]) -> Tensor | None:
         return None
     rate = torch.tensor(rates)[:, None]
     return (draws.uniform("drop_path", len(rates), 2) >= rate) / (1 - rate)
+
+
+def normalise(values: Tensor, statistics: Statistics) -> Tensor:
+    """[B, C, *S] as read to mean 0 and variance 1 of each variable, float32."""
+    mean, std = (t.to(values.device).view(-1, *[1] * (values.ndim - 2)) for t in statistics.tensors())
+    return (values.float() - mean) / std
+
+
+def check_names(names: tuple[str, ...] | None) -> None:
+    """Refuse class names that cannot be told apart."""
+    if names is not None and (len(names) < 2 or len(set(names)) < len(names)):
+        raise ValueError(f"names {list(names)} must be at least two different names, one for each class")
+
+
+def check_labels(labels: Tensor | None, num_classes: int, *, ignore: int | None = None) -> Tensor:
+    """The labels of a batch as int64, checked where that waits for no device; loaders check all that they read."""
+    if labels is None:
+        raise ValueError("the batch has no labels; give it labels, or read them with a loader that knows of them")
+    labels = labels.long()
+    if labels.device.type == "cpu":
+        wrong = (labels < 0) | (labels >= num_classes)
+        if ignore is not None:
+            wrong &= labels != ignore
+        if wrong.any():
+            raise UserError(
+                f"labels: {int(labels[wrong][0])} is not the number of a class; there are {num_classes}, from 0; "
+                "mend the labels, or set model.classes or objective.ignore"
+            )
+    return labels

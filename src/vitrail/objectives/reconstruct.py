@@ -1,7 +1,7 @@
 """Predict the voxels of hidden tokens: the objective of masked autoencoders.
 
 - target "raw" (intensities, normalised with the statistics of the data) or "patch" (each token to mean 0, variance 1)
-- on "hidden" tokens or on "all"
+- on "hidden" tokens or on "all"; padding of adaptive tokens is not scored
 - validation decodes every hidden token and compares the squared error with the variance of the same voxels, in the
   intensities of the data ("raw") or within patches ("patch"): predicting the mean, or each patch's own, scores 1
 """
@@ -17,9 +17,10 @@ from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
-from vitrail.layers.masks import make_mask
-from vitrail.layers.patches import gather_tokens, grid_coordinates, patchify, per_axis, unpatchify
-from vitrail.models.mae import MAE, MAEConfig
+from vitrail.layers.patches import gather_tokens, num_voxels
+from vitrail.layers.tokens import Tokens, tokenize
+from vitrail.models.inputs import variable_ids
+from vitrail.models.mae import MAE, MAEConfig, hide, split_tokens
 from vitrail.models.model import Model
 from vitrail.objectives.objective import Loss, Objective
 from vitrail.recipe import config
@@ -44,6 +45,8 @@ class Targets:
     std: Tensor
     index: Tensor  # [B, m] which tokens these are
     num_visible: int  # so many of the first ones are visible tokens
+    tokens: Tokens  # all of the sample, in the data's own units
+    valid: Tensor | None = None  # [B, m] false for padding
 
 
 class Reconstruct(Objective):
@@ -53,45 +56,74 @@ class Reconstruct(Objective):
     def __init__(self, c: ReconstructConfig, model: MAEConfig, statistics: Statistics):
         assert model.shape is not None
         self.config, self.model, self.statistics = c, model, statistics
-        self.size = per_axis(model.shape, model.ndim)
 
     def tokens_per_sample(self) -> int:
-        return sum(self.model.token_counts(evaluating=True))
+        return sum(self.model.token_counts(evaluating=True)) * self.model.variables
 
     def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
-        device = batch.values.device
-        grid = self.model.grid()
-        patches = patchify(batch.values, self.model.patch)  # [B, N, P*C], still in the data's own type
-        tokens = patches.shape[1]
-        mask = make_mask(self.model.mask, draws.uniform("mask", tokens).to(device), grid)
-        hidden = mask.hidden
-        _, predicted = self.model.token_counts(evaluating=evaluating)
-        if predicted < hidden.shape[1]:
-            noise = draws.uniform("decode", hidden.shape[1]).to(device)
-            hidden = hidden.gather(1, noise.argsort(dim=1, stable=True)[:, :predicted].sort(dim=1).values)
+        encoder = self.model.encoder
+        ids = variable_ids(self.model, batch.variables, batch.values.shape[1])
+        tokens = tokenize(
+            batch.values,  # still in the data's own type: only what is used is normalised
+            encoder.tokens,
+            self.model.patch,
+            separate=encoder.separate,
+            draws=None if evaluating else draws,
+        )
+        visible, hidden = self.split(tokens, draws, evaluating)
         every_token = self.config.on == "all"
-        index = torch.cat([mask.visible, hidden], dim=1) if every_token else hidden
+        index = torch.cat([visible, hidden], dim=1) if every_token else hidden
+        mean, std = self.per_token(tokens)
 
-        coordinates = grid_coordinates(self.size, self.model.patch, device)
-        mean, std = (t.to(device).repeat(patches.shape[-1] // len(t)) for t in self.statistics.tensors())
-        inputs: dict[str, Any] = {
-            "x": (gather_tokens(patches, mask.visible).float() - mean) / std,
-            "coordinates": gather_tokens(coordinates, mask.visible),
-            "queries": gather_tokens(coordinates, hidden),
-        }
+        def normalised(index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            centre, spread = (t if t.ndim == 1 else gather_tokens(t, index) for t in (mean, std))
+            return (gather_tokens(tokens.values, index).float() - centre) / spread, centre, spread
+
+        whole = {"coordinates": tokens.coordinates, "sizes": tokens.sizes, "valid": tokens.valid, "variables": ids}
+        inputs = hide({name: t for name, t in whole.items() if t is not None}, visible, hidden)
+        inputs["x"] = normalised(visible)[0]
         if every_token:
             inputs["predict_visible"] = True
-        values = (gather_tokens(patches, index).float() - mean) / std
+        values, centre, spread = normalised(index)
         if self.config.target == "patch":
-            centre = values.mean(dim=-1, keepdim=True)
-            spread = (values.var(dim=-1, keepdim=True) + 1e-6).sqrt()
-            values = (values - centre) / spread
-            mean, std = mean + centre * std, spread * std
-        return inputs, Targets(values, mean, std, index, mask.visible.shape[1] if every_token else 0)
+            own_mean = values.mean(dim=-1, keepdim=True)
+            own_std = (values.var(dim=-1, keepdim=True) + 1e-6).sqrt()
+            values = (values - own_mean) / own_std
+            centre, spread = centre + own_mean * spread, own_std * spread
+        seen = visible.shape[1] if every_token else 0
+        valid = None if tokens.valid is None else tokens.valid.gather(1, index)
+        return inputs, Targets(values, centre, spread, index, seen, tokens, valid)
+
+    def split(self, tokens: Tokens, draws: Draws, evaluating: bool) -> tuple[Tensor, Tensor]:
+        """Indices of the tokens that are seen and of those that are predicted, [B, n] and [B, m]."""
+        device, parts = tokens.values.device, tokens.separate
+        noise = draws.uniform("mask", tokens.values.shape[1]).to(device)
+        visible, hidden = split_tokens(self.model, noise, tokens)
+        _, predicted = self.model.token_counts(evaluating=evaluating)
+        if predicted < hidden.shape[1] // parts:
+            noise = draws.uniform("decode", hidden.shape[1]).to(device)
+            if tokens.valid is not None:
+                noise = torch.where(tokens.valid.gather(1, hidden), noise, 2.0)  # padding last
+            chosen = noise.unflatten(1, (parts, -1)).argsort(dim=2, stable=True)[..., :predicted].sort(dim=2).values
+            hidden = hidden.unflatten(1, (parts, -1)).gather(2, chosen).flatten(1, 2)
+        return visible, hidden
+
+    def per_token(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Mean and std for a token's features [P*C]; for separate variables one a token, [B, V*N, 1]."""
+        tables = [t.to(tokens.values.device) for t in self.statistics.tensors()]
+        if not self.model.encoder.separate:
+            mean, std = (t.repeat(num_voxels(self.model.patch)) for t in tables)
+        else:
+            batch, number = tokens.values.shape[0], tokens.values.shape[1] // tokens.separate
+            mean, std = (t.repeat_interleave(number)[None, :, None].expand(batch, -1, 1) for t in tables)
+        return mean, std
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         squared = (output.float() - targets.values).square()
-        return Loss(squared.sum(), torch.tensor(float(squared.numel()), device=squared.device))
+        if targets.valid is None:
+            return Loss(squared.sum(), torch.tensor(float(squared.numel()), device=squared.device))
+        squared = torch.where(targets.valid.unsqueeze(-1), squared, 0.0)
+        return Loss(squared.sum(), targets.valid.sum() * float(squared.shape[-1]))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         loss = self.loss(output, targets)
@@ -100,13 +132,17 @@ class Reconstruct(Objective):
         if self.config.target == "raw":  # a patch's own mean and spread are not the model's merit
             truth, error = truth * targets.std + targets.mean, error * targets.std
         truth, error = truth[:, skip:].double(), error[:, skip:].double()
+        voxels = torch.tensor(float(truth.numel()), dtype=torch.float64, device=truth.device)
+        if targets.valid is not None:
+            valid = targets.valid[:, skip:, None].double()
+            truth, error, voxels = truth * valid, error * valid, valid.sum() * truth.shape[-1]
         return {
             "loss_sum": loss.sum.double(),
             "loss_count": loss.count.double(),
             "squared_error": error.square().sum(),
             "sum": truth.sum(),
             "squares": truth.square().sum(),
-            "voxels": torch.tensor(float(truth.numel()), dtype=torch.float64, device=truth.device),
+            "voxels": voxels,
         }
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
@@ -127,16 +163,16 @@ class Reconstruct(Objective):
     def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
         from vitrail.report.panels import reconstruction_panel
 
-        skip = targets.num_visible
+        skip, tokens = targets.num_visible, targets.tokens
         index = targets.index[:, skip:, None].expand(-1, -1, output.shape[-1])
         mean, std = (t[:, skip:] if t.ndim == 3 else t for t in (targets.mean, targets.std))
-        truth = patchify(batch.values, self.model.patch).float()
+        truth = tokens.values.float()
         pasted = truth.scatter(1, index, output.float()[:, skip:] * std + mean)
-        hidden = torch.zeros_like(truth, dtype=torch.bool).scatter(1, index, torch.ones_like(index, dtype=torch.bool))
-        images = (unpatchify(t, self.model.patch, self.size).cpu().numpy() for t in (truth, pasted, hidden))
+        hidden = torch.zeros_like(truth).scatter(1, index, 1.0)
+        prediction, covered = (tokens.paint(t).cpu().numpy() for t in (pasted, hidden))
         rows = [
-            {"target": target, "prediction": prediction, "hidden": hid}
-            for target, prediction, hid in zip(*images, strict=True)
+            {"target": target, "prediction": painted, "hidden": hid > 0.5}
+            for target, painted, hid in zip(batch.values.float().cpu().numpy(), prediction, covered, strict=True)
         ]
         which = "held-out" if held_out else "training"
         caption = f"step {step}: {self.model.mask.ratio:.0%} of the tokens hidden; {which} samples"

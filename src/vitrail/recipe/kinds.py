@@ -18,11 +18,19 @@ from vitrail.errors import UserError
 BUILT_IN: dict[str, dict[str, str]] = {
     "model": {
         "vit": "vitrail.models.vit:ViTConfig",
+        "study_vit": "vitrail.models.study_vit:StudyViTConfig",
         "mae": "vitrail.models.mae:MAEConfig",
+        "unetr": "vitrail.models.unetr:UNETRConfig",
+        "sap": "vitrail.models.sap:SAPConfig",
+        "diffusion_vit": "vitrail.models.diffusion_vit:DiffusionViTConfig",
+        "dit": "vitrail.models.dit:DiTConfig",
     },
     "objective": {
         "reconstruct": "vitrail.objectives.reconstruct:ReconstructConfig",
+        "classify": "vitrail.objectives.classify:ClassifyConfig",
+        "segment": "vitrail.objectives.segment:SegmentConfig",
     },
+    "score": {},  # what adaptive trees follow: users' own beside those of layers/scores.py
     "source": {
         "ome_zarr": "vitrail.data.sources.ome_zarr:OmeZarrConfig",
         "image_folder": "vitrail.data.sources.image_folder:ImageFolderConfig",
@@ -39,7 +47,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 
 # Modules whose distribution has another name, so that the right extra is found for them.
-_DISTRIBUTIONS = {"cv2": "opencv-python-headless", "flash_attn": "flash-attn-4", "PIL": "pillow", "yaml": "pyyaml"}
+_DISTRIBUTIONS = {
+    "cv2": "opencv-python-headless",
+    "flash_attn": "flash-attn-4",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 
 _registered: dict[str, dict[str, type]] = {slot: {} for slot in BUILT_IN}
 

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, create_model
 from vitrail.errors import UserError
 from vitrail.recipe import kinds, yaml
 from vitrail.recipe.problems import check_across, explain
-from vitrail.recipe.sections import EMA, Checkpoint, Data, Eval, Log, Parallel, Precision, Run, Section
+from vitrail.recipe.sections import EMA, Checkpoint, Data, Eval, Init, Log, Parallel, Precision, Run, Section
 from vitrail.recipe.trees import DEFAULT_KINDS, Key, dotted, non_finite, plain, show
 
 MAX_PROBLEMS = 10
@@ -34,6 +34,7 @@ class Recipe(Section):
     data: Data
     optimizer: Any = Field(description="the optimizer")
     schedule: Any = Field(description="the learning rate over the run")
+    init: Init | None = None
     ema: EMA | None = None
     parallel: Parallel = Parallel()
     precision: Precision = Precision()

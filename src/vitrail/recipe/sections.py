@@ -63,6 +63,23 @@ Switch = Annotated[
 ]
 
 
+# The names of layers/backends.py, which this package must not import: it stays free of torch.
+Attention = Literal[
+    "auto",
+    "cudnn",
+    "flash",
+    "efficient",
+    "math",
+    "ck",
+    "flex",
+    "varlen",
+    "flash3",
+    "flash4",
+    "xformers",
+    "reference",
+]
+
+
 class Section(BaseModel):
     """A part of a recipe."""
 
@@ -124,6 +141,20 @@ class Data(Section):
         return self.batch if isinstance(self.batch, int) else int(self.batch.partition("/")[0]) * ranks
 
 
+class Init(Section):
+    """Weights that a new run starts from."""
+
+    path: str = Field(min_length=1, description="a run folder, a checkpoint, or a .safetensors, .pt or .bin file")
+    adapter: Literal["auto", "vitrail", "timm", "mae", "hf", "dit", "monai"] = Field(
+        default="auto", description="where the weights come from; auto finds out by their names"
+    )
+    only: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="parts of the model to load, such as encoder; all that fit if empty"
+    )
+    head: Switch = Field(default=True, description="load the classifier too; auto where the classes are as many")
+    strict: bool = Field(default=True, description="refuse weights that would compute something else here")
+
+
 class EMA(Section):
     """A running average of the weights, used for evaluation."""
 
@@ -142,6 +173,7 @@ class Parallel(Section):
     pipeline: One = 1
     recompute: Literal["none", "full"] = Field(default="none", description="full trades computation for memory")
     compile: Switch = Field(default="auto", description="compile the blocks; auto does so where it helps")
+    attention: Attention = Field(default="auto", description="kernel of attention; auto picks by shape and hardware")
 
 
 class Precision(Section):
@@ -157,7 +189,7 @@ class Checkpoint(Section):
     every: EveryOrOff = Field(default="10%", description="off saves only when the run is stopped")
     keep: PositiveInt = Field(default=2, description="newest checkpoints kept")
     best: str | None = Field(
-        default=None, description="metric whose smallest value is kept too; null is the objective's own"
+        default=None, description="metric whose best checkpoint is kept too; null is the objective's own"
     )
     background: bool = Field(default=True, description="write while training goes on")
 

@@ -60,7 +60,7 @@ def summarize(
         "steps": total_steps(recipe, start),
         "loss": _last(train, "loss"),
         "eval": latest_eval(evals),
-        "best_eval": _best_eval(evals),
+        "best_eval": _best_eval(evals, start),
         "started": _first_time(raw),
         "updated": _last_time(raw),
         "seconds": sum(s["seconds"] or 0.0 for s in sessions),
@@ -137,13 +137,19 @@ def latest_eval(evals: Sequence[Line]) -> dict[str, Any] | None:
     return max(found, key=lambda e: (number_of(e["step"]), e["weights"] == "ema"), default=None)
 
 
-def _best_eval(evals: Sequence[Line]) -> dict[str, Any] | None:
-    """The evaluation with the smallest ratio, or the smallest loss where there is no ratio."""
+def _best_eval(evals: Sequence[Line], start: Line) -> dict[str, Any] | None:
+    """The best evaluation by the metric that the run chose its best checkpoint by; with the metric and its direction.
+
+    Runs that do not say which one go by the smallest ratio, or the smallest loss where there is no ratio.
+    """
     found = [_tidy_eval(line) for line in evals if isinstance(line.get("metrics"), dict)]
-    for name in ("mse_over_variance", "loss"):
+    chosen = start.get("best_metric")
+    larger = start.get("larger_is_better") is True
+    for name, sign in ((chosen, -1 if larger else 1), ("mse_over_variance", 1), ("loss", 1)):
         scored = [e for e in found if math.isfinite(number_of(e["metrics"].get(name)))]
         if scored:
-            return min(scored, key=lambda e: number_of(e["metrics"][name]))
+            best = min(scored, key=lambda e: sign * number_of(e["metrics"][name]))
+            return best | {"metric": name, "larger_is_better": sign < 0}
     return None
 
 
@@ -254,15 +260,14 @@ def _find_warnings(facts: dict[str, Any], lines: Sequence[Line]) -> list[str]:
     if ratio >= 1:
         found.append(f"A ratio of {ratio:.2f} is no better than predicting the mean, which scores 1.")
     best = facts["best_eval"]
-    for name in ("mse_over_variance", "loss"):
-        last, lowest = (number_of((e or {}).get("metrics", {}).get(name)) for e in (facts["eval"], best))
-        if math.isfinite(last) and math.isfinite(lowest):
-            if best and last > 1.05 * abs(lowest):
-                found.append(
-                    f"The last evaluation ({name} {plain(last, 3)}) is worse than that of "
-                    f"step {count(best['step'])} ({plain(lowest, 3)})."
-                )
-            break
+    if best:
+        name, sign = best["metric"], -1 if best["larger_is_better"] else 1
+        last, top = (number_of((e or {}).get("metrics", {}).get(name)) for e in (facts["eval"], best))
+        if math.isfinite(last) and sign * (last - top) > 0.05 * abs(top):
+            found.append(
+                f"The last evaluation ({name} {plain(last, 3)}) is worse than that of "
+                f"step {count(best['step'])} ({plain(top, 3)})."
+            )
     return [sentence for sentence in found if sentence]
 
 

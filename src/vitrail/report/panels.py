@@ -1,8 +1,11 @@
-"""Panels of a reconstruction: target, what the model saw, its prediction and the error, one sample a row.
+"""Panels of samples: what a model was given, what it made of them, and what was right.
 
+Reconstruction: target, what the model saw, its prediction and the error, one sample a row.
 - hidden voxels are drawn in one flat colour that no grey value has
 - the prediction is pasted into the visible target, as the model's reader would use it
 - every picture of a panel shares one value range, and every error one colour scale
+Segmentation: image, true and predicted labels in colour over it, one sample a row; class 0 has no colour.
+Classification: a grid of images, each with the class that the model names, and the true one where it is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +31,20 @@ COLUMNS = ("target", "shown to the model", "prediction", "absolute error")
 _DPI = 150
 _MOST_BYTES = 400_000
 _MOST_ROWS = 8
+_MOST_IMAGES = 48  # of a classification
+_MOST_KEYS = 24
 _TILE = 1.9  # inches
+# Of classes 1, 2, ...
+LABEL_COLOURS = (
+    (0.90, 0.62, 0.00),
+    (0.34, 0.71, 0.91),
+    (0.00, 0.62, 0.45),
+    (0.84, 0.37, 0.00),
+    (0.80, 0.47, 0.65),
+    (0.94, 0.89, 0.26),
+    (0.00, 0.45, 0.70),
+)
+RIGHT, WRONG = (0.13, 0.47, 0.27), (0.75, 0.16, 0.18)
 
 
 def reconstruction_panel(
@@ -61,6 +77,207 @@ def reconstruction_panel(
     top = top if top > 0 else (hi - lo) or 1.0
     image = _draw(tiles, (lo, hi), top, title, caption, aspect)
     return write_whole(Path(path), _encode(image, grey=all(target.shape[0] == 1 for target, _, _, _ in tiles)))
+
+
+def segmentation_panel(
+    path: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    names: Sequence[str],
+    ignore: int | None = None,
+    title: str = "",
+    caption: str = "",
+    value_range: tuple[float, float] | None = None,
+    aspect: float = 1.0,
+) -> Path:
+    """Draw rows of {image, truth, prediction, name?} to a PNG and return its path.
+
+    `image` is [C, spatial] (the first variable is shown, or three as colours), `truth` and `prediction` are numbers of
+    classes [spatial]; volumes show the middle slice of their first axis. Voxels of label `ignore` are not scored.
+    """
+    if not rows:
+        raise ValueError("a panel needs at least one row")
+    tiles = []
+    for row in rows[:_MOST_ROWS]:
+        image, truth, guess = (np.asarray(row[key]) for key in ("image", "truth", "prediction"))
+        if truth.ndim not in (2, 3) or guess.shape != truth.shape or image.shape[1:] != truth.shape:
+            raise ValueError(
+                f"a panel needs an image [C, spatial] and labels [spatial] of 2 or 3 axes, got {image.shape}, "
+                f"{truth.shape} and {guess.shape}"
+            )
+        name = str(row.get("name") or "")
+        if truth.ndim == 3:
+            z = len(truth) // 2
+            image, truth, guess, name = image[:, z], truth[z], guess[z], f"{name}\nslice {z}".strip()
+        tiles.append((_viewable(image), truth, guess, name))
+    span = _find_range([image for image, _, _, _ in tiles], value_range)
+    colours = np.stack([_label_colour(number) for number in range(len(names))])
+    cells, seen = [], set()
+    for image, truth, guess, name in tiles:
+        grey = _paint(image, span)
+        cells += [
+            (grey, name),
+            (_overlay(grey, truth, colours, ignore), ""),
+            (_overlay(grey, guess, colours, None), ""),
+        ]
+        seen |= {int(value) for value in np.union1d(truth, guess)}
+    shown = [number for number in range(1, len(names)) if number in seen][:_MOST_KEYS]
+    keys = [(_shorten(names[number], 24), tuple(colours[number])) for number in shown]
+    if ignore is not None and ignore in seen:
+        keys.append(("not scored", NOT_SCORED))
+    picture = _draw_grid(
+        cells,
+        columns=3,
+        heads=("image", "true labels", "prediction"),
+        keys=keys,
+        title=title,
+        caption=caption,
+        aspect=aspect,
+    )
+    return write_whole(Path(path), _encode(picture, grey=False))
+
+
+def classification_panel(
+    path: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str = "",
+    caption: str = "",
+    value_range: tuple[float, float] | None = None,
+    aspect: float = 1.0,
+) -> Path:
+    """Draw {image, truth, prediction, likelihood, right} as a grid of images to a PNG and return its path.
+
+    `image` is [C, spatial] (the first variable is shown, or three as colours; of a volume the middle slice), `truth`
+    and `prediction` are names, `likelihood` is the model's own for its prediction.
+    """
+    if not rows:
+        raise ValueError("a panel needs at least one image")
+    images = [np.asarray(row["image"]) for row in rows[:_MOST_IMAGES]]
+    images = [_viewable(image[:, image.shape[1] // 2] if image.ndim == 4 else image) for image in images]
+    span = _find_range(images, value_range)
+    cells = []
+    for image, row in zip(images, rows, strict=False):
+        words = f"{_shorten(str(row['prediction']), 20)}  {row['likelihood']:.0%}"
+        if not row["right"]:
+            words += f"\nis {_shorten(str(row['truth']), 20)}"
+        cells.append((_paint(image, span), words))
+    marks = [RIGHT if row["right"] else WRONG for row in rows[: len(cells)]]
+    keys = [("right", RIGHT), ("wrong", WRONG)]
+    columns = min(len(cells), 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4)
+    picture = _draw_grid(
+        cells, columns=columns, marks=marks, keys=keys, title=title, caption=caption, aspect=aspect, tile=1.15
+    )
+    return write_whole(Path(path), _encode(picture, grey=False))
+
+
+def _viewable(image: np.ndarray) -> np.ndarray:
+    """Three variables as colours, of any other number the first."""
+    return image.astype(np.float32) if image.shape[0] == 3 else image[:1].astype(np.float32)
+
+
+def _label_colour(number: int) -> np.ndarray:
+    """Colours that most eyes can tell apart (Okabe and Ito's) for the first classes, then hues spread evenly."""
+    from matplotlib.colors import hsv_to_rgb
+
+    if number <= len(LABEL_COLOURS):
+        return np.array(LABEL_COLOURS[number - 1] if number else (0.0, 0.0, 0.0))
+    return np.array(hsv_to_rgb((number * 0.618 % 1, 0.75, 0.95 - 0.3 * (number % 2))))
+
+
+def _overlay(grey: np.ndarray, labels: np.ndarray, colours: np.ndarray, ignore: int | None) -> np.ndarray:
+    """Labels in colour over the image, which still shows through; class 0 leaves it as it is."""
+    known = (labels > 0) & (labels < len(colours))
+    # Over a lightened image: dark structures would blacken their colours.
+    mixed = np.where(known[..., None], 0.28 * (0.3 + 0.7 * grey) + 0.72 * colours[np.where(known, labels, 0)], grey)
+    if ignore is not None:
+        mixed[labels == ignore] = NOT_SCORED
+    return mixed
+
+
+def _draw_grid(
+    cells: Sequence[tuple[np.ndarray, str]],
+    *,
+    columns: int,
+    heads: Sequence[str] = (),
+    marks: Sequence[tuple[float, float, float]] = (),
+    keys: Sequence[tuple[str, tuple[float, ...]]],
+    title: str,
+    caption: str,
+    aspect: float,
+    tile: float = 2.3,
+) -> Image:
+    """Pictures [H, W, 3] in rows above a key of colours; with `marks`, each has its words under it in that colour."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image as Pillow
+
+    height, width = cells[0][0].shape[:2]
+    tall = min(max(height * aspect / max(width, 1), 0.25), 2.5)
+    rows = -(-len(cells) // columns)
+    named = not marks and any(words for _, words in cells)
+    left, right, gap, under = 0.15 + 0.3 * named, 0.15, 0.06, 0.34 if marks else 0.0
+    heading = (0.34 if title else 0.08) + (0.26 if heads else 0.04)
+    lines = _wrap_keys(keys, columns * (tile + gap))
+    footing = 0.1 + 0.22 * len(lines) + (0.24 * len(caption.splitlines()) if caption else 0.0)
+    wide = max(left + columns * tile + (columns - 1) * gap + right, 4.6 if caption or title else 0.0)
+    size = (wide, heading + rows * (tile * tall + under) + (rows - 1) * gap + footing)
+    figure = Figure(figsize=size, dpi=_DPI, facecolor="white")
+    canvas = FigureCanvasAgg(figure)
+    text: dict[str, Any] = {"color": "#1f2933", "parse_math": False}
+    for number, (picture, words) in enumerate(cells):
+        row, column = divmod(number, columns)
+        x, top = left + column * (tile + gap), heading + row * (tile * tall + under + gap)
+        ax = figure.add_axes((x / size[0], 1 - (top + tile * tall) / size[1], tile / size[0], tile * tall / size[1]))
+        ax.imshow(
+            np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8),
+            aspect="auto",
+            interpolation="nearest" if width <= 256 else "antialiased",
+        )
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.spines[:].set_visible(False)
+        if heads and row == 0:
+            ax.set_title(heads[column], fontsize=9, pad=5, **text)
+        if marks:
+            ax.spines[:].set(visible=True, color=marks[number], linewidth=1.6)
+            ax.set_xlabel(words, fontsize=7, labelpad=3, parse_math=False, color=marks[number], linespacing=1.1)
+        elif words:
+            ax.set_ylabel(_shorten(words, 40), fontsize=8, labelpad=5, **text)
+    y = footing - 0.16
+    for line in lines:
+        x = left
+        for words, colour in line:
+            figure.text(x / size[0], y / size[1], "■", fontsize=9, va="center", color=colour)
+            figure.text((x + 0.15) / size[0], y / size[1], words, fontsize=8, va="center", **text)
+            x += _key_width(words)
+        y -= 0.22
+    if title:
+        words = _shorten(title, 110)
+        figure.text(left / size[0], 1 - 0.2 / size[1], words, fontsize=11, weight="bold", va="center", **text)
+    if caption:
+        figure.text(left / size[0], 0.08 / size[1], caption, fontsize=8, va="bottom", **{**text, "color": "#52606d"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name may hold letters that the font lacks
+        canvas.draw()
+    return Pillow.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+
+def _key_width(words: str) -> float:
+    return 0.38 + 0.068 * len(words)  # inches
+
+
+def _wrap_keys(keys: Sequence[tuple[str, Any]], wide: float) -> list[list[tuple[str, Any]]]:
+    """The keys in lines that fit."""
+    lines: list[list[tuple[str, Any]]] = []
+    used = 0.0
+    for key in keys:
+        if not lines or used + _key_width(key[0]) > wide:
+            lines.append([])
+            used = 0.0
+        lines[-1].append(key)
+        used += _key_width(key[0])
+    return lines
 
 
 def _read_row(row: Mapping[str, Any], ndim: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:

@@ -149,8 +149,18 @@ def _sync_folder(path: Path) -> None:
 class Checkpoints:
     """The checkpoints of one run: saves in the background, keeps the last few and the best, finds the newest good."""
 
-    def __init__(self, folder: Path, *, keep: int, background: bool, group: Any, cpu_mesh: Any):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        background: bool,
+        group: Any,
+        cpu_mesh: Any,
+        larger_is_better: bool = False,
+    ):
         self.folder, self.keep, self.background = folder, keep, background
+        self.larger_is_better = larger_is_better  # of the metric that the best is chosen by
         self.group, self.cpu_mesh = group, cpu_mesh  # planned over gloo, whatever computes
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.best: tuple[float, int] | None = None  # metric and step
@@ -166,7 +176,7 @@ class Checkpoints:
             self.best = self._best_before
         self._best_before = self.best
         staged = {name: self._staged(tensor) for name, tensor in state.items()}
-        if metric is not None and (self.best is None or metric < self.best[0]):
+        if metric is not None and self.is_better(metric):
             self.best = (metric, step)
         keep_step = self.best[1] if self.best else None
         job = threading.Thread(target=self._write, args=(step, staged, manifest, keep_step), daemon=True)
@@ -312,6 +322,10 @@ class Checkpoints:
                 _remove(aside)
                 folder.rename(aside)
 
+    def is_better(self, metric: float) -> bool:
+        """Whether a metric is better than the best so far."""
+        return self.best is None or (metric > self.best[0] if self.larger_is_better else metric < self.best[0])
+
     def remember_best(self, metric_name: str) -> None:
         """Find the best metric among the checkpoints that are there."""
         for folder in list_checkpoints(self.folder):
@@ -319,7 +333,7 @@ class Checkpoints:
                 value = (read_manifest(folder).get("metrics") or {}).get(metric_name)
             except BadCheckpoint:
                 continue
-            if isinstance(value, int | float) and math.isfinite(value) and (self.best is None or value < self.best[0]):
+            if isinstance(value, int | float) and math.isfinite(value) and self.is_better(value):
                 self.best = (value, int(folder.name[5:]))
 
 

@@ -14,8 +14,6 @@ from vitrail.models.model import Model
 from vitrail.objectives.objective import Objective
 from vitrail.training.ema import forget_gathered
 
-PICTURED = 3  # samples in a picture
-
 
 class Evaluator:
     """Measures a model on samples 0..n-1 of the validation data, always the same ones."""
@@ -50,7 +48,7 @@ class Evaluator:
     @torch.no_grad()
     def example(self, model: Model) -> tuple[Batch, torch.Tensor, Any]:
         """The first samples with the model's output and targets, for a picture; the same on every rank."""
-        batch = self.loader.load(list(range(min(PICTURED, self.samples))))
+        batch = self.loader.load(list(range(min(self.objective.pictured, self.samples))))
         model.eval()
         output, targets = self._run(model, batch)
         model.train()

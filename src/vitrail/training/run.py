@@ -69,7 +69,7 @@ def evaluate(
         if not recipe.data.valid:
             raise UserError(f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]")
         data = open_data(recipe, place, Statistics(*(tuple(manifest["statistics"][k]) for k in ("mean", "std"))))
-        recipe = complete(recipe, len(data.train.variables))
+        recipe = complete(recipe, data)
         model = build_model(recipe, place).model
         load_weights(model, path, manifest, weights, place.saving)
         objective = recipe.objective.build(recipe.model, data.statistics)

@@ -22,7 +22,7 @@ from vitrail.errors import RunFailed, UserError
 from vitrail.recipe import Recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
-from vitrail.training.collective import on_chief, share_json
+from vitrail.training.collective import on_chief, share_json, together
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
 from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
@@ -40,6 +40,7 @@ from vitrail.training.setup import (
     open_data,
 )
 from vitrail.training.trainer import Progressed, Trainer, timed
+from vitrail.weights import Report, load_initial
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLOW_PHASE = 1800.0  # seconds that a start, a compilation or a save may take before it counts as a hang
@@ -68,7 +69,7 @@ class Session:
         # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
         known = on_chief(lambda: find_statistics(self.run_dir), place.control)
         self.data = open_data(recipe, place, None if known is None else Statistics(*map(tuple, known)))
-        self.recipe = recipe = complete(recipe, len(self.data.train.variables))
+        self.recipe = recipe = complete(recipe, self.data)
         self.objective = recipe.objective.build(recipe.model, self.data.statistics)
         self.metric_name = recipe.checkpoint.best or self.objective.best_metric
         if self.metric_name not in self.objective.metrics:
@@ -78,6 +79,9 @@ class Session:
             )
         self.sampler = make_sampler(recipe, self.data)
         self.parts = build_model(recipe, place)
+        self.initial: Report | None = None  # what a new run starts from, other than random numbers
+        if recipe.init and not on_chief(lambda: bool(list_checkpoints(self.run_dir / "checkpoints")), place.control):
+            self.initial = together(lambda: load_initial(self.parts.model, recipe.init), place.control)
         self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
         self.checkpoints = Checkpoints(
@@ -86,6 +90,7 @@ class Session:
             background=recipe.checkpoint.background,
             group=place.saving,
             cpu_mesh=self.parts.cpu_mesh,
+            larger_is_better=self.metric_name in self.objective.larger_is_better,
         )
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective)
         self.notes: list[str] = []
@@ -218,6 +223,9 @@ class Session:
         trainer, world = self.trainer, self.place.world.size
         for note in self.notes:
             self.journal.note(note)
+        if self.initial is not None:
+            self.journal.note(str(self.initial))
+            self.journal.log("init", step=trainer.done, **self.initial.to_json())
         on_chief(self.describe, self.place.control)
         parameters = sum(p.numel() for p in trainer.model.parameters())
         flops = self.objective.flops(trainer.model)
@@ -241,6 +249,8 @@ class Session:
                 "model": flops.training,
                 "hardware": flops.hardware(recompute=self.parts.recompute),
             },
+            best_metric=self.metric_name,
+            larger_is_better=self.metric_name in self.objective.larger_is_better,
             notes=self.notes,
         )
 
@@ -320,8 +330,8 @@ class Session:
     def is_new_best(self) -> bool:
         if self.last_metrics is None or self.last_metrics[0] != self.trainer.done:
             return False
-        value, best = self.last_metrics[1][self.metric_name], self.checkpoints.best
-        return math.isfinite(value) and (best is None or value < best[0])
+        value = self.last_metrics[1][self.metric_name]
+        return math.isfinite(value) and self.checkpoints.is_better(value)
 
     def save(self) -> None:
         trainer = self.trainer

@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vitrail.data.batch import Statistics
+from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
 from vitrail.data.sampler import Sampler
 from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.launch.world import World, connect, find_world, share_of_cores
+from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
+from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
 from vitrail.objectives.objective import Objective
 from vitrail.parallel.mesh import Layout, layout_of, make_mesh
@@ -87,10 +89,11 @@ def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
 def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataParts:
     """Open every source on every rank; statistics come from the checkpoint, the recipe or the data."""
     crop = sizes_of(recipe, "crop")
+    labels = getattr(recipe.objective, "labels", None)
 
     def open_all() -> tuple[Dataset, Dataset | None]:
-        train = Dataset(recipe.data.train, crop, where="data.train")
-        valid = Dataset(recipe.data.valid, crop, where="data.valid") if recipe.data.valid else None
+        train = Dataset(recipe.data.train, crop, where="data.train", labels=labels)
+        valid = Dataset(recipe.data.valid, crop, where="data.valid", labels=labels) if recipe.data.valid else None
         if valid is not None and valid.variables != train.variables:
             raise UserError(
                 f"data.valid has variables {list(valid.variables)}, data.train {list(train.variables)}; "
@@ -118,22 +121,92 @@ def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataPar
     return DataParts(train, valid, statistics, batch)
 
 
-def complete(recipe: Recipe, variables: int) -> Recipe:
-    """Fill in what the model takes from the data, and check that the two fit."""
+def complete(recipe: Recipe, data: DataParts) -> Recipe:
+    """Fill in what the model and the objective take from the data, and check that they fit."""
     model, crop = recipe.model, sizes_of(recipe, "crop")
-    if model.channels is not None and model.channels != variables:
-        raise UserError(
-            f"model.channels: {model.channels}, but the data have {variables} variables; set it to {variables}"
-        )
+    channels = count_channels(model, data.train.variables)
     if model.shape is not None and per_axis(model.shape, model.ndim) != crop:
         raise UserError(f"model.shape: {model.shape} differs from data.crop {list(crop)}; leave it out")
-    model = dataclasses.replace(model, channels=variables, shape=crop)
+    update: dict[str, Any] = {"channels": channels, "shape": crop}
+    objective = recipe.objective
+    if data.train.labels is not None:
+        names = find_classes(recipe, data)
+        update["classes"] = len(names)
+        objective = dataclasses.replace(objective, names=names)
+    model = dataclasses.replace(model, **update)
     try:
-        if hasattr(model, "check"):
+        if encoder_of(model) is model:  # a plain ViT is its own encoder
+            model.check(model.ndim, crop)
+        elif hasattr(model, "check"):
             model.check()
     except ValueError as error:
         raise UserError(f"data.crop and model: {error}") from None
-    return recipe.model_copy(update={"model": model})
+    return recipe.model_copy(update={"model": model, "objective": objective})
+
+
+def count_channels(model: Any, variables: tuple[str, ...]) -> int:
+    """Channels of the model: one a variable of the data, or one a variable that it knows by name."""
+    known = getattr(encoder_of(model), "variables", None)
+    if known is not None:
+        try:
+            known.ids(variables)
+        except ValueError as error:
+            key = "model.variables" if encoder_of(model) is model else "model.encoder.variables"
+            raise UserError(f"{key}: {error}") from None
+        return len(known.known)
+    # A diffusion model also reads channels that only condition, which are none of its own.
+    number = len(variables) - getattr(model, "condition_channels", 0)
+    if number < 1 or model.channels not in (None, number):
+        raise UserError(
+            f"model.channels: {model.channels}, but the data have {len(variables)} variables; "
+            f"set it to {max(number, 1)} or leave it out"
+        )
+    return number
+
+
+def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
+    """Names of the classes, label 0 first: those of the recipe, else those that the data tell."""
+    objective, model, train = recipe.objective, recipe.model, data.train
+    if not hasattr(model, "classes"):
+        raise UserError(f"objective.kind: {objective.kind!r} needs a model with classes, not {model.kind!r}")
+    given, ignore, wanted = objective.names, getattr(objective, "ignore", None), model.classes or None
+    told = train.class_names(ignore)
+    if given is None and not told and wanted is None:
+        raise UserError(
+            f"data.train: the labels of {recipe.data.train[0].path} do not name their classes; "
+            "set objective.names, such as [background, membrane], or model.classes"
+        )
+    names = tuple(given or told or (f"class {number}" for number in range(wanted or 0)))
+    if wanted not in (None, len(names)):
+        where = "objective.names has" if given else "the data have"
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise UserError(
+            f"model.classes: {wanted}, but {where} {len(names)} classes ({shown}); "
+            f"set it to {len(names)} or leave it out"
+        )
+    for dataset in (train, data.valid):
+        if dataset is None:
+            continue
+        found = dataset.class_names(ignore)
+        strange = [name for name in found if name not in names]
+        if dataset.labels == "item" and strange:
+            raise UserError(
+                f"{dataset.where}: class {strange[0]!r} is not among the classes {list(names)}; "
+                "name all classes in objective.names, or leave its images out"
+            )
+        if dataset.labels == "voxel" and given is None and told and found[: len(names)] != names[: len(found)]:
+            raise UserError(
+                f"{dataset.where}: its labels mean {list(found)}, those of data.train {list(names)}; "
+                "give them the same meaning, or name the classes in objective.names"
+            )
+    return names
+
+
+def labelling_of(recipe: Recipe, dataset: Dataset) -> Labelling | None:
+    """What the labels of a completed recipe's data mean; None where its objective needs none."""
+    if dataset.labels is None:
+        return None
+    return Labelling(dataset.labels, recipe.objective.names, getattr(recipe.objective, "ignore", None))
 
 
 def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
@@ -159,7 +232,8 @@ def make_loader(recipe: Recipe, place: Place, data: DataParts, sampler: Sampler,
 
     stride = math.gcd(data.batch, sampler.lanes)  # a rank's slices begin at every so many lanes
     lanes = sampler.lanes // stride * min(share, stride)
-    reader = data.train.reader(sampler, lanes=lanes, cache_bytes=recipe.data.cache_mib << 20)
+    labelling = labelling_of(recipe, data.train)
+    reader = data.train.reader(sampler, lanes=lanes, cache_bytes=recipe.data.cache_mib << 20, labelling=labelling)
     return Loader(
         sampler,
         reader,
@@ -180,7 +254,7 @@ def make_evaluator(
     """Fixed samples: of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset = data.valid or data.train
     sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1)
-    reader = dataset.reader(sampler, lanes=1, cache_bytes=0)
+    reader = dataset.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, dataset))
     workers = reading_threads(recipe, place)
     return Evaluator(
         objective,
@@ -202,6 +276,7 @@ class Parts:
 def build_model(recipe: Recipe, place: Place) -> Parts:
     """On the meta device, parallelised, materialised, initialised: no rank ever holds more than its shards."""
     layout = layout_of(recipe.parallel.strategy, recipe.parallel.group, place.world.size)
+    use_backend(recipe.parallel.attention, device=place.device, key="parallel.attention")
     mesh = make_mesh(layout, place.device.type)
     cpu_mesh = mesh if place.device.type == "cpu" else make_mesh(layout, "cpu")
     with torch.device("meta"):

@@ -79,6 +79,8 @@ class OmeZarrSource:
             ),
         )
         self._labels = self._open_labels(settings.labels) if settings.labels is not None else None
+        self.label_dtype = None if self._labels is None else self._labels.dtype
+        self.label_names = {} if self._labels is None else name_labels(self._labels.image)
 
     def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         """[C, *spatial] of a window of the usable region."""
@@ -178,6 +180,12 @@ class OmeZarrSource:
             have = f"choose from {', '.join(known)}" if known else "it has no labels"
             raise UserError(f"labels = {name!r} is not a label group of {self.config.path}; {have}")
         labels = read_multiscale(safe_join(self.image.group / "labels", name))
+        axes = tuple(labels.axes[i].name for i in labels.spatial)
+        if axes != self.axes:
+            raise UserError(
+                f"labels {name!r} of {self.config.path} have the axes {', '.join(axes)}, "
+                f"the image {', '.join(self.axes)}; write them in the same order"
+            )
         spacing = self.image.spacing(self.level)
         for number in range(len(labels.levels)):
             if np.allclose(labels.spacing(number), spacing, rtol=TOLERANCE, atol=0):
@@ -186,6 +194,11 @@ class OmeZarrSource:
                     raise UserError(
                         f"labels {name!r} of {self.config.path} do not cover the image: shape {array.shape} instead of "
                         f"{self._array.shape}, or another translation; resample them onto the image"
+                    )
+                if array.dtype.kind not in "biu" or (array.num_channels or 1) > 1:
+                    raise UserError(
+                        f"labels {name!r} of {self.config.path} have {array.num_channels or 1} channels of type "
+                        f"{array.dtype}; they must be one whole number a voxel, the number of its class"
                     )
                 return array
         raise UserError(
@@ -285,6 +298,14 @@ def list_labels(group: Path) -> list[str]:
     block = found[1].get("ome") or found[1]
     names = block.get("labels") if isinstance(block, dict) else None
     return [name for name in names or [] if isinstance(name, str)]
+
+
+def name_labels(labels: Multiscale) -> dict[int, str]:
+    """Names of the label values, from the properties of a label image."""
+    block = labels.attributes.get("image-label")
+    entries = block.get("properties") if isinstance(block, dict) else None
+    named = [(e.get("label-value"), e.get("name")) for e in entries or [] if isinstance(e, dict)]
+    return {value: name for value, name in named if isinstance(value, int) and isinstance(name, str) and name}
 
 
 def _same_place(image: Multiscale, level: int, other: Multiscale, number: int) -> bool:

@@ -1,0 +1,190 @@
+"""Every model with its published sizes: what `vitrail models` lists.
+
+Parameters are counted on the meta device and FLOPs by the model itself (forward, one sample, multiply-add = 2).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vitrail.errors import UserError
+from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
+from vitrail.models.dit import DiTConfig
+from vitrail.models.encoder import EncoderConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.sap import SAPConfig
+from vitrail.models.study_vit import StudyViTConfig
+from vitrail.models.unetr import UNETRConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.recipe.kinds import nearest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named size of a model, as its authors publish it."""
+
+    size: str
+    config: Any
+    origin: str
+
+    @property
+    def model(self) -> str:
+        return self.config.kind
+
+
+def entries() -> list[Entry]:
+    """All of them, in the order of the models' age and size."""
+    return [*_vits(), *_maes(), *_segmenters(), *_denoisers()]
+
+
+def _vits() -> Iterator[Entry]:
+    paper = "Dosovitskiy et al. 2020 (timm's names and weights)"
+    origins = {
+        "Ti": "Touvron et al. 2021",
+        "S": "Touvron et al. 2021",
+        "g": "Zhai et al. 2022",
+        "G": "Zhai et al. 2022",
+    }
+    for size in ("Ti/16", "S/16", "B/16", "L/16", "H/14", "g/14", "G/14"):
+        yield Entry(size, _classifier(size, shape=224), origins.get(size.partition("/")[0], paper))
+    yield Entry("UCF-B/16", _classifier("B/16", shape=256), "UCF-VIT's VIT on 256 x 256")
+    for size in StudyViTConfig.sizes:
+        yield Entry(size, StudyViTConfig(size=size, channels=3), StudyViTConfig.origin)
+
+
+def _classifier(size: str, *, shape: int) -> ViTConfig:
+    return ViTConfig(size=size, shape=shape, channels=3, classes=1000, cls_token=True, pool="cls", positions="learned")
+
+
+def _maes() -> Iterator[Entry]:
+    for size in ("B/16", "L/16", "H/14"):
+        encoder = EncoderConfig(size=size, cls_token=True)
+        yield Entry(size, MAEConfig(encoder=encoder, channels=3, shape=224), "He et al. 2022 (facebookresearch/mae)")
+    encoder = EncoderConfig(size="B/16", positions="learned")
+    yield Entry("UCF-B/16", MAEConfig(encoder=encoder, channels=3, shape=256), "UCF-VIT's MAE on 256 x 256")
+    for size, width, depth, hidden in (("2B", 3072, 16, 11264), ("8B", 4096, 32, 14336)):
+        encoder = EncoderConfig(
+            width=width,
+            depth=depth,
+            heads=32,
+            kv_heads=8,
+            patch=8,
+            mlp="swiglu",
+            hidden=hidden,
+            norm="rms",
+            bias=False,
+            positions="rope",
+        )
+        decoder = DecoderConfig(width=512, depth=4, heads=32, hidden=1536)
+        config = MAEConfig(encoder=encoder, decoder=decoder, ndim=3, channels=1, shape=512)
+        mask = dataclasses.replace(config.mask, ratio=0.95)
+        yield Entry(size, dataclasses.replace(config, mask=mask), "torchtitan-mae on 512^3, 95 % hidden")
+
+
+def _segmenters() -> Iterator[Entry]:
+    monai = EncoderConfig(size="B/16", positions="learned")
+    yield Entry(
+        "B/16",
+        UNETRConfig(encoder=monai, ndim=3, channels=1, classes=14, shape=96),
+        "Hatamizadeh et al. 2022 (MONAI) on 96^3",
+    )
+    encoder = EncoderConfig(size="B/16", positions="learned")
+    yield Entry(
+        "UCF-B/16",
+        UNETRConfig(encoder=encoder, channels=3, classes=4, shape=256),
+        "UCF-VIT's UNETR on 256 x 256",
+    )
+    for size, ndim, patch, length, shape, channels in (
+        ("UCF-B/16", 2, 16, 64, 256, 3),
+        ("UCF-B/4-3d", 3, 4, 512, 64, 1),
+    ):
+        encoder = EncoderConfig(size="B", patch=patch, tokens=AdaptiveTokens(length=length))
+        config = SAPConfig(encoder=encoder, ndim=ndim, channels=channels, classes=4, shape=shape)
+        yield Entry(size, config, f"UCF-VIT's SAP, {length} leaves of {' x '.join([str(shape)] * ndim)}")
+
+
+def _denoisers() -> Iterator[Entry]:
+    encoder = EncoderConfig(size="B/16", positions="learned")
+    yield Entry(
+        "UCF-B/16",
+        DiffusionViTConfig(encoder=encoder, channels=3, shape=256),
+        "UCF-VIT's DiffusionVIT on 256 x 256",
+    )
+    linear = DiffusionDecoderConfig(kind="linear")
+    yield Entry(
+        "UCF-B/16-linear",
+        DiffusionViTConfig(encoder=encoder, decoder=linear, channels=3, shape=256),
+        "the same with its linear decoder",
+    )
+    for size in ("S/2", "B/2", "L/2", "XL/2"):
+        config = DiTConfig(size=size, channels=4, shape=32, classes=1000, learn_sigma=True)
+        yield Entry(size, config, "Peebles & Xie 2023 (facebookresearch/DiT), latents of 32 x 32 x 4")
+    for size in ("0.5B", "1B", "7B"):
+        config = DiTConfig(size=f"{size}/2", channels=16, shape=32, classes=1000)
+        yield Entry(size, config, "TorchDiTan, latents of 32 x 32 x 16")
+
+
+def measure(entry: Entry) -> dict[str, Any]:
+    """What the list shows of one size."""
+    with torch.device("meta"):
+        model = entry.config.build()
+    return {
+        "model": entry.model,
+        "size": entry.size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flops": round(model.flops().forward),
+        "input": _input(entry.config),
+        "origin": entry.origin,
+    }
+
+
+def _input(config: Any) -> str:
+    shape = config.shape if isinstance(config.shape, tuple) else (config.shape,) * config.ndim
+    return " x ".join(map(str, (*shape, config.channels)))
+
+
+def find(name: str) -> list[Entry]:
+    """The sizes of a model ("vit"), or one of them ("vit:B/16")."""
+    model, _, size = name.partition(":")
+    found = [e for e in entries() if e.model == model]
+    if not found:
+        known = list(dict.fromkeys(e.model for e in entries()))
+        near = nearest(model, known)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise UserError(f"{name!r} is not a model; {hint}There are {', '.join(known)}")
+    if size:
+        sizes = [e.size for e in found]
+        found = [e for e in found if e.size == size]
+        if not found:
+            raise UserError(f"{size!r} is not a size of {model}; there are {', '.join(sizes)}")
+    return found
+
+
+def describe(name: str) -> dict[str, Any]:
+    """One model in detail: what it is, its sizes, and the keys of its config with their defaults."""
+    import inspect
+
+    found = find(name)
+    config = found[0].config
+    about = inspect.getdoc(inspect.getmodule(type(config))) or ""
+    keys = {
+        field.name: "required" if required(field) else _plain(default_of(field)) for field in dataclasses.fields(config)
+    }
+    return {"model": config.kind, "about": about, "sizes": [measure(e) for e in found], "keys": keys}
+
+
+def required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

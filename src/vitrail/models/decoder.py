@@ -1,0 +1,161 @@
+"""Decoder of tokens: from the encoder's features back to voxels.
+
+- a linear layer to a width of its own, positions again, blocks of the encoder's make, norm, and a linear layer
+- without blocks, the last layer alone
+- drop path is spread over its own blocks, from 0 to its own rate
+A decoder that brings tokens of its own (mask tokens, say) overrides derive(), place(), run_block(), wanted().
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.cost.flops import Flops, self_block_flops
+from vitrail.layers.block import Block, BlockConfig, make_norm
+from vitrail.layers.patches import num_voxels
+from vitrail.layers.variables import VariableHead
+from vitrail.models.encoder import (
+    Encoder,
+    EncoderConfig,
+    LearnedPositions,
+    check_drop_path,
+    check_heads,
+    check_mlp,
+    check_positions,
+    hidden_width,
+    rope_turns,
+)
+from vitrail.models.model import Side, Stage, block_drop_path, spread_drop_path
+from vitrail.recipe import config
+
+
+@config
+class DecoderBlocks:
+    """Size of a decoder; the make of its blocks is the encoder's."""
+
+    width: int = 512
+    depth: int = 8
+    heads: int = 16
+    mlp_ratio: float | None = None  # as in the encoder
+    hidden: int | None = None
+    drop_path: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+        check_mlp(self.width, self.mlp_ratio, self.hidden)
+        check_drop_path(self.drop_path)
+        if self.depth < 1:
+            raise ValueError(f"depth {self.depth} must be at least 1; for a decoder without blocks use kind: linear")
+
+    def block(self, e: EncoderConfig) -> BlockConfig:
+        hidden = hidden_width(self.width, e.mlp, self.mlp_ratio, self.hidden)
+        return replace(e.block(), width=self.width, heads=self.heads, kv_heads=self.heads, hidden=hidden)
+
+    def check(self, e: EncoderConfig, ndim: int) -> None:
+        check_positions(e.positions, self.width, self.heads, ndim - (e.rope == "superposed"))
+
+
+class TokenDecoder(nn.Module):
+    """[B, prefix + N, encoder's width] -> [B, N, P*channels]. `c` None: no blocks, the last layer alone."""
+
+    needs: ClassVar[tuple[str, ...]] = ("coordinates", "sizes", "valid", "variables")
+
+    def __init__(
+        self,
+        c: DecoderBlocks | None,
+        encoder: Encoder,
+        channels: int,
+        *,
+        shape: tuple[int, ...] | None = None,
+        block: type[nn.Module] = Block,
+    ):
+        super().__init__()
+        e = encoder.config
+        self.block_config = e.block() if c is None else c.block(e)
+        self.width, self.heads, self.prefix = self.block_config.width, self.block_config.heads, encoder.prefix
+        self.rates = [] if c is None else spread_drop_path(c.drop_path, c.depth)
+        self.rope, self.describe = encoder.rope, encoder.describe  # of the encoder's make, at this width
+        learned = c is not None and e.positions == "learned"
+        sized = None if c is None else encoder.size_embed
+        self.embed = None if c is None else nn.Linear(encoder.width, self.width, bias=e.bias)
+        self.pos_embed = LearnedPositions(self.width, encoder.patch, shape) if learned else None
+        self.size_embed = None if sized is None else nn.Linear(sized.in_features, self.width)
+        ndim = len(encoder.patch)
+        self.rope_turns = None if c is None else rope_turns(e, ndim, self.width // self.heads)
+        self.blocks = nn.ModuleList(block(self.block_config) for _ in self.rates)
+        self.norm = None if c is None else make_norm(e.norm, self.width, e.eps)
+        voxels = num_voxels(encoder.patch)
+        self.head: nn.Linear
+        if e.variables is None:
+            self.head = nn.Linear(self.width, voxels * channels, bias=e.bias)
+        else:
+            self.head = VariableHead(self.width, voxels, len(e.variables.known), bias=e.bias, separate=e.separate)
+
+    def derive(self, side: Side) -> Side:
+        """What the encoder's derive() gave, and the rotation table at this head width."""
+        if not self.blocks:
+            return side
+        return side | {"decoder_rope": self.turn(side["coordinates"], self.prefix)}
+
+    def turn(self, coordinates: Tensor, prefix: int) -> Tensor | None:
+        """The encoder's rotations, at this decoder's head width."""
+        return self.rope(coordinates, prefix=prefix, head_width=self.width // self.heads, turns=self.rope_turns)
+
+    def stages(self, first_block: int) -> list[Stage]:
+        """`first_block` is where its rows begin in the drop-path table."""
+
+        def block_stage(block: nn.Module, index: int) -> Stage:
+            def run(x: Tensor, side: Side) -> Tensor:
+                return self.run_block(block, x, side, block_drop_path(side, first_block + index))
+
+            return Stage(f"blocks.{index}", run, (*self.needs, "drop_path"))
+
+        return [
+            Stage("embed", self.place, self.needs),
+            *[block_stage(block, i) for i, block in enumerate(self.blocks)],
+            Stage("head", self.predict, self.needs),
+        ]
+
+    def place(self, x: Tensor, side: Side) -> Tensor:
+        if self.embed is None:
+            return x
+        x = self.embed(x)
+        patches = self.describe(
+            x[:, self.prefix :], side, width=self.width, learned=self.pos_embed, sizes=self.size_embed
+        )
+        return torch.cat([x[:, : self.prefix], patches], dim=1) if self.prefix else patches
+
+    def run_block(self, block: nn.Module, x: Tensor, side: Side, drop_path: Tensor | None) -> Tensor:
+        return block(x, side["decoder_rope"], drop_path, side.get("encoder_mask"))
+
+    def wanted(self, side: Side) -> int:
+        """How many tokens, the last ones, are predicted: all patches."""
+        return side["coordinates"].shape[1]
+
+    def predict(self, x: Tensor, side: Side) -> Tensor:
+        """Only what is asked for goes through the last norm and layer."""
+        x = x[:, -self.wanted(side) :]
+        return self.to_voxels(x if self.norm is None else self.norm(x), side)
+
+    def to_voxels(self, x: Tensor, side: Side) -> Tensor:
+        return self.head(x, side.get("variables")) if isinstance(self.head, VariableHead) else self.head(x)
+
+    @property
+    def features(self) -> int:
+        """Values that a token predicts, with all known variables; a token of one variable predicts that alone."""
+        head = self.head
+        return head.voxels if isinstance(head, VariableHead) and head.separate else head.out_features
+
+    def flops(self, tokens: int) -> Flops:
+        """Forward of one sample of so many tokens, of all known variables."""
+        outside = 2.0 * tokens * self.width * self.features
+        if self.embed is None:
+            return Flops(outside=outside)
+        c, memory = self.block_config, tokens + self.prefix
+        one = self_block_flops(tokens=memory, width=c.width, kv_width=c.width, hidden=c.hidden, gated=c.mlp == "swiglu")
+        outside += 2.0 * memory * self.embed.in_features * self.width
+        if self.size_embed is not None:
+            outside += 2.0 * tokens * self.size_embed.in_features * self.width
+        return one * len(self.blocks) + Flops(outside=outside)

@@ -1,0 +1,237 @@
+"""Diffusion transformer: noisy patches, a time and a class in; noise, velocity or both noise and variance out.
+
+- adaLN-Zero (Peebles & Xie): time and class modulate every block and the last layer; a fresh model answers exactly 0
+- any number of dimensions; no class token, no pooling: the tokens that come in go out
+- two makes: S, B, L and XL are facebookresearch/DiT (LayerNorm, GELU, sin-cos positions); 0.5B, 1B and 7B are
+  TorchDiTan's (RMSNorm, SwiGLU, no biases in blocks, rope, a last layer without modulation). Keys given override both
+- the condition flows through the blocks as one more token, which attention does not see
+- channels that condition (a coarse field, a neighbouring image) come after those that are denoised, and do not go out
+"""
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from vitrail.cost.flops import Flops
+from vitrail.layers.block import BlockConfig, make_norm
+from vitrail.layers.init import initialise_here
+from vitrail.layers.modulation import (
+    LabelEmbed,
+    ModulatedBlock,
+    TimeEmbed,
+    check_times,
+    join_condition,
+    modulate,
+    modulated_norm,
+    split_condition,
+    zero_linear,
+)
+from vitrail.layers.patches import num_voxels, per_axis
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, PatchEmbed, Positions
+from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.recipe import config
+
+# What the sizes are made of, where the recipe does not say.
+DIT: dict[str, Any] = {
+    "mlp": "gelu",
+    "norm": "layer",
+    "eps": 1e-6,
+    "bias": True,
+    "positions": "sincos",
+    "theta": 100.0,
+    "final": "modulated",
+}
+DITAN: dict[str, Any] = {
+    "mlp": "swiglu",
+    "norm": "rms",
+    "eps": 1e-5,
+    "bias": False,
+    "positions": "rope",
+    "theta": 10000.0,
+    "final": "plain",
+}
+
+# name: width, depth, heads, make; "XL/2" is XL with 2-voxel patches
+SIZES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "S": (384, 12, 6, DIT),
+    "B": (768, 12, 12, DIT),
+    "L": (1024, 24, 16, DIT),
+    "XL": (1152, 28, 16, DIT),
+    "0.5B": (1024, 24, 16, DITAN),
+    "1B": (1536, 32, 32, DITAN),
+    "7B": (2560, 60, 64, DITAN),
+}
+
+
+@config
+class DiTConfig:
+    output: ClassVar[str] = "denoised"
+    origin: ClassVar[str] = "Peebles & Xie 2023 (S, B, L, XL); TorchDiTan (0.5B, 1B, 7B)"
+
+    kind: Literal["dit"] = "dit"
+    size: str | None = None  # "XL" or "XL/2"; the keys below override it
+    width: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    patch: int | tuple[int, ...] | None = None  # voxels: one number or one per axis
+    # These follow the size; without one they are facebookresearch/DiT's.
+    mlp: Literal["gelu", "swiglu"] | None = None  # gelu is its tanh approximation here
+    norm: Literal["layer", "rms"] | None = None
+    eps: float | None = None
+    bias: bool | None = None  # in attention and MLP; embeddings and modulations always have one
+    positions: Positions | None = None
+    theta: float | None = None  # longest wavelength of rope over 2 pi, in patches
+    final: Literal["modulated", "plain"] | None = None  # whether the condition modulates the last layer, too
+    mlp_ratio: float | None = None  # hidden over width; default 4 for gelu, Llama's two thirds of it for swiglu
+    hidden: int | None = None  # the hidden width itself
+    qk_norm: bool = False
+    drop_path: float = 0.0  # of the last block; earlier ones less
+    ndim: int = 2
+    channels: int | None = None  # that are denoised; default: as many as the data have variables
+    condition_channels: int = 0  # that only condition: they come after the others
+    shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
+    classes: int | None = None  # null: no conditioning on a class
+    label_dropout: float = 0.1  # part of the labels that is hidden in training, for guidance without a classifier
+    learn_sigma: bool = False  # twice as many channels out: the noise, then its variance
+    time_features: int = 256
+    time_scale: float = 1.0  # times are multiplied by it; steps of 0 to 999 want 1, times of 0 to 1 (flow) 1000
+
+    def __post_init__(self) -> None:
+        name, _, patch = (self.size or "").partition("/")
+        if self.size is not None and (name not in SIZES or (patch and not patch.isdigit())):
+            raise ValueError(f"size {self.size!r} is unknown; use one of {', '.join(SIZES)}, as in 'XL' or 'XL/2'")
+        *sizes, make = SIZES[name] if name else (DIT,)
+        defaults = make | dict(zip(("width", "depth", "heads"), sizes, strict=False))
+        defaults |= {"patch": int(patch)} if patch else {}
+        for key in ("width", "depth", "heads", "patch", *make):
+            if getattr(self, key) is None:
+                if key not in defaults:
+                    raise ValueError(f"{key} is missing; give it, or a named size such as 'size: XL/2'")
+                object.__setattr__(self, key, defaults[key])
+        _ = self.encoder  # its own checks
+        if self.classes is not None and self.classes < 1:
+            raise ValueError(f"classes {self.classes} must be at least 1; leave it out to condition on no class")
+        if not 0 <= self.label_dropout <= 1:
+            raise ValueError(f"label_dropout {self.label_dropout} must be from 0 to 1")
+        check_diffusion(self.time_scale, self.condition_channels)
+        if self.time_features < 2:
+            raise ValueError(f"time_features {self.time_features} must be at least 2: a sine and a cosine")
+
+    @property
+    def encoder(self) -> EncoderConfig:
+        """The part that all models share."""
+        shared = ["width", "depth", "heads", "patch", "mlp_ratio", "hidden", "qk_norm", "drop_path"]
+        shared += [key for key in DIT if key != "final"]
+        return EncoderConfig(**{key: getattr(self, key) for key in shared})
+
+    @property
+    def channels_in(self) -> int | None:
+        """Channels of the images that go in: those to denoise, then those that condition."""
+        return None if self.channels is None else self.channels + self.condition_channels
+
+    @property
+    def channels_out(self) -> int | None:
+        return None if self.channels is None else self.channels * (2 if self.learn_sigma else 1)
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, once channels and shape are known."""
+        self.encoder.check(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
+
+    def build(self) -> "DiT":
+        return DiT(self)
+
+
+def check_diffusion(time_scale: float, condition_channels: int) -> None:
+    if not time_scale > 0:
+        raise ValueError(f"time_scale {time_scale} must be above 0")
+    if condition_channels < 0:
+        raise ValueError(f"condition_channels {condition_channels} must be at least 0")
+
+
+class DiT(Model):
+    """forward(patches [B, N, P*C], coordinates=[B, N, ndim], times=[B], labels=[B]) -> [B, N, P*C], or P*2C.
+
+    Without labels, or with the null label (the number of classes), a sample is of no class.
+    """
+
+    def __init__(self, c: DiTConfig):
+        super().__init__()
+        if c.channels_in is None or c.channels_out is None:
+            raise ValueError("channels is not known; give it")
+        self.config = c
+        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
+        self.encoder = Encoder(
+            c.encoder, ndim=c.ndim, channels=c.channels_in, shape=shape, block=ModulatedBlock, norm=False
+        )
+        width, voxels, block = self.encoder.width, num_voxels(self.encoder.patch), c.encoder.block()
+        if not c.encoder.bias:  # `bias` is of the blocks alone
+            self.encoder.patch_embed = PatchEmbed(voxels * c.channels_in, width, bias=True, normed=False, eps=block.eps)
+        self.time_embed = TimeEmbed(c.time_features, width, scale=c.time_scale)
+        self.label_embed = None if c.classes is None else LabelEmbed(c.classes, width)
+        self.final = Final(block, voxels * c.channels_out, modulated=c.final == "modulated")
+        initialise_here(self)
+
+    def derive(self, side: Side) -> Side:
+        return self.encoder.derive(side)
+
+    def stages(self) -> list[Stage]:
+        embed, *blocks = self.encoder.stages()
+        return [
+            Stage("encoder.embed", self.embed, (*embed.needs, "times", "labels")),
+            *[Stage(f"encoder.{s.name}", s.run, s.needs) for s in blocks],
+            Stage("final", lambda x, side: self.final(x)),
+        ]
+
+    def embed(self, x: Tensor, side: Side) -> Tensor:
+        """[condition; tokens]."""
+        x = self.encoder.embed(x, side)
+        return join_condition(self.condition(side, x.shape[0]).to(x.dtype), x)
+
+    def condition(self, side: Side, batch: int) -> Tensor:
+        """What modulates the blocks, [B, D]."""
+        condition = self.time_embed(check_times(side.get("times"), batch))
+        labels = side.get("labels")
+        if self.label_embed is not None:
+            return condition + self.label_embed(labels, batch)
+        if labels is not None:
+            raise ValueError("labels were given, but the model knows no classes; set model.classes or leave them out")
+        return condition
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.encoder.blocks)
+
+    def drop_path_rates(self) -> list[float]:
+        return spread_drop_path(self.config.drop_path, self.encoder.depth)
+
+    def spared_from_decay(self) -> list[str]:
+        return [*SPARED, "label_embed.table"]
+
+    def flops(self) -> Flops:
+        """Forward of one sample of the configured shape; conditions are computed once a sample, not once a token."""
+        assert self.config.shape is not None
+        tokens = self.config.encoder.count_tokens(per_axis(self.config.shape, self.config.ndim))
+        modulations = Flops(linear=2.0 * 6 * self.encoder.width**2) * self.encoder.depth
+        outside = Flops(outside=self.time_embed.flops() + self.final.flops(tokens))
+        return self.encoder.flops(tokens) + modulations + outside
+
+
+class Final(nn.Module):
+    """[condition; tokens] -> voxels: norm, modulated or plain, and a linear layer that starts at 0."""
+
+    def __init__(self, c: BlockConfig, features: int, *, modulated: bool):
+        super().__init__()
+        self.norm = (modulated_norm if modulated else make_norm)(c.norm, c.width, c.eps)
+        self.modulation = zero_linear(c.width, 2 * c.width) if modulated else None
+        self.proj = zero_linear(c.width, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition, x = split_condition(x)
+        x = self.norm(x)
+        if self.modulation is not None:
+            shift, scale = self.modulation(nn.functional.silu(condition)).chunk(2, dim=-1)
+            x = modulate(x, shift, scale)
+        return self.proj(x)
+
+    def flops(self, tokens: int) -> float:
+        width = self.proj.in_features
+        return 2.0 * width * (tokens * self.proj.out_features + (0 if self.modulation is None else 2 * width))

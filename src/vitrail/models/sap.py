@@ -1,0 +1,94 @@
+"""Symmetric adaptive patching: segmentation on the leaves of a tree.
+
+- the encoder works on adaptive tokens; every token predicts the classes of its own voxels
+- a token's voxels are those of its leaf resampled, so predictions go back to pixels through the tree, exactly
+- the head is a linear layer to `features` channels a voxel (a transposed convolution of stride patch, seen from one
+  token), GELU, and a linear layer to classes. The original has no GELU, which leaves one linear map
+"""
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from vitrail.cost.flops import Flops
+from vitrail.layers.init import initialise_here
+from vitrail.layers.patches import num_voxels, per_axis
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.recipe import config
+
+
+@config
+class SAPConfig:
+    output: ClassVar[str] = "tokens"
+    origin: ClassVar[str] = "Zhang et al. 2024 (SC24); UCF-VIT"
+
+    kind: Literal["sap"] = "sap"
+    encoder: EncoderConfig
+    classes: int | None = None  # default: as many as the data have
+    features: int = 256  # channels of a voxel before the classes
+    ndim: int = 2
+    channels: int | None = None  # default: as many as the data have variables
+    shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and self.classes < 1:
+            raise ValueError(f"classes {self.classes} must be at least 1")
+        if self.features < 1:
+            raise ValueError(f"features {self.features} must be at least 1")
+        if self.channels is None and self.encoder.variables is not None:
+            object.__setattr__(self, "channels", len(self.encoder.variables.known))
+
+    def build(self) -> "SAP":
+        return SAP(self)
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, once channels and shape are known."""
+        assert self.shape is not None
+        self.encoder.check(self.ndim, per_axis(self.shape, self.ndim))
+
+
+class SAP(Model):
+    """forward(tokens [B, N, P*C], coordinates, sizes, valid) -> [B, N, P*classes], to be painted by the tree."""
+
+    def __init__(self, c: SAPConfig):
+        super().__init__()
+        for key in ("channels", "classes"):
+            if getattr(c, key) is None:
+                raise ValueError(f"{key} is not known; give it")
+        assert c.channels is not None
+        assert c.classes is not None
+        self.config = c
+        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
+        self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
+        self.voxels = num_voxels(self.encoder.patch)
+        self.expand = nn.Linear(self.encoder.width, self.voxels * c.features, bias=False)
+        self.head = nn.Linear(c.features, c.classes)
+        initialise_here(self)
+
+    def derive(self, side: Side) -> Side:
+        return self.encoder.derive(side)
+
+    def stages(self) -> list[Stage]:
+        encoder = [Stage(f"encoder.{s.name}", s.run, s.needs) for s in self.encoder.stages()]
+        return [*encoder, Stage("head", self.predict)]
+
+    def predict(self, x: Tensor, side: Side) -> Tensor:
+        x = self.expand(x[:, self.encoder.prefix :]).unflatten(-1, (self.voxels, -1))  # B N P F
+        return self.head(nn.functional.gelu(x)).flatten(-2)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.encoder.blocks)
+
+    def drop_path_rates(self) -> list[float]:
+        return spread_drop_path(self.config.encoder.drop_path, self.encoder.depth)
+
+    def spared_from_decay(self) -> list[str]:
+        return list(SPARED)
+
+    def flops(self) -> Flops:
+        assert self.config.shape is not None
+        tokens = self.config.encoder.count_tokens(per_axis(self.config.shape, self.config.ndim))
+        features: Any = self.config.features
+        head = 2.0 * tokens * self.voxels * features * (self.encoder.width + self.head.out_features)
+        return self.encoder.flops(tokens) + Flops(outside=head)

@@ -1,0 +1,338 @@
+"""UNETR: a vision transformer whose tokens, taken at four depths, a convolutional decoder turns into classes of voxels.
+
+- Hatamizadeh et al. 2021, computed as MONAI does it, whose weights fit; any depth, any power-of-two patch, 1 to 3 axes
+- taps after blocks (i + 1) * (depth // 4), counted from 0 (3, 6 and 9 of 12), and the last norm; the image itself
+  is the finest skip
+- four steps from the grid of tokens to voxels: 2 each for a patch of 16, others as layers.convolutions.upsampling says
+- skips: false is four transposed convolutions and nothing else; decoder: linear is one layer and interpolation
+- adaptive tokens and separate variables are brought to the grid first
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.cost.flops import Flops
+from vitrail.layers.convolutions import (
+    ConvBlock,
+    Join,
+    Rise,
+    channels_last,
+    conv_flops,
+    convolution,
+    convolve,
+    cropped,
+    rise,
+    scaled,
+    step_up,
+    upsampling,
+)
+from vitrail.layers.init import initialise_here
+from vitrail.layers.patches import grid_of, per_axis
+from vitrail.layers.tokens import UniformTokens
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.recipe import config
+
+STEPS = 4
+_INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+@config
+class UNETRConfig:
+    output: ClassVar[str] = "pixels"
+    origin: ClassVar[str] = "Hatamizadeh et al. 2021"
+    wants_tree: ClassVar[bool] = True
+
+    kind: Literal["unetr"] = "unetr"
+    encoder: EncoderConfig
+    decoder: Literal["conv", "linear"] = "conv"
+    skips: bool = True  # of the conv decoder; this and the keys up to residual say nothing to the linear one
+    features: int = 16  # channels at full resolution; twice as many at each of the three coarser ones
+    norm: Literal["instance", "affine"] = "instance"  # affine: instance norm with a learned scale and shift
+    residual: bool = True  # blocks of the decoder add their input
+    ndim: int = 2
+    channels: int | None = None  # default: as many as the data have variables
+    classes: int | None = None  # with the background; default: as many as the data have
+    shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
+
+    def __post_init__(self) -> None:
+        if self.ndim not in _INTERPOLATION:
+            raise ValueError(f"ndim {self.ndim} must be 1, 2 or 3: there are no other convolutions")
+        if self.features < 1:
+            raise ValueError(f"features {self.features} must be at least 1")
+        if self.classes is not None and self.classes < 1:
+            raise ValueError(f"classes {self.classes} must be at least 1")
+        if self.channels is None and self.encoder.variables is not None:
+            object.__setattr__(self, "channels", len(self.encoder.variables.known))
+        if self.decoder == "linear":
+            return
+        assert self.encoder.depth is not None
+        if self.skips and self.encoder.depth < STEPS:
+            raise ValueError(
+                f"encoder.depth {self.encoder.depth} has no room for three taps: use at least {STEPS}, or skips: false"
+            )
+        if any(p & (p - 1) for p in self.patch):
+            raise ValueError(
+                f"encoder.patch {list(self.patch)}: the conv decoder doubles sizes, so a patch must be a power of two "
+                "along every axis; use such a patch, or decoder: linear"
+            )
+
+    def build(self) -> "UNETR":
+        return UNETR(self)
+
+    @property
+    def wants_image(self) -> bool:
+        """Whether the model reads the image beside its tokens."""
+        return self.decoder == "conv" and self.skips
+
+    @property
+    def patch(self) -> tuple[int, ...]:
+        assert self.encoder.patch is not None
+        return per_axis(self.encoder.patch, self.ndim)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        assert self.shape is not None
+        return per_axis(self.shape, self.ndim)
+
+    def grid(self) -> tuple[int, ...]:
+        """Cells of a patch along each axis."""
+        return self.grid_for(self.size)
+
+    def grid_for(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(self.encoder.tokens, UniformTokens):
+            return grid_of(size, self.patch)
+        return tuple(math.ceil(s / p) for s, p in zip(size, self.patch, strict=True))
+
+    def taps(self) -> list[int]:
+        """The blocks, counted from 0, whose output the decoder reads beside that of the last norm."""
+        assert self.encoder.depth is not None
+        return [(i + 1) * (self.encoder.depth // STEPS) for i in range(STEPS - 1)] if self.wants_image else []
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, once channels, classes and shape are known."""
+        self.encoder.check(self.ndim, self.size)
+        if not self.wants_image:
+            return
+        coarsest = [g * f for g, f in zip(self.grid(), upsampling(self.patch)[0], strict=True)]
+        if math.prod(coarsest) < 2:
+            raise ValueError(
+                f"shape {list(self.size)} with encoder.patch {list(self.patch)} leaves a single voxel at the coarsest "
+                "level, which instance norm turns to 0; use a larger crop, a smaller patch or skips: false"
+            )
+
+
+class UNETR(Model):
+    """forward(patches [B, N, P*C], coordinates=[B, N, ndim], image=[B, C, *S]) -> logits [B, classes, *S].
+
+    Without skips, and with the linear decoder, there is no image, and S is the configured shape (or the tree's).
+    """
+
+    config: UNETRConfig
+
+    def __init__(self, c: UNETRConfig):
+        super().__init__()
+        if c.channels is None or c.classes is None:
+            missing = "channels" if c.channels is None else "classes"
+            raise ValueError(f"{missing} is not known; give it, or data that tell")
+        self.config = c
+        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
+        self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
+        kind = LinearDecoder if c.decoder == "linear" else SkipDecoder if c.skips else PlainDecoder
+        self.decoder: LinearDecoder | SkipDecoder | PlainDecoder = kind(c, self.encoder.width)
+        initialise_here(self)
+
+    def derive(self, side: Side) -> Side:
+        """`taps` gathers what the decoder will read; a pipeline sends it along."""
+        return {"taps": []} | self.encoder.derive(side)
+
+    def stages(self) -> list[Stage]:
+        kept = {f"blocks.{index}" for index in self.config.taps()}
+
+        def tapped(run: Callable[[Tensor, Side], Tensor]) -> Callable[[Tensor, Side], Tensor]:
+            def run_and_keep(x: Tensor, side: Side) -> Tensor:
+                x = run(x, side)
+                side["taps"].append(x)
+                return x
+
+            return run_and_keep
+
+        encoder = [
+            Stage(f"encoder.{s.name}", tapped(s.run), (*s.needs, "taps"))
+            if s.name in kept
+            else Stage(f"encoder.{s.name}", s.run, s.needs)
+            for s in self.encoder.stages()
+        ]
+        return [*encoder, *(Stage(f"decoder.{s.name}", s.run, s.needs) for s in self.decoder.stages(self.to_maps))]
+
+    def to_maps(self, x: Tensor, side: Side) -> Tensor:
+        """Tokens [B, N, D], with those before the patches, to maps [B, D, *grid]; variables are averaged."""
+        c = self.config
+        x = x[:, self.encoder.prefix :]
+        tree = side.get("tree")
+        if c.encoder.separate:
+            number = len(side.get("variables") or c.encoder.variables.known)  # type: ignore[union-attr]
+            x = x.unflatten(1, (number, -1))  # B V N D
+            if tree is not None and len(tree.corner) != len(x):  # a tree for each variable
+                maps = tree.to_grid(x.flatten(0, 1), self.encoder.patch[0]).unflatten(0, (-1, number))
+                return channels_last(maps.mean(dim=1).movedim(-1, 1))
+            x = x.mean(dim=1)
+        if tree is not None:
+            return channels_last(tree.to_grid(x, self.encoder.patch[0]).movedim(-1, 1))
+        grid = c.grid_for(size_of(c, side))
+        if math.prod(grid) != x.shape[1]:
+            raise ValueError(
+                f"{x.shape[1]} tokens do not fill the grid {list(grid)} of patches; give all tokens of the image"
+            )
+        return channels_last(x.unflatten(1, grid).movedim(-1, 1))
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.blocks, *self.decoder.blocks()]
+
+    def drop_path_rates(self) -> list[float]:
+        """Of the encoder's blocks alone: the decoder's have no such branches."""
+        return spread_drop_path(self.config.encoder.drop_path, self.encoder.depth)
+
+    def spared_from_decay(self) -> list[str]:
+        return SPARED
+
+    def flops(self) -> Flops:
+        """Forward of one sample of the configured shape."""
+        tokens = self.config.encoder.count_tokens(self.config.size)
+        return self.encoder.flops(tokens) + self.decoder.flops(tokens)
+
+
+def size_of(c: UNETRConfig, side: Side) -> tuple[int, ...]:
+    """Voxels of the output: those of the image or the tree, where there is one."""
+    if side.get("image") is not None:
+        return tuple(side["image"].shape[2:])
+    if side.get("tree") is not None:
+        return tuple(side["tree"].shape)
+    if c.shape is None:
+        raise ValueError("shape is not known; set model.shape, the size of the input in voxels")
+    return c.size
+
+
+ToMaps = Callable[[Tensor, Side], Tensor]
+
+
+class SkipDecoder(nn.Module):
+    """Four joins, from the last tokens up, with the taps (deepest first) and the image."""
+
+    def __init__(self, c: UNETRConfig, width: int):
+        super().__init__()
+        assert c.channels is not None
+        assert c.classes is not None
+        self.config = c
+        make: dict[str, Any] = {"residual": c.residual, "affine": c.norm == "affine"}
+        self.factors = factors = upsampling(c.patch, STEPS)
+        widths = [width, *(c.features * 2**i for i in reversed(range(STEPS)))]
+        self.image = ConvBlock(c.ndim, c.channels, c.features, **make)
+        # One for each tap, earliest tap first: it rises to where it is joined.
+        self.skips = nn.ModuleList(
+            Rise(width, widths[steps], factors[:steps], **make) for steps in reversed(range(1, STEPS))
+        )
+        self.ups = nn.ModuleList(
+            Join(inputs, outputs, factor, **make)
+            for inputs, outputs, factor in zip(widths[:-1], widths[1:], factors, strict=True)
+        )
+        self.out = convolution(c.ndim, c.features, c.classes, width=1, bias=True)
+
+    def stages(self, to_maps: ToMaps) -> list[Stage]:
+        def join_tap(index: int) -> Stage:
+            def run(x: Tensor, side: Side) -> Tensor:
+                tap = STEPS - 2 - index  # the latest tap first
+                return self.ups[index](x, self.skips[tap](to_maps(side["taps"][tap], side)))
+
+            return Stage(f"up{index + 1}", run, ("taps", "image", "tree", "variables"))
+
+        return [
+            Stage("bottleneck", to_maps, ("image", "tree", "variables")),
+            *[join_tap(i) for i in range(STEPS - 1)],
+            Stage(f"up{STEPS}", self.join_image, ("image", "variables")),
+            Stage("out", lambda x, side: convolve(self.out, x)),
+        ]
+
+    def join_image(self, x: Tensor, side: Side) -> Tensor:
+        image = side.get("image")
+        if image is None:
+            raise ValueError("the image is missing: a UNETR with skips takes image=[B, C, *S] beside its tokens")
+        return self.ups[-1](x, self.image(channels_last(image), side.get("variables")))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.image, *self.skips, *self.ups]
+
+    def flops(self, tokens: int) -> Flops:
+        c, size = self.config, self.config.grid()
+        total = conv_flops(self.image, c.size) + sum(skip.flops(size) for skip in self.skips)  # type: ignore[operator]
+        for step, up in enumerate(self.ups):
+            finer = c.size if step == STEPS - 1 else scaled(size, self.factors[step])
+            total += up.flops(size, finer)  # type: ignore[operator]
+            size = finer
+        return Flops(linear=total, outside=conv_flops(self.out, c.size))
+
+
+class PlainDecoder(nn.Module):
+    """Four transposed convolutions, from the last tokens alone."""
+
+    def __init__(self, c: UNETRConfig, width: int):
+        super().__init__()
+        assert c.classes is not None
+        self.config = c
+        self.factors = upsampling(c.patch, STEPS)
+        widths = [width, *(c.features * 2**i for i in reversed(range(STEPS)))]
+        self.ups = nn.ModuleList(
+            step_up(inputs, outputs, factor)
+            for inputs, outputs, factor in zip(widths[:-1], widths[1:], self.factors, strict=True)
+        )
+        self.out = convolution(c.ndim, c.features, c.classes, width=1, bias=True)
+
+    def stages(self, to_maps: ToMaps) -> list[Stage]:
+        def run_up(index: int) -> Stage:
+            return Stage(f"up{index + 1}", lambda x, side: rise(self.ups[index], x))
+
+        return [
+            Stage("bottleneck", to_maps, ("image", "tree", "variables")),
+            *[run_up(i) for i in range(STEPS)],
+            Stage("out", lambda x, side: cropped(convolve(self.out, x), size_of(self.config, side)), ("image", "tree")),
+        ]
+
+    def blocks(self) -> list[nn.Module]:
+        return []
+
+    def flops(self, tokens: int) -> Flops:
+        size, total = self.config.grid(), 0.0
+        for up, factor in zip(self.ups, self.factors, strict=True):
+            total += conv_flops(up, size)
+            size = scaled(size, factor)
+        return Flops(outside=total + conv_flops(self.out, size))
+
+
+class LinearDecoder(nn.Module):
+    """Classes of every token by one layer, interpolated to voxels."""
+
+    def __init__(self, c: UNETRConfig, width: int):
+        super().__init__()
+        assert c.classes is not None
+        self.config = c
+        self.head = nn.Linear(width, c.classes)
+
+    def stages(self, to_maps: ToMaps) -> list[Stage]:
+        def run(x: Tensor, side: Side) -> Tensor:
+            maps = to_maps(self.head(x), side)  # B classes *grid
+            size = scaled(tuple(maps.shape[2:]), self.config.patch)
+            mode = _INTERPOLATION[self.config.ndim]
+            return cropped(F.interpolate(maps, size=size, mode=mode), size_of(self.config, side))
+
+        return [Stage("head", run, ("image", "tree", "variables"))]
+
+    def blocks(self) -> list[nn.Module]:
+        return []
+
+    def flops(self, tokens: int) -> Flops:
+        prefix = int(self.config.encoder.cls_token) + self.config.encoder.registers
+        return Flops(outside=2.0 * (tokens + prefix) * self.head.in_features * self.head.out_features)

@@ -1,0 +1,115 @@
+"""Name the class of each image or volume: cross-entropy over classes.
+
+- labels are the classes of items: of a folder of images, the folders; model.classes follows from them
+- label smoothing in training; the loss of validation is without it, so that runs can be compared
+- metrics: loss, accuracy and, for more than five classes, top5 (the true class is among the five likeliest)
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vitrail.data.batch import Batch, Statistics
+from vitrail.draws import Draws
+from vitrail.errors import UserError
+from vitrail.layers.patches import per_axis
+from vitrail.models.inputs import encoder_of, make_inputs
+from vitrail.objectives.objective import Loss, Objective, check_labels, check_names, normalise
+from vitrail.recipe import config
+
+
+@config
+class ClassifyConfig:
+    labels: ClassVar[str] = "item"
+
+    kind: Literal["classify"] = "classify"
+    smoothing: float = 0.0  # share of the target that is spread evenly over all classes
+    names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing {self.smoothing} must be at least 0 and below 1")
+        check_names(self.names)
+
+    def build(self, model: Any, statistics: Statistics) -> "Classify":
+        if getattr(model, "output", None) != "classes":
+            raise UserError(
+                f"objective.kind: 'classify' trains models that name classes, such as 'vit', not {model.kind!r}"
+            )
+        if getattr(model, "pool", None) == "tokens":
+            raise UserError("model.pool: 'tokens' gives no class of the whole; use mean, cls or attention")
+        if not model.classes:
+            raise UserError("model.classes: objective 'classify' needs the number of classes; give it")
+        return Classify(self, model, statistics)
+
+
+class Classify(Objective):
+    best_metric = "accuracy"
+    larger_is_better = frozenset({"accuracy", "top5"})
+    pictured = 24
+
+    def __init__(self, c: ClassifyConfig, model: Any, statistics: Statistics):
+        self.config, self.model, self.statistics = c, model, statistics
+        self.names = c.names or tuple(f"class {number}" for number in range(model.classes))
+        self.metrics = ("loss", "accuracy", *(("top5",) if model.classes > 5 else ()))
+
+    def tokens_per_sample(self) -> int:
+        return encoder_of(self.model).count_tokens(per_axis(self.model.shape, self.model.ndim))
+
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Tensor]:
+        inputs, _ = make_inputs(
+            self.model,
+            normalise(batch.values, self.statistics),
+            variables=batch.variables or None,
+            scored=batch.values,
+            draws=None if evaluating else draws,
+        )
+        rate = getattr(self.model, "head_dropout", 0.0)
+        if rate and not evaluating:
+            kept = draws.uniform("head_dropout", encoder_of(self.model).width) >= rate
+            inputs["head_dropout"] = (kept / (1 - rate)).to(batch.values.device)  # [B, D]
+        return inputs, check_labels(batch.labels, self.model.classes)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Loss:
+        smoothing = self.config.smoothing
+        total = functional.cross_entropy(output.float(), targets, reduction="sum", label_smoothing=smoothing)
+        return Loss(total, torch.tensor(float(len(targets)), device=output.device))
+
+    def measure(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        output = output.double()
+        sums = {
+            "loss": functional.cross_entropy(output, targets, reduction="sum"),
+            "accuracy": (output.argmax(dim=1) == targets).sum(),
+            "count": torch.tensor(float(len(targets)), device=output.device),
+        }
+        if "top5" in self.metrics:
+            sums["top5"] = (output.topk(5, dim=1).indices == targets[:, None]).sum()
+        return {name: value.double() for name, value in sums.items()}
+
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+        return {name: sums[name] / sums["count"] for name in self.metrics}
+
+    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Tensor, *, step: int, held_out: bool) -> str:
+        from vitrail.report.panels import classification_panel
+
+        likelihood, best = output.float().softmax(dim=1).max(dim=1)
+        rows = [
+            {
+                "image": image,
+                "truth": self.names[truth],
+                "prediction": self.names[guess],
+                "likelihood": share,
+                "right": truth == guess,
+            }
+            for image, truth, guess, share in zip(
+                batch.values.cpu().numpy(), targets.tolist(), best.tolist(), likelihood.tolist(), strict=True
+            )
+        ]
+        which = "held-out" if held_out else "training"
+        right = sum(row["right"] for row in rows)
+        caption = f"step {step}: {right} of these {len(rows)} {which} samples right"
+        classification_panel(path, rows, title=f"Classes at step {step}", caption=caption)
+        return caption

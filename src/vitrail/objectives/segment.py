@@ -1,0 +1,177 @@
+"""Name the class of each voxel: Dice and cross-entropy.
+
+- labels are volumes beside the images (`labels: structures` of a source); model.classes follows from their names
+- the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
+  DiceCE); samples are added up, so every layout and accumulation gives the same gradient
+- voxels whose label is `ignore` take no part in loss or metrics
+- metrics count voxels over the whole validation set: Dice = 2 both / (predicted + true) of each class, and their mean
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch, Statistics
+from vitrail.draws import Draws
+from vitrail.errors import UserError
+from vitrail.layers.patches import per_axis
+from vitrail.layers.tokens import Tokens
+from vitrail.models.inputs import encoder_of, make_inputs
+from vitrail.objectives.objective import Loss, Objective, check_labels, check_names, normalise
+from vitrail.recipe import config
+
+
+@config
+class SegmentConfig:
+    labels: ClassVar[str] = "voxel"
+
+    kind: Literal["segment"] = "segment"
+    loss: Literal["dice_ce", "dice", "ce"] = "dice_ce"
+    squared: bool = True  # Dice's denominator adds squares of probabilities, not the probabilities
+    smooth: tuple[float, float] = (0.0, 1e-6)  # added to Dice's numerator and denominator
+    background: bool = False  # whether class 0 counts in mean_dice
+    ignore: int | None = None  # label of voxels that are not scored, 255 for example
+    names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
+
+    def __post_init__(self) -> None:
+        if min(self.smooth) < 0 or self.smooth[1] == 0:
+            raise ValueError(f"smooth {list(self.smooth)} must not be negative, and the second must be above 0")
+        check_names(self.names)
+
+    def build(self, model: Any, statistics: Statistics) -> "Segment":
+        if getattr(model, "output", None) not in ("pixels", "tokens") or not hasattr(model, "classes"):
+            raise UserError(
+                "objective.kind: 'segment' trains models that give each voxel a class, such as 'unetr', "
+                f"not {model.kind!r}"
+            )
+        if not model.classes or model.classes < 2:
+            raise UserError(
+                f"model.classes: {model.classes}; objective 'segment' needs at least 2, background included"
+            )
+        return Segment(self, model, statistics)
+
+
+@dataclass(frozen=True)
+class Targets:
+    labels: Tensor  # [B, *S] int64
+    tokens: Tokens  # the way from a model's tokens to voxels
+
+
+class Segment(Objective):
+    best_metric = "mean_dice"
+
+    def __init__(self, c: SegmentConfig, model: Any, statistics: Statistics):
+        self.config, self.model, self.statistics = c, model, statistics
+        self.names = c.names or tuple(f"class {number}" for number in range(model.classes))
+        dices = tuple(f"dice_{name}" for name in self.names)
+        self.metrics = ("loss", "accuracy", "mean_dice", *dices)
+        self.larger_is_better = frozenset({"accuracy", "mean_dice", *dices})
+
+    def tokens_per_sample(self) -> int:
+        return encoder_of(self.model).count_tokens(per_axis(self.model.shape, self.model.ndim))
+
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
+        inputs, tokens = make_inputs(
+            self.model,
+            normalise(batch.values, self.statistics),
+            variables=batch.variables or None,
+            scored=batch.values,
+            draws=None if evaluating else draws,
+        )
+        labels = check_labels(batch.labels, self.model.classes, ignore=self.config.ignore)
+        return inputs, Targets(labels, tokens)
+
+    def logits(self, output: Tensor, targets: Targets) -> Tensor:
+        """[B, classes, *S] of what the model gives."""
+        return (targets.tokens.paint(output) if self.model.output == "tokens" else output).float()
+
+    def loss(self, output: Tensor, targets: Targets) -> Loss:
+        c = self.config
+        logits = self.logits(output, targets)
+        each = segmentation_loss(
+            logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, ignore=c.ignore
+        )
+        return Loss(each.sum(), torch.tensor(float(len(each)), device=each.device))
+
+    def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
+        loss = self.loss(output, targets)
+        table = confusion(
+            self.logits(output, targets).argmax(dim=1), targets.labels, self.model.classes, self.config.ignore
+        )
+        sums = {"loss": loss.sum, "samples": loss.count, "voxels": table.sum()}
+        for number in range(self.model.classes):
+            sums[f"both_{number}"] = table[number, number]
+            sums[f"either_{number}"] = table[number].sum() + table[:, number].sum()  # true voxels and predicted ones
+        return {name: value.double() for name, value in sums.items()}
+
+    def summarise(self, sums: dict[str, float]) -> dict[str, float]:
+        def ratio(part: float, whole: float) -> float:
+            return part / whole if whole else float("nan")
+
+        numbers = range(self.model.classes)
+        # A class that neither the labels nor the model know of here has no Dice, and is left out of the mean.
+        dices = [ratio(2 * sums[f"both_{i}"], sums[f"either_{i}"]) for i in numbers]
+        counted = [d for i, d in enumerate(dices) if d == d and (i > 0 or self.config.background)]
+        return {
+            "loss": sums["loss"] / sums["samples"],
+            "accuracy": ratio(sum(sums[f"both_{i}"] for i in numbers), sums["voxels"]),
+            "mean_dice": ratio(sum(counted), len(counted)),
+            **{f"dice_{name}": dice for name, dice in zip(self.names, dices, strict=True)},
+        }
+
+    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
+        from vitrail.report.panels import segmentation_panel
+
+        predicted = self.logits(output, targets).argmax(dim=1)
+        arrays = (t.cpu().numpy() for t in (batch.values, targets.labels, predicted))
+        rows = [
+            {"image": image, "truth": truth, "prediction": guess} for image, truth, guess in zip(*arrays, strict=True)
+        ]
+        metrics = self.summarise({name: float(value) for name, value in self.measure(output, targets).items()})
+        first = 0 if self.config.background else 1
+        dices = [f"{name} {metrics[f'dice_{name}']:.2f}" for name in self.names[first:] if metrics[f"dice_{name}"] >= 0]
+        which = "held-out" if held_out else "training"
+        shown = ", ".join(dices[:6]) + (", ..." if len(dices) > 6 else "")
+        caption = f"step {step}: {which} samples; Dice of these: {shown or 'none'}"
+        title = f"Segmentation at step {step}"
+        segmentation_panel(path, rows, names=self.names, ignore=self.config.ignore, title=title, caption=caption)
+        return caption
+
+
+def segmentation_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    kind: str = "dice_ce",
+    squared: bool = True,
+    smooth: tuple[float, float] = (0.0, 1e-6),
+    ignore: int | None = None,
+) -> Tensor:
+    """The loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
+    scored = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore  # [B, *S]
+    labels = labels.where(scored, 0)
+    logs = logits.log_softmax(dim=1)
+    each = torch.zeros(len(logits), device=logits.device)
+    if kind in ("dice", "dice_ce"):
+        share = logs.exp() * scored.unsqueeze(1)
+        true = torch.zeros_like(share).scatter_(1, labels.unsqueeze(1), scored.unsqueeze(1).to(share.dtype))
+        both = (share * true).flatten(2).sum(dim=2)  # B C
+        predicted = (share.square() if squared else share).flatten(2).sum(dim=2)
+        dice = (2 * both + smooth[0]) / (predicted + true.flatten(2).sum(dim=2) + smooth[1])
+        # A sample without any scored voxel has nothing to learn from, but still counts as one.
+        each = each + (1 - dice).mean(dim=1) * scored.flatten(1).any(dim=1)
+    if kind in ("ce", "dice_ce"):
+        surprise = -logs.gather(1, labels.unsqueeze(1)).squeeze(1) * scored  # [B, *S]
+        each = each + surprise.flatten(1).sum(dim=1) / scored.flatten(1).sum(dim=1).clamp(min=1)
+    return each
+
+
+def confusion(predicted: Tensor, labels: Tensor, classes: int, ignore: int | None = None) -> Tensor:
+    """Counts [true, predicted] of the scored voxels."""
+    joint = labels * classes + predicted
+    if ignore is not None:
+        joint = joint.where(labels != ignore, classes * classes)
+    return joint.flatten().bincount(minlength=classes * classes + 1)[:-1].view(classes, classes)

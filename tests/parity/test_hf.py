@@ -1,0 +1,134 @@
+"""ViT and ViTMAE of Hugging Face transformers: their weights here give their outputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from references import empty, scramble, sincos_2d
+
+from vitrail.errors import UserError
+from vitrail.layers.patches import gather_tokens
+from vitrail.models.encoder import EncoderConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights import load_weights
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+B16 = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+
+
+def encoder_of(sizes: dict[str, int], patch: int, **more: Any) -> dict[str, Any]:
+    names = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_attention_heads"}
+    return {key: sizes[name] for key, name in names.items()} | {"patch": patch, "cls_token": True, "eps": 1e-12} | more
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "patch"),
+    [(SMALL, 32, 8), pytest.param(B16, 224, 16, marks=pytest.mark.slow)],
+    ids=["small", "B/16"],
+)
+@torch.no_grad()
+def test_vit(tmp_path: Path, sizes: dict[str, int], size: int, patch: int) -> None:
+    config = transformers.ViTConfig(**sizes, image_size=size, patch_size=patch, num_labels=5)
+    theirs = scramble(transformers.ViTForImageClassification(config), std=0.02)
+    c = ViTConfig(**encoder_of(sizes, patch, positions="learned"), shape=size, channels=3, pool="cls", classes=5)
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    expected = theirs(pixel_values=images).logits
+    theirs.save_pretrained(tmp_path)  # its names on disk are not those in memory
+    for given in (theirs.state_dict(), tmp_path, tmp_path / "model.safetensors"):
+        ours = empty(c)
+        report = load_weights(ours, given)
+        assert report.adapter == "hf"
+        assert not report["skipped"]
+        assert not report["unused"]
+        torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_vitmae(tmp_path: Path) -> None:
+    config = transformers.ViTMAEConfig(
+        **SMALL,
+        image_size=32,
+        patch_size=8,
+        layer_norm_eps=1e-6,
+        decoder_hidden_size=16,
+        decoder_num_hidden_layers=2,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=64,
+    )
+    theirs = scramble(transformers.ViTMAEForPreTraining(config))
+    theirs.vit.embeddings.position_embeddings.copy_(sincos_2d(32, 4, cls=True))  # a fresh one has zeros
+    theirs.decoder.decoder_pos_embed.copy_(sincos_2d(16, 4, cls=True))
+    c = MAEConfig(
+        encoder=EncoderConfig(**encoder_of(SMALL, 8) | {"eps": 1e-6}),
+        decoder=DecoderConfig(width=16, depth=2, heads=2),
+        channels=3,
+        shape=32,
+    )
+    generator = torch.Generator().manual_seed(1)
+    images, noise = torch.randn(2, 3, 32, 32, generator=generator), torch.rand(2, 16, generator=generator)
+    expected = theirs(pixel_values=images, noise=noise).logits
+    order = noise.argsort(dim=1)
+    theirs.save_pretrained(tmp_path)
+    for given in (theirs.state_dict(), tmp_path):
+        ours = empty(c)
+        report = load_weights(ours, given)
+        assert report.adapter == "hf"
+        assert not report["skipped"]
+        inputs = ours.inputs(images)
+        found = ours(
+            gather_tokens(inputs["x"], order[:, :4]),
+            coordinates=gather_tokens(inputs["coordinates"], order[:, :4]),
+            queries=gather_tokens(inputs["coordinates"], order[:, 4:]),
+        )
+        torch.testing.assert_close(found, gather_tokens(expected, order[:, 4:]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_dinov2(tmp_path: Path, gated: bool) -> None:
+    config = transformers.Dinov2WithRegistersConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        num_register_tokens=3,
+        use_swiglu_ffn=gated,
+    )
+    theirs = scramble(transformers.Dinov2WithRegistersModel(config))
+    hidden = theirs.encoder.layer[0].mlp.down_proj.in_features if gated else 128
+    c = ViTConfig(
+        **encoder_of(SMALL, 8, positions="learned", layer_scale=1.0, registers=3, hidden=hidden) | {"eps": 1e-6},
+        mlp="swiglu" if gated else "gelu",
+        channels=3,
+        shape=32,
+        pool="tokens",
+    )
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = theirs(pixel_values=images).last_hidden_state[:, 4:]
+    theirs.save_pretrained(tmp_path)
+    for given in (theirs.state_dict(), tmp_path):
+        ours = empty(c)
+        report = load_weights(ours, given)
+        assert not report["skipped"]
+        assert report.names("unused") == ["embeddings.mask_token"]
+        torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_settings_beside_the_file_are_checked(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(**SMALL, image_size=32, patch_size=8)
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    make = encoder_of(SMALL, 8, positions="learned")
+    with pytest.raises(UserError, match=r"num_attention_heads is 4 in config.json, the model has 2 heads"):
+        load_weights(ViTConfig(**make | {"heads": 2}, channels=3, shape=32).build(), tmp_path)
+    report = load_weights(ViTConfig(**make | {"eps": 1e-6}, channels=3, shape=32).build(), tmp_path)
+    assert any("eps 1e-12" in note for note in report.notes)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_act": "quick_gelu"}))
+    with pytest.raises(UserError, match="'quick_gelu'"):
+        load_weights(ViTConfig(**make, channels=3, shape=32).build(), tmp_path)

@@ -1,0 +1,122 @@
+"""UNETR against MONAI's: the same weights give the same logits."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vitrail.models.encoder import EncoderConfig
+from vitrail.models.unetr import UNETRConfig
+from vitrail.weights.monai import monai_unetr
+
+monai = pytest.importorskip("monai.networks.nets", reason="MONAI is not installed: pip install monai")
+
+AFFINE = ("instance", {"affine": True})
+CASES: dict[str, dict[str, Any]] = {
+    "3-D": {"spatial_dims": 3, "img_size": (32, 16, 48), "in_channels": 1},
+    "2-D": {"spatial_dims": 2, "img_size": (32, 48), "in_channels": 3},
+    "perceptron": {
+        **{"spatial_dims": 3, "img_size": (16, 32, 16), "in_channels": 2},
+        **{"proj_type": "perceptron", "feature_size": 8},
+    },
+    "perceptron 2-D": {"spatial_dims": 2, "img_size": (64, 32), "in_channels": 20, "proj_type": "perceptron"},
+    "without residuals": {
+        **{"spatial_dims": 3, "img_size": (16, 32, 16), "in_channels": 1},
+        **{"feature_size": 8, "res_block": False},
+    },
+    "affine": {
+        **{"spatial_dims": 3, "img_size": (32, 16, 16), "in_channels": 1},
+        **{"feature_size": 8, "norm_name": AFFINE},
+    },
+    "affine without residuals": {
+        **{"spatial_dims": 2, "img_size": (32, 32), "in_channels": 1},
+        **{"norm_name": AFFINE, "res_block": False, "qkv_bias": True},
+    },
+}
+
+
+def config_like(width: int = 48, heads: int = 4, hidden: int = 80, classes: int = 5, **options: Any) -> UNETRConfig:
+    """Ours for the options of theirs."""
+    return UNETRConfig(
+        encoder=EncoderConfig(
+            width=width, depth=12, heads=heads, hidden=hidden, patch=16, positions="learned", eps=1e-5
+        ),
+        features=options.get("feature_size", 16),
+        norm="affine" if isinstance(options.get("norm_name"), tuple) else "instance",
+        residual=options.get("res_block", True),
+        ndim=options["spatial_dims"],
+        channels=options["in_channels"],
+        classes=classes,
+        shape=options["img_size"],
+    )
+
+
+def theirs(**options: Any) -> nn.Module:
+    """Every parameter at random, so that none that is forgotten looks right."""
+    torch.manual_seed(0)
+    model = monai.UNETR(out_channels=5, hidden_size=48, mlp_dim=80, num_heads=4, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                parameter.normal_(1.0 if name.endswith("weight") else 0.0, 0.2)
+            elif "position" in name:
+                parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_outputs_equal_monai(options: dict[str, Any]) -> None:
+    reference = theirs(**options)
+    model = config_like(**options).build()
+    model.load_state_dict(monai_unetr(reference.state_dict(), model.config))
+    images = torch.randn(2, options["in_channels"], *options["img_size"])
+    expected = reference(images)
+    ours = model(**model.inputs(images))
+    assert ours.shape == expected.shape
+    assert (ours - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("options", [CASES["2-D"], CASES["affine"]], ids=["2-D", "affine"])
+def test_gradients_equal_monai(options: dict[str, Any]) -> None:
+    """In double precision: in single, norms of a few voxels differ by more than a mistake would."""
+    reference = theirs(**options).double()
+    model = config_like(**options).build()
+    model.load_state_dict(monai_unetr(reference.state_dict(), model.config))
+    model.double()
+    images = torch.randn(2, options["in_channels"], *options["img_size"], dtype=torch.float64)
+    reference(images).square().mean().backward()
+    model(**model.inputs(images)).square().mean().backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    wanted = monai_unetr(gradients, model.config)
+    for name, parameter in model.named_parameters():
+        if "qkv.bias" not in name or options.get("qkv_bias"):
+            assert (parameter.grad - wanted[name]).abs().max() <= 1e-8 * wanted[name].abs().max() + 1e-12, name
+
+
+def test_parameters_of_the_published_size() -> None:
+    """UNETR of the paper: ViT-B/16, 96^3, 14 classes. Theirs has unused norms, ours qkv biases besides."""
+    config = config_like(
+        width=768, heads=12, hidden=3072, classes=14, spatial_dims=3, img_size=(96, 96, 96), in_channels=1
+    )
+    with torch.device("meta"):
+        ours = sum(p.numel() for p in config.build().parameters())
+    reference = 92_802_478  # all parameters of MONAI 1.6.1's UNETR(1, 14, 96)
+    assert ours == reference - 12 * 2 * 768 + 12 * 3 * 768
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    options: dict[str, Any] = CASES["2-D"]
+    state = theirs(**options).state_dict()
+    config = config_like(**options)
+    with pytest.raises(ValueError, match=r"model.encoder.eps: 1e-06 does not fit MONAI's UNETR, which has 1e-05"):
+        monai_unetr(state, replace(config, encoder=replace(config.encoder, eps=1e-6)))
+    with pytest.raises(ValueError, match=r"model.encoder.positions: rope does not fit"):
+        monai_unetr(state, replace(config, encoder=replace(config.encoder, positions="rope")))
+    with pytest.raises(ValueError, match=r"weights have 12 blocks, model.encoder.depth is 8"):
+        monai_unetr(state, replace(config, encoder=replace(config.encoder, depth=8)))
+    with pytest.raises(ValueError, match=r"head\.weight is not a name of MONAI's UNETR"):
+        monai_unetr(state | {"head.weight": torch.zeros(1)}, config)
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    assert monai_unetr(wrapped, config).keys() == monai_unetr(state, config).keys()

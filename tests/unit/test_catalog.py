@@ -1,0 +1,165 @@
+"""Every model of the seeds: parameters to the last one, FLOPs, and the list of them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.errors import UserError
+from vitrail.layers.backends import use_backend
+from vitrail.layers.scores import GradientScore
+from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.variables import VariablesConfig
+from vitrail.models import SAP, EncoderConfig, SAPConfig, StudyViTConfig, ViT, ViTConfig
+from vitrail.models.catalog import describe, entries, find, measure
+
+GOLDEN = {
+    ("vit", "UCF-B/16"): 86_613_736,
+    ("vit", "B/16"): 86_567_656,  # timm's vit_base_patch16_224
+    ("mae", "UCF-B/16"): 111_982_592,
+    ("mae", "2B"): 2_055_577_600,
+    ("mae", "8B"): 6_997_681_152,
+    ("study_vit", "Base"): 87_028_840,
+    ("study_vit", "Huge"): 635_392_896,
+    ("study_vit", "1B"): 914_252_416,
+    ("study_vit", "3B"): 3_067_445_632,
+    ("study_vit", "5B"): 5_349_511_040,
+    ("study_vit", "15B"): 14_720_355_376,
+    ("dit", "XL/2"): 674_834_720,
+}
+ROUNDED = {("dit", "0.5B"): 461.9, ("dit", "1B"): 1363.8, ("dit", "7B"): 7128.5}
+GFLOPS = {("study_vit", "Base"): 105.9 / 3, ("unetr", "B/16"): 146.4, ("dit", "XL/2"): 237.2}
+
+
+def test_parameters_and_flops_are_those_of_the_seeds() -> None:
+    rows = {(row["model"], row["size"]): row for row in map(measure, entries())}
+    for name, parameters in GOLDEN.items():
+        assert rows[name]["parameters"] == parameters, name
+    for name, millions in ROUNDED.items():
+        assert round(rows[name]["parameters"] / 1e6, 1) == millions, name
+    for name, flops in GFLOPS.items():
+        assert rows[name]["flops"] / 1e9 == pytest.approx(flops, rel=2e-3), name
+
+
+def test_list_as_json() -> None:
+    done = subprocess.run([sys.executable, "-m", "vitrail", "models", "--json"], capture_output=True, text=True)
+    rows = json.loads(done.stdout)
+    assert {"vit", "study_vit", "mae", "unetr", "sap", "diffusion_vit", "dit"} == {row["model"] for row in rows}
+    assert all(isinstance(row[key], int) and row[key] > 0 for row in rows for key in ("parameters", "flops"))
+    assert all(row["size"] and row["origin"] for row in rows)
+
+
+def test_one_in_detail() -> None:
+    found = describe("sap")
+    assert "adaptive" in found["about"]
+    assert found["keys"]["encoder"] == "required"
+    assert [row["size"] for row in found["sizes"]] == ["UCF-B/16", "UCF-B/4-3d"]
+    assert [entry.size for entry in find("dit:XL/2")] == ["XL/2"]
+    with pytest.raises(UserError, match="did you mean 'unetr'"):
+        find("untr")
+    with pytest.raises(UserError, match="'B/14' is not a size of dit; there are S/2"):
+        find("dit:B/14")
+
+
+def small(**more: object) -> ViTConfig:
+    channels = None if "variables" in more else 3
+    return ViTConfig(width=24, depth=2, heads=2, patch=4, classes=5, shape=16, channels=channels, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small(),
+        small(pool="attention", registers=2),
+        small(variables=VariablesConfig(known=("a", "b", "c", "d", "e"))),
+        small(variables=VariablesConfig(known=("a", "b", "c", "d"), aggregate="groups", group=2)),
+        small(variables=VariablesConfig(known=("a", "b"), aggregate="none")),
+        small(tokens=AdaptiveTokens(length=13, score=GradientScore())),
+        small(pool="tokens"),
+        StudyViTConfig(width=24, depth=2, heads=2, patch=4, classes=5, shape=16, channels=3),
+        SAPConfig(
+            encoder=EncoderConfig(
+                width=24, depth=1, heads=2, patch=4, tokens=AdaptiveTokens(length=13, score=GradientScore())
+            ),
+            channels=3,
+            classes=4,
+            shape=16,
+            features=6,
+        ),
+    ],
+)
+def test_flops_are_what_pytorch_counts(config) -> None:
+    model = config.build()
+    inputs = model.inputs(torch.randn(1, config.channels, 16, 16))
+    inputs.pop("valid", None)  # a mask would be counted by other operations
+    with use_backend("math"), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    assert counter.get_total_flops() == pytest.approx(model.flops().forward, rel=1e-6)
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("channels", [1, 3, 20])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_shapes_channels_and_sides(ndim: int, channels: int, batch: int) -> None:
+    shape = (16, 24, 32)[:ndim]
+    images = torch.randn(batch, channels, *shape)
+    vit = ViTConfig(width=24, depth=1, heads=2, patch=4, classes=7, channels=channels, ndim=ndim).build()
+    assert vit(**vit.inputs(images)).shape == (batch, 7)
+    tokens = AdaptiveTokens(length=1 + 3 * (2**ndim - 1), score=GradientScore())
+    encoder = EncoderConfig(width=24, depth=1, heads=2, patch=4, tokens=tokens)
+    sap = SAP(SAPConfig(encoder=encoder, channels=channels, classes=4, ndim=ndim, shape=shape, features=4))
+    assert sap(**sap.inputs(images)).shape == (batch, tokens.length, 4**ndim * 4)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
+def test_classifier_overfits_a_batch(pool: str) -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(width=32, depth=2, heads=2, patch=4, classes=4, channels=1, pool=pool, cls_token=True)  # type: ignore[arg-type]
+    _overfits(ViT(config), lambda model, x: model(**model.inputs(x)))
+
+
+def test_study_vit_overfits_a_batch() -> None:
+    torch.manual_seed(0)
+    config = StudyViTConfig(width=32, depth=2, heads=2, patch=4, classes=4, channels=1, shape=16)
+    _overfits(config.build(), lambda model, x: model(**model.inputs(x)))
+
+
+def test_sap_overfits_a_batch() -> None:
+    from vitrail.models.inputs import make_inputs
+
+    torch.manual_seed(0)
+    tokens = AdaptiveTokens(length=40, score=GradientScore())
+    encoder = EncoderConfig(width=32, depth=2, heads=2, patch=4, tokens=tokens)
+    model = SAP(SAPConfig(encoder=encoder, channels=1, classes=2, shape=16, features=8))
+    images = torch.rand(2, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    labels = (images[:, 0] > 0.5).long()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    inputs, made = make_inputs(model.config, images)
+    for _ in range(60):
+        loss = torch.nn.functional.cross_entropy(made.paint(model(**inputs)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+
+
+def _overfits(model: torch.nn.Module, run) -> None:
+    x, y = torch.randn(8, 1, 16, 16), torch.arange(8) % 4
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        loss = torch.nn.functional.cross_entropy(run(model, x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+
+
+def test_head_dropout_is_an_input() -> None:
+    model = ViT(ViTConfig(width=24, depth=1, heads=2, patch=4, classes=3, channels=1, head_dropout=0.5))
+    inputs = model.inputs(torch.randn(2, 1, 16, 16))
+    none = model(**inputs, head_dropout=torch.zeros(2, 24))
+    assert torch.equal(none, model.head.bias.expand(2, 3))
+    assert torch.equal(model(**inputs, head_dropout=torch.ones(2, 24)), model(**inputs))
