@@ -1,0 +1,304 @@
+"""What the tensors of other projects' files become here.
+
+Names are brought to one vocabulary (see names.py); what is then done with a tensor (reordered heads, kernels,
+positions, tokens) follows from its name there. Adapters:
+- timm: timm's ViTs, DINO, DINOv2 and DINOv3, and encoders of facebookresearch/mae
+- mae: facebookresearch/mae with its decoder
+- hf: ViT, ViTMAE and DINOv2 of Hugging Face transformers, of versions 4 and 5
+- dit: facebookresearch/DiT
+- monai: MONAI's UNETR
+- vitrail: a run or checkpoint of this library, or a file with its names
+"""
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.layers.patches import per_axis
+from vitrail.weights import pieces
+from vitrail.weights.files import Weights
+from vitrail.weights.names import IGNORED, NEVER, TABLES, rename
+from vitrail.weights.own import translate_own
+from vitrail.weights.pieces import Made, Piece
+from vitrail.weights.target import Target, Translation, is_superposed, place_patch_embed, rope_inflation
+
+WHOLE = "converted as a whole"  # a file whose tensors cannot be told apart in the result
+
+
+def translate(weights: Weights, target: Target, adapter: str) -> Translation:
+    if adapter == "vitrail":
+        return translate_own(weights, target)
+    if adapter == "monai":
+        return _monai(weights, target)
+    return _foreign(weights, target, adapter)
+
+
+# ---------------------------------------------------------------- files of other projects
+
+
+def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
+    out = Translation()
+    found: dict[str, str] = {}  # name in the vocabulary -> name in the file
+    for name in weights.shapes:
+        never = any(re.fullmatch(pattern, name) for pattern, _ in NEVER)
+        new = None if never else rename(name, TABLES[adapter])
+        reason = next((reason for pattern, reason in IGNORED if re.fullmatch(pattern, name)), None)
+        if new is None and reason is not None:
+            out.ignored[name] = reason
+        elif new is not None:
+            found[new] = name
+    if adapter == "hf":
+        _check_settings(weights, target, out)
+    else:
+        weights.settings = None  # another program's config.json
+        out.notes.append(
+            f"such files do not say how many heads there are: the {target.encoder.heads} of the model were taken"
+        )
+    halves = _rope_of_dinov3(weights, target, out)
+    _positions(weights, found, target, out)
+    file_patch = (
+        tuple(weights.shapes[found["patch_embed.proj.weight"]][2:]) if "patch_embed.proj.weight" in found else ()
+    )
+    for new, name in found.items():
+        if new in ("cls_token", "registers", "pos_embed", "decoder.pos_embed"):
+            continue  # done by _positions
+        ours = (
+            new if new.startswith(("decoder.", "head.", "time_embed.", "label_embed.", "final.")) else f"encoder.{new}"
+        )
+        if ours.startswith("encoder.patch_embed.proj."):
+            place_patch_embed(name, ours, target, out)
+        elif found_part := re.fullmatch(r"(.*\.attn)\.q\.(weight|bias)", ours):
+            _join_heads(found, new, found_part, target, out)
+        elif re.fullmatch(r".*\.attn\.[kv]\.(weight|bias)", ours):
+            continue  # with its q
+        elif ".attn.qkv." in ours and ours in target.parameters:
+            masked = ours.endswith("bias") and f"{name}_mask" in weights.shapes
+            width = target.head_width(ours)
+            make = partial(pieces.fused_head_major, head_width=width, halves=halves, masked_keys=masked)
+            out.pieces[ours] = Piece((name,), make)
+        elif ".mlp.packed." in ours or (".mlp.fc1." in ours and _is_packed(ours, weights.shapes[name], target)):
+            for index, layer in enumerate(("gate", "fc1")):
+                to = re.sub(r"\.mlp\.\w+\.", f".mlp.{layer}.", ours)
+                out.pieces[to] = Piece((name,), partial(pieces.part, index=index, of=2))
+        elif re.match(r"(decoder\.head|final\.proj)\.", ours) and file_patch:
+            out.pieces[ours] = Piece((name,), partial(pieces.voxel_rows, old=file_patch, new=target.patch))
+        else:
+            out.pieces[ours] = Piece((name,))
+    _zero_biases(target, out)
+    return out
+
+
+def _join_heads(found: dict[str, str], new: str, parts: re.Match[str], target: Target, out: Translation) -> None:
+    ours = f"{parts.group(1)}.qkv.{parts.group(2)}"
+    names = [found.get(re.sub(r"\.attn\.q\.", f".attn.{letter}.", new)) for letter in "qkv"]
+    if ours in target.parameters and all(names):
+        make = partial(pieces.head_major, head_width=target.head_width(ours))
+        out.pieces[ours] = Piece(tuple(map(str, names)), make)
+
+
+def _is_packed(ours: str, shape: tuple[int, ...], target: Target) -> bool:
+    """Gate and value in one tensor: the model keeps them apart, and each has half the rows."""
+    gate = target.parameters.get(ours.replace(".fc1.", ".gate."))
+    return gate is not None and shape[0] == 2 * gate.shape[0]
+
+
+def _zero_biases(target: Target, out: Translation) -> None:
+    """A layer without biases is one with biases of 0."""
+    for name, piece in list(out.pieces.items()):
+        bias = name.removesuffix("weight") + "bias"
+        if (
+            name.endswith((".attn.qkv.weight", ".patch_embed.proj.weight"))
+            and bias in target.parameters
+            and bias not in out.pieces
+        ):
+            out.pieces[bias] = Piece(piece.sources[:1], pieces.zeros(*target.parameters[bias].shape))
+
+
+def _check_settings(weights: Weights, target: Target, out: Translation) -> None:
+    """What config.json of a Hugging Face model says against the model that is filled."""
+    settings, e = weights.settings, target.encoder
+    if settings is None:
+        out.notes.append(f"no config.json beside the file: the {e.heads} heads of the model were taken")
+        return
+    decoder_heads = getattr(getattr(target.model.config, "decoder", None), "heads", None)
+    for key, ours, told in (
+        ("num_attention_heads", e.heads, out.wrong),
+        ("decoder_num_attention_heads", decoder_heads, out.decoder),
+    ):
+        if key in settings and ours is not None and settings[key] != ours:
+            told.append(f"{key} is {settings[key]} in config.json, the model has {ours} heads; set that number")
+    if settings.get("hidden_act", "gelu") != "gelu" and target.config.mlp == "gelu":
+        out.wrong.append(f"its activation is {settings['hidden_act']!r}, the model's is the exact GELU")
+    eps = settings.get("layer_norm_eps")
+    if isinstance(eps, int | float) and not math.isclose(eps, target.config.eps):
+        out.notes.append(f"its norms have eps {eps:g}, the model's {target.config.eps:g}; encoder.eps sets it")
+
+
+def _rope_of_dinov3(weights: Weights, target: Target, out: Translation) -> bool:
+    """Whether a file's rotations pair channel i with i + K/2, as those of DINOv3 do."""
+    name = next((n for n in weights.shapes if re.fullmatch(r"rope(?:_embed)?\.periods", n)), None)
+    if name is None:
+        return False
+    if target.positions != "rope":
+        out.problems.append(
+            f"the file turns queries and keys (rope); set positions: rope instead of {target.positions}"
+        )
+        return True
+    if target.ndim != 2 and not is_superposed(target):
+        out.problems.append(rope_inflation(target))
+    periods = weights.read(name).double()
+    head_width = target.encoder.width // target.encoder.heads
+    if 4 * len(periods) != head_width:
+        out.wrong.append(f"its heads are {4 * len(periods)} wide, the model's {head_width}; set heads to fit")
+        return True
+    base = float(periods[1] / periods[0]) ** len(periods) if len(periods) > 1 else target.config.theta
+    if not math.isclose(base, target.config.theta, rel_tol=1e-2):
+        out.problems.append(f"its rotations have theta {base:.4g}, the model's {target.config.theta:g}; set theta")
+    scale = getattr(target.config, "rope_scale", 1.0)
+    wanted = 4 * math.pi / (target.grid[-1] * float(periods[0])) if target.grid else None
+    if wanted is None or not math.isclose(scale, wanted, rel_tol=1e-3):
+        out.notes.append(
+            "its rotations span the whole image, the model's go by patch: equal where rope_scale is 4 pi over the "
+            f"number of patches along an axis ({'unknown' if wanted is None else f'{wanted:.4g}'} here, not {scale:g})"
+        )
+    return True
+
+
+# ---------------------------------------------------------------- positions and tokens before the patches
+
+
+def _positions(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> None:
+    cls, registers, table = (found.get(n) for n in ("cls_token", "registers", "pos_embed"))
+    counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
+    skip, grid = 0, None
+    if table is not None:
+        rows = math.prod(weights.shapes[table][:-1])
+        skip, grid = _find_grid(rows, cls is not None, sum(counts), target, _grid_by_settings(weights))
+        if grid is None:
+            out.wrong.append(f"its {rows} positions are no square grid, with or without a class token")
+    _first_tokens(cls, registers, counts, table if skip else None, skip, target, out)
+    if grid is not None and table is not None:
+        _table(weights, table, grid, skip, "encoder", target, out)
+    elif table is None and target.positions in ("sincos", "learned"):
+        out.problems.append(f"the file holds no positions, but the model adds {target.positions} ones; set positions")
+    decoder = found.get("decoder.pos_embed")
+    if decoder is None or grid is None:
+        return
+    if not hasattr(getattr(target.model, "decoder", None), "mask_token"):
+        out.ignored[decoder] = "the model has no such decoder"
+        return
+    _table(weights, decoder, grid, skip, "decoder", target, out)
+    if skip and float(weights.read(decoder).reshape(-1, weights.shapes[decoder][-1])[:skip].abs().max()) > 1e-6:
+        out.decoder.append("the decoder's class token has a position in the file, and none here")
+
+
+def _find_grid(
+    rows: int, cls: bool, first: int, target: Target, known: tuple[int, ...] | None
+) -> tuple[int, tuple[int, ...] | None]:
+    """How many rows of a table are not patches', and the grid of the rest."""
+    choices = [int(cls), *([first] if first > 1 else []), 0]
+    if known is not None:
+        return next(((skip, known) for skip in choices if rows - skip == math.prod(known)), (0, None))
+    for skip in choices:
+        if rows > skip and (grid := pieces.square_grid(rows - skip, 2)) is not None:
+            return skip, grid
+    plane = None if target.grid is None else target.grid[-2:]
+    for skip in choices:
+        if rows > skip and (grid := pieces.square_grid(rows - skip, 2, plane)) is not None:
+            return skip, grid
+    return 0, None
+
+
+def _grid_by_settings(weights: Weights) -> tuple[int, ...] | None:
+    settings = weights.settings or {}
+    try:
+        size, patch = (per_axis(_tupled(settings[key]), 2) for key in ("image_size", "patch_size"))
+        return tuple(s // p for s, p in zip(size, patch, strict=True))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _first_tokens(
+    cls: str | None,
+    registers: str | None,
+    counts: tuple[int, ...],
+    table: str | None,
+    skip: int,
+    target: Target,
+    out: Translation,
+) -> None:
+    c = target.config
+    names = [n for n in (cls, registers) if n is not None]
+    have = (counts[0] if cls else 0, counts[-1] if registers else 0)
+    wanted = (int(c.cls_token), c.registers)
+    if have != wanted:
+        said = [f"{n} {what}" for n, what in zip(have, ("class token", "registers"), strict=True)]
+        out.problems.append(
+            f"the file has {' and '.join(said)}, the model {wanted[0]} and {wanted[1]}; "
+            f"set cls_token: {'true' if have[0] else 'false'} and registers: {have[1]}"
+        )
+    elif names:
+        own_row = "encoder.pos_embed.cls" in target.parameters  # the class token's position is a parameter of its own
+        make = partial(pieces.first_rows, counts=counts, added=0 if own_row and skip < 2 else skip)
+        out.pieces["encoder.prefix_tokens"] = Piece((*names, *([table] if table else [])), make)
+        if own_row:
+            row = partial(pieces.class_row, there=skip == 1)
+            out.pieces["encoder.pos_embed.cls"] = Piece((table or names[0],), row)
+
+
+def _table(
+    weights: Weights, name: str, grid: tuple[int, ...], skip: int, part: str, target: Target, out: Translation
+) -> None:
+    """A table into a learned one; or, where positions are computed, a look at whether they are the same."""
+    positions = target.positions
+    ours = f"{part}.pos_embed.table"
+    if positions == "learned" and ours in target.parameters:
+        assert target.grid is not None
+        make = partial(pieces.position_table, old=grid, new=target.grid, skip=skip)
+        out.pieces[ours] = Piece((name,), make)
+        return
+    if positions == "sincos" and target.ndim == 2:
+        rows = weights.read(name).float().reshape(-1, weights.shapes[name][-1])[skip:]
+        if torch.allclose(rows, pieces.sincos_rows(grid, rows.shape[-1]), atol=1e-4):
+            out.ignored[name] = "the same sin-cos positions are computed here"
+            return
+    out.ignored[name] = f"the model's positions are {positions}"
+    (out.problems if part == "encoder" else out.decoder).append(
+        f"{name}: the model's positions ({positions}) are not those of the file; set positions: learned"
+    )
+
+
+# ---------------------------------------------------------------- MONAI
+
+
+def _monai(weights: Weights, target: Target) -> Translation:
+    from vitrail.weights.monai import monai_unetr
+
+    if getattr(target.model.config, "kind", None) != "unetr":
+        return Translation(wrong=[f"MONAI's UNETR goes into a unetr, not into a {target.model.config.kind}"])
+    # It renames and reorders the whole at once; a UNETR is small.
+    convert: Callable[..., dict[str, Tensor]] = monai_unetr
+    try:
+        state = convert({name: weights.read(name) for name in weights.shapes}, target.model.config)
+    except (KeyError, RuntimeError, ValueError) as error:
+        return Translation(wrong=[f"it is not the UNETR that the model is ({error})"])
+    out = Translation({name: Piece((), partial(Made, tensor, "permuted")) for name, tensor in state.items()})
+    table, parameter = state.get("encoder.pos_embed.table"), target.parameters.get("encoder.pos_embed.table")
+    if table is not None and parameter is not None and table.shape != parameter.shape and target.grid is not None:
+        grid = pieces.square_grid(len(table), target.ndim, target.grid)
+        if grid is None:
+            out.wrong.append(f"its {len(table)} positions are no grid of equal sides")
+        else:
+            make = partial(pieces.position_table, table, old=grid, new=target.grid)
+            out.pieces["encoder.pos_embed.table"] = Piece((), make)
+    out.ignored = dict.fromkeys(weights.shapes, WHOLE)
+    return out

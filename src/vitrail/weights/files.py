@@ -1,0 +1,224 @@
+"""Weights on disk, opened without running code: safetensors, PyTorch files read as plain tensors, and vitrail's runs.
+
+Tensors are read one at a time, when they are asked for, so that no rank needs room for the whole model.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import UserError
+
+# Where training scripts put the weights in their files; averaged ones first, as they are the better ones.
+NESTED = (
+    "model_ema",
+    "ema",
+    "state_dict_ema",
+    "teacher",
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "network",
+    "module",
+    "weights",
+)
+WRAPPERS = ("module.", "_orig_mod.", "teacher.backbone.", "student.backbone.", "backbone.", "model.", "net.")
+WHOLE = 4 << 30  # bytes of a run's weights up to which they are read at once
+
+
+@dataclass
+class Weights:
+    """Names, shapes and tensors of one file, and what is known of the model that they belong to."""
+
+    path: str
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+    config: Any = None  # of a vitrail run: the config of its model
+    settings: dict[str, Any] | None = None  # config.json beside a Hugging Face file
+    notes: list[str] = field(default_factory=list)
+
+    def renamed(self, names: Mapping[str, str]) -> "Weights":
+        """The same tensors under other names: new name -> name in the file."""
+        shapes = {new: self.shapes[old] for new, old in names.items()}
+        return Weights(self.path, shapes, lambda new: self.read(names[new]), self.config, self.settings, self.notes)
+
+
+def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
+    """A file, a folder (of a vitrail run or checkpoint, or as the Hugging Face hub makes them) or a state dict."""
+    if not isinstance(given, str | Path):
+        return unwrapped(_from_tree(given, "the state dict given"))
+    path = Path(given)
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder; give weights (.safetensors, .pt) or a vitrail run")
+    if path.is_dir():
+        if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir():
+            return _open_run(path)
+        return unwrapped(_open_folder(path))
+    if path.suffix == ".safetensors":
+        opened = _open_safetensors(path)
+    elif path.name.endswith(".safetensors.index.json"):
+        opened = _open_index(path)
+    elif path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        opened = _open_torch(path)
+    else:
+        raise UserError(f"{path}: weights are read from .safetensors, .pt, .pth, .bin and .ckpt, or from a run folder")
+    opened.settings = _settings(path.parent)
+    return unwrapped(opened)
+
+
+def unwrapped(weights: Weights) -> Weights:
+    """Names without what wrappers put before them; other tensors keep theirs."""
+    for _ in range(3):
+        found = next(
+            (w for w in WRAPPERS if sum(n.startswith(w) for n in weights.shapes) > len(weights.shapes) / 2), ""
+        )
+        if not found:
+            break
+        weights = weights.renamed({name.removeprefix(found): name for name in weights.shapes})
+    return weights
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# ---------------------------------------------------------------- safetensors
+
+
+def _open_safetensors(path: Path) -> Weights:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(str(path), framework="pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: this is not a whole safetensors file ({error}); fetch it again") from None
+    return Weights(str(path), shapes, file.get_tensor)
+
+
+def _open_index(path: Path) -> Weights:
+    """A model in several safetensors files, and the list of what is where."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(table.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: it does not list which tensor is in which file; fetch it again") from None
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise UserError(f"{path}: it names {outside[0]!r}, which does not lie beside it")
+    parts = {name: _open_safetensors(path.parent / name) for name in names}
+    missing = [name for name, part in table.items() if name not in parts[part].shapes]
+    if missing:
+        raise UserError(f"{path}: {table[missing[0]]} does not hold {missing[0]!r}; fetch the files again")
+    shapes = {name: parts[part].shapes[name] for name, part in table.items()}
+    return Weights(str(path), shapes, lambda name: parts[table[name]].read(name))
+
+
+def _open_folder(path: Path) -> Weights:
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        if (path / name).is_file():
+            opened = open_weights(path / name)
+            opened.path = str(path)
+            return opened
+    raise UserError(
+        f"{path}: this folder holds no weights; expected a vitrail run (checkpoints/), "
+        "or model.safetensors or pytorch_model.bin with its config.json"
+    )
+
+
+# ---------------------------------------------------------------- PyTorch's own files
+
+
+def _open_torch(path: Path) -> Weights:
+    def load(**options: Any) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, **options)
+
+    try:
+        try:
+            tree = load(mmap=True)
+        except (RuntimeError, ValueError):  # files of old versions cannot be mapped
+            tree = load()
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error):
+            raise UserError(
+                f"{path}: it holds Python objects besides tensors, and reading those would run code; save the tensors "
+                "alone where you trust the file: safetensors.torch.save_file(state_dict, 'weights.safetensors')"
+            ) from None
+        raise UserError(f"{path}: this is not a file of PyTorch weights; fetch it again") from None
+    except Exception as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: it cannot be read ({words}); fetch it again") from None
+    return _from_tree(tree, str(path))
+
+
+def _from_tree(tree: Any, path: str) -> Weights:
+    """The tensors of a state dict, looked for where training scripts put them."""
+    notes = []
+    for _ in range(3):
+        inside = tree if isinstance(tree, Mapping) else {}
+        inner = next((key for key in NESTED if isinstance(inside.get(key), Mapping) and inside[key]), None)
+        if inner is None:
+            break
+        tree = inside[inner]
+        notes.append(f"taken from {inner!r} in the file")
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{path}: a mapping of names to tensors was expected, not {type(tree).__name__}")
+    tensors = {str(name): value.detach() for name, value in tree.items() if isinstance(value, Tensor)}
+    if not tensors:
+        keys = ", ".join(repr(str(key)) for key in list(tree)[:8])
+        raise UserError(
+            f"{path}: no tensors were found in it (keys: {keys}); expected a state dict, or one under 'model'"
+        )
+    return Weights(path, {n: tuple(t.shape) for n, t in tensors.items()}, tensors.__getitem__, notes=notes)
+
+
+# ---------------------------------------------------------------- vitrail's own runs
+
+
+def _open_run(path: Path) -> Weights:
+    """The newest good checkpoint of a run, or the one named; averaged weights where the run has them."""
+    # Here, not above: a run's session reads weights, too.
+    from vitrail.training.checkpoint import BadCheckpoint, load_tensors, stored_tensors
+    from vitrail.training.run import find_checkpoint, stored_recipe, which_weights
+    from vitrail.training.safe_dcp import UnsafeCheckpoint
+
+    run, step = path, None
+    if (path / "manifest.json").is_file():
+        run, step = path.parent.parent, path.name.removeprefix("step-")
+    folder, manifest = find_checkpoint(run, step)
+    recipe = stored_recipe(manifest)
+    prefix = "ema." if which_weights(None, recipe) == "ema" else "model."
+    shapes = {
+        name.removeprefix(prefix): tuple(size)
+        for name, size in stored_tensors(folder, manifest).items()
+        if name.startswith(prefix)
+    }
+
+    def load(names: list[str]) -> dict[str, Tensor]:
+        state = {prefix + name: torch.empty(shapes[name]) for name in names}
+        try:
+            load_tensors(folder, manifest, state)
+        except (BadCheckpoint, UnsafeCheckpoint) as error:
+            raise UserError(f"{folder}: {error}; try another checkpoint of this run") from None
+        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    kept: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        if not kept and 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) <= WHOLE:
+            kept.update(load(list(shapes)))  # each load reads the metadata again
+        return kept[name] if name in kept else load([name])[name]
+
+    note = f"{'averaged' if prefix == 'ema.' else 'plain'} weights of step {manifest['step']}"
+    return Weights(str(path), shapes, read, config=recipe.model, notes=[note])
