@@ -377,10 +377,10 @@ def hopper(**changes: object) -> Call:
         (hopper(width=160, groups=8), PLAIN, "flash"),
         (hopper(width=320), EVERY, "efficient"),
         (hopper(batch=1, heads=64, keys=2**18, width=128), PLAIN, "flash"),  # 2^31 numbers
-        (hopper(masked=True), EVERY, "flex"),
-        (hopper(masked=True), EVERY - {"flex"}, "varlen"),
+        (hopper(masked=True), EVERY, "varlen"),
+        (hopper(masked=True), EVERY - {"varlen"}, "flex"),
         (hopper(masked=True), EVERY - {"flex", "varlen"}, "efficient"),
-        (hopper(masked=True, groups=4, width=105), PLAIN, "flex"),
+        (hopper(masked=True, groups=4, width=105), PLAIN, "varlen"),
         (hopper(dtype=FP32), EVERY, "efficient"),
         (hopper(dtype=FP32, masked=True), EVERY, "efficient"),
         (hopper(dtype=torch.float64), EVERY, "math"),
@@ -459,9 +459,18 @@ def test_missing_packages_are_named_with_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_a_part_of_a_package_is_looked_for_without_importing_it() -> None:
-    assert backends._installed("torch", "nn")
-    assert not backends._installed("torch", "cute")
-    assert not backends._installed("no_such_package", "cute")
+    assert backends._installed("torch.nn")
+    assert not backends._installed("torch.cute")
+    assert not backends._installed("no_such_package.cute")
+
+
+def test_a_package_that_does_not_import_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found with a FlashAttention-4 whose own dependency was not on the path: auto must pass it over."""
+    monkeypatch.setattr(backends, "_installed", lambda module: module == "flash_attn.cute")
+    monkeypatch.setattr(backends, "_import_failure", lambda module: "No module named 'cutlass'")
+    reason = backends.missing("flash4", "cuda", (9, 0))
+    assert reason is not None
+    assert "cannot be imported (No module named 'cutlass')" in reason
 
 
 def test_wrong_and_missing_backends_are_refused() -> None:

@@ -528,7 +528,7 @@ def test_keys_that_do_not_go_together(fakes):
         (
             "modle.kind=one",
             "modle: unknown key; did you mean 'model'? (keys here: run, model, objective, data, optimizer, schedule, "
-            "ema, parallel, precision, checkpoint, eval, log)",
+            "init, ema, parallel, precision, checkpoint, eval, log)",
         ),
         (
             "parallel.strategy=FULLSHARD",

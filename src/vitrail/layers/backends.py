@@ -16,8 +16,10 @@
 | reference | plain steps in PyTorch, for checking; makes the whole matrix |
 """
 
+import importlib
 import importlib.util
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -65,10 +67,10 @@ class Row(NamedTuple):
     order: tuple[str, ...]
 
 
-# Half precision without a mask on Hopper: one H200, PyTorch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36, by November 2026,
-# forward and backward together (benchmarks/attention.md). FlashAttention-4 is 8 to 79 % faster than cuDNN at 13,107
-# tokens and more (4 to 48 heads of width 16 to 128); cuDNN is 1 to 29 % faster at 1,024 and fewer, where there are
-# thousands of heads. Between the two nothing is measured, hence the round number. Plain flash loses everywhere.
+# Half precision without a mask on Hopper: one H200, PyTorch 2.11, cuDNN 9.19, flash-attn-4 4.0.0b36, 2026-11-15,
+# forward and backward together (benchmarks/attention.md). FlashAttention-4 is 12 to 82 % faster than cuDNN at 4,096
+# tokens and more (4 to 128 heads of width 16 to 128); cuDNN is up to 16 % faster at 2,048 and fewer, with one tie
+# (1,024 tokens). Plain flash loses everywhere.
 HOPPER = (
     Row(4096, ("flash4", "cudnn", "flash", "efficient", "math")),
     Row(0, ("cudnn", "flash4", "flash", "efficient", "math")),
@@ -76,8 +78,10 @@ HOPPER = (
 # Not measured: PyTorch's own order, which has cuDNN first on Blackwell and flash first on older GPUs.
 BLACKWELL = ("cudnn", "flash4", "flash", "efficient", "math")
 OLDER = ("flash", "cudnn", "efficient", "math")
-# Not measured yet. flex and varlen skip masked keys; efficient computes all and adds the mask to every score.
-MASKED = ("flex", "varlen", "efficient", "math")
+# Masked, on the same H200 (2026-11-15): varlen is 10 % faster than flex at 4,096 tokens and 42 % at 1,024, three times
+# as fast as efficient, which computes all keys and adds the mask to every score. AMD is not measured.
+MASKED = ("varlen", "flex", "efficient", "math")
+MASKED_ROCM = ("flex", "efficient", "math")
 
 
 def preferred(call: Call) -> tuple[str, ...]:
@@ -87,7 +91,7 @@ def preferred(call: Call) -> tuple[str, ...]:
     if call.dtype not in HALF:
         return ("efficient", "math")
     if call.device == "rocm":
-        return MASKED if call.masked else ("flash", "efficient", "math")
+        return MASKED_ROCM if call.masked else ("flash", "efficient", "math")
     if call.masked:
         return MASKED
     if call.capability[0] == 9:
@@ -101,8 +105,14 @@ def preferred(call: Call) -> tuple[str, ...]:
 
 MULTIPLE = 8  # attend() pads heads to a multiple of this where a kernel wants it
 _WIDEST = {"cudnn": 128, "flash": 256, "ck": 256, "flash3": 256, "flash4": 256, "varlen": 256}
+# On Hopper, with 4.0.0b36, others fail to compile: 112, for one.
+_FLASH4_WIDTHS = (16, 64, 72, 96, 128)
 _HALF_ONLY = ("cudnn", "flash", "ck", "flash3", "flash4", "varlen")
 _NO_MASK = ("flash", "ck", "flash3", "flash4", "xformers")
+
+
+def _padded(width: int) -> int:
+    return -(-width // MULTIPLE) * MULTIPLE
 
 
 def refusal(name: str, call: Call) -> str | None:
@@ -122,6 +132,8 @@ def refusal(name: str, call: Call) -> str | None:
     widest = 128 if name == "flash4" and call.capability[0] >= 10 else _WIDEST.get(name)
     if widest is not None and call.width > widest:
         return f"takes heads up to {widest} wide, not {call.width}"
+    if name == "flash4" and _padded(call.width) not in _FLASH4_WIDTHS:
+        return f"is known to work with heads {', '.join(map(str, _FLASH4_WIDTHS))} wide, not {call.width}"
     if name == "cudnn":
         if call.masked and call.needs_grad:
             # Lengths of 64 modulo 128 give NaN: https://github.com/pytorch/pytorch/issues/196678
@@ -180,15 +192,24 @@ def missing(name: str, device: str, capability: tuple[int, int]) -> str | None:
     reason = _missing_on_amd(name) if device == "rocm" else _missing_on_nvidia(name, capability)
     if reason is not None:
         return reason
-    if name == "flex" and not _installed("triton"):
-        return f"needs triton, which is not installed; {remedy('triton')}"
-    if name == "xformers" and not _installed("xformers"):
-        return f"needs xformers, which is not installed; {remedy('xformers')}"
-    if name == "flash4" and not _installed("flash_attn", "cute"):
-        return f"needs flash_attn.cute, which is not installed; {remedy('flash_attn')}"
-    if name == "flash3" and not _installed("flash_attn_interface"):
-        return "needs flash_attn_interface, which is not installed; build it from the hopper folder of FlashAttention"
+    module = _MODULES.get(name)
+    if module is None:
+        return None
+    if not _installed(module):
+        cure = remedy(module) if name != "flash3" else "build it from the hopper folder of FlashAttention"
+        return f"needs {module}, which is not installed; {cure}"
+    failure = _import_failure(module)
+    if failure is not None:
+        return f"needs {module}, which is installed but cannot be imported ({failure}); install it again"
     return None
+
+
+_MODULES = {
+    "flex": "triton",
+    "xformers": "xformers.ops",
+    "flash4": "flash_attn.cute",
+    "flash3": "flash_attn_interface",
+}
 
 
 def _missing_on_nvidia(name: str, capability: tuple[int, int]) -> str | None:
@@ -220,15 +241,28 @@ def _device(device: str) -> tuple[str, tuple[int, int]]:
     return device, torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-def _installed(module: str, part: str | None = None) -> bool:
-    """Whether a module, or a part of it, is installed; it is not imported, since that can take seconds."""
+@lru_cache
+def _installed(module: str) -> bool:
+    """Whether a module is there; of "a.b", b is looked for without importing a."""
+    top, _, part = module.partition(".")
     try:
-        found = importlib.util.find_spec(module)
+        found = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
-    if found is None or part is None:
+    if found is None or not part:
         return found is not None
-    return any((Path(folder) / part).exists() for folder in found.submodule_search_locations or ())
+    places = [Path(folder) / part for folder in found.submodule_search_locations or ()]
+    return any(place.exists() or place.with_suffix(".py").exists() for place in places)
+
+
+@lru_cache
+def _import_failure(module: str) -> str | None:
+    """Why an installed module does not work here, None if it does: kernels are often built for another PyTorch."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
 
 
 # ---------------------------------------------------------------- what the user asked for

@@ -53,7 +53,7 @@ def rise(layer: nn.Module, x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return layer(x)
     # Kernels that do not overlap are a linear layer, whose result is laid out channels-last.
-    weight: Tensor = layer.weight.movedim(0, -1).movedim(0, -2)  # type: ignore[operator, union-attr] # *factor, C out, C in
+    weight: Tensor = layer.weight.movedim(0, -1).movedim(0, -2)  # type: ignore[operator] # *factor, C out, C in
     ndim = x.ndim - 2
     y = F.linear(x.movedim(1, -1), weight.flatten(0, -2)).unflatten(-1, weight.shape[:-1])  # B *S *factor C
     axes = [axis for i in range(ndim) for axis in (1 + i, 1 + ndim + i)]

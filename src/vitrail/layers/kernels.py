@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.layers.backends import MULTIPLE, chosen, machine
+from vitrail.layers.backends import MASKED, MASKED_ROCM, MULTIPLE, chosen, machine
 
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -65,7 +65,9 @@ def key_mask(valid: Tensor) -> KeyMask:
     valid = valid | ~filled[:, None]
     backend = chosen()
     if backend == "auto" and valid.device.type == "cuda":
-        backend = "flex" if "flex" in machine(valid.device.type).backends else "varlen"
+        here = machine(valid.device.type)
+        order = MASKED if here.device == "cuda" else MASKED_ROCM
+        backend = next(name for name in order if name in here.backends)
     return KeyMask(
         valid,
         filled,
