@@ -101,7 +101,8 @@ def test_dinov2(tmp_path: Path, gated: bool) -> None:
         use_swiglu_ffn=gated,
     )
     theirs = scramble(transformers.Dinov2WithRegistersModel(config))
-    hidden = theirs.encoder.layer[0].mlp.down_proj.in_features if gated else 128
+    last = [m for m in theirs.encoder.layer[0].mlp.modules() if isinstance(m, torch.nn.Linear)][-1]  # of any name
+    hidden = last.in_features if gated else 128
     c = ViTConfig(
         **encoder_of(SMALL, 8, positions="learned", layer_scale=1.0, registers=3, hidden=hidden) | {"eps": 1e-6},
         mlp="swiglu" if gated else "gelu",

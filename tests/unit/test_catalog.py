@@ -1,8 +1,11 @@
 """Every model of the seeds: parameters to the last one, FLOPs, and the list of them."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,20 @@ from vitrail.layers.backends import use_backend
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models import SAP, EncoderConfig, SAPConfig, StudyViTConfig, ViT, ViTConfig
+from vitrail.models import (
+    SAP,
+    DecoderConfig,
+    DiffusionDecoderConfig,
+    DiffusionViTConfig,
+    DiTConfig,
+    EncoderConfig,
+    MAEConfig,
+    SAPConfig,
+    StudyViTConfig,
+    UNETRConfig,
+    ViT,
+    ViTConfig,
+)
 from vitrail.models.catalog import describe, entries, find, measure
 
 GOLDEN = {
@@ -55,7 +71,8 @@ def test_list_as_json() -> None:
 def test_one_in_detail() -> None:
     found = describe("sap")
     assert "adaptive" in found["about"]
-    assert found["keys"]["encoder"] == "required"
+    assert found["keys"]["encoder.positions"] == "sincos"
+    assert found["keys"]["features"] == 256
     assert [row["size"] for row in found["sizes"]] == ["UCF-B/16", "UCF-B/4-3d"]
     assert [entry.size for entry in find("dit:XL/2")] == ["XL/2"]
     with pytest.raises(UserError, match="did you mean 'unetr'"):
@@ -106,12 +123,25 @@ def test_flops_are_what_pytorch_counts(config) -> None:
 def test_shapes_channels_and_sides(ndim: int, channels: int, batch: int) -> None:
     shape = (16, 24, 32)[:ndim]
     images = torch.randn(batch, channels, *shape)
-    vit = ViTConfig(width=24, depth=1, heads=2, patch=4, classes=7, channels=channels, ndim=ndim).build()
+    data: dict[str, Any] = {"channels": channels, "ndim": ndim, "shape": shape}
+    encoder = EncoderConfig(width=24, depth=4, heads=2, patch=4)
+    number, voxels = math.prod(s // 4 for s in shape), 4**ndim
+    vit = ViTConfig(width=24, depth=1, heads=2, patch=4, classes=7, **data).build()
     assert vit(**vit.inputs(images)).shape == (batch, 7)
+    mae = MAEConfig(encoder=encoder, decoder=DecoderConfig(width=24, depth=1, heads=2), **data).build()
+    prediction, hidden = mae.reconstruct(images, torch.rand(batch, number))
+    assert prediction.shape == (batch, number, voxels * channels)
+    assert hidden.sum(1).tolist() == [number - number // 4] * batch
+    unetr = UNETRConfig(encoder=encoder, classes=4, features=2, **data).build()
+    assert unetr(**unetr.inputs(images)).shape == (batch, 4, *shape)
+    diffusion = DiffusionViTConfig(encoder=encoder, decoder=DiffusionDecoderConfig(kind="linear"), **data).build()
+    times = torch.arange(batch)
+    assert diffusion(**diffusion.inputs(images), times=times).shape == (batch, number, voxels * channels)
+    dit = DiTConfig(width=24, depth=1, heads=2, patch=4, classes=3, **data).build()
+    assert dit(**dit.inputs(images), times=times, labels=times).shape == (batch, number, voxels * channels)
     tokens = AdaptiveTokens(length=1 + 3 * (2**ndim - 1), score=GradientScore())
-    encoder = EncoderConfig(width=24, depth=1, heads=2, patch=4, tokens=tokens)
-    sap = SAP(SAPConfig(encoder=encoder, channels=channels, classes=4, ndim=ndim, shape=shape, features=4))
-    assert sap(**sap.inputs(images)).shape == (batch, tokens.length, 4**ndim * 4)
+    sap = SAPConfig(encoder=replace(encoder, tokens=tokens), classes=4, features=4, **data).build()
+    assert sap(**sap.inputs(images)).shape == (batch, tokens.length, voxels * 4)
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean", "attention"])
@@ -163,3 +193,35 @@ def test_head_dropout_is_an_input() -> None:
     none = model(**inputs, head_dropout=torch.zeros(2, 24))
     assert torch.equal(none, model.head.bias.expand(2, 3))
     assert torch.equal(model(**inputs, head_dropout=torch.ones(2, 24)), model(**inputs))
+
+
+def test_mistakes_of_callers_are_named() -> None:
+    model = ViT(ViTConfig(width=24, depth=1, heads=2, patch=4, classes=3, channels=1, shape=16, positions="learned"))
+    images = torch.randn(2, 1, 16, 16)
+    with pytest.raises(ValueError, match=r"call model\(\*\*model.inputs\(images\)\)"):
+        model(images)
+    with pytest.raises(ValueError, match="'droppath' is no input of ViT; did you mean 'drop_path'"):
+        model(**model.inputs(images), droppath=torch.ones(2, 1, 2))
+    with pytest.raises(ValueError, match=r"images of \[8, 32\] do not fit learned positions for \[16, 16\]"):
+        model.inputs(torch.randn(1, 1, 8, 32))
+    with pytest.raises(ValueError, match="channels 3 contradicts the 2 variables"):
+        replace(model.config, channels=3, variables=VariablesConfig(known=("a", "b")))
+    with pytest.raises(ValueError, match="ndim 0"):
+        ViTConfig(width=24, depth=1, heads=2, patch=4, ndim=0)
+    with pytest.raises(ValueError, match="give a list of names"):
+        VariablesConfig(known="abc")  # type: ignore[arg-type]
+    encoder = EncoderConfig(width=8, depth=1, heads=1, patch=4, positions="rope")
+    decoder = DecoderConfig(width=8, depth=1, heads=4)
+    with pytest.raises(ValueError, match="head width 2 has no room"):
+        MAEConfig(encoder=encoder, decoder=decoder, channels=1, shape=16).build()
+    mae = MAEConfig(encoder=encoder, decoder=replace(decoder, heads=1), channels=1, shape=32).build()
+    with pytest.raises(ValueError, match=r"noise \[1, 16\] must have one number for each token, \[2, 16\]"):
+        mae.reconstruct(images, torch.rand(1, 16))
+    _, hidden = mae.reconstruct(images, torch.rand(2, 16))  # smaller than configured: its own tokens are counted
+    assert hidden.sum(1).tolist() == [12, 12]
+
+
+def test_dropout_of_tokens() -> None:
+    config = ViTConfig(width=24, depth=1, heads=2, patch=4, classes=3, channels=1, pool="tokens")
+    model = ViT(config)
+    assert model(**model.inputs(torch.randn(2, 1, 8, 8)), head_dropout=torch.ones(2, 24)).shape == (2, 4, 3)

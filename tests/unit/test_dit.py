@@ -18,7 +18,7 @@ from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.modulation import (
     LabelEmbed,
     ModulatedBlock,
-    check_labels,
+    check_class_ids,
     drop_labels,
     join_condition,
     modulate,
@@ -216,12 +216,12 @@ def test_labels_are_dropped_by_their_noise() -> None:
 
 
 def test_labels_out_of_range_are_named() -> None:
-    check_labels(torch.tensor([0, 9, 10]), 10)
+    check_class_ids(torch.tensor([0, 9, 10]), 10)
     for wrong in (-1, 11):
         with pytest.raises(ValueError, match=f"label {wrong} is out of range: model.classes is 10, .* 0 to 9"):
-            check_labels(torch.tensor([0, wrong]), 10)
+            check_class_ids(torch.tensor([0, wrong]), 10)
     with pytest.raises(ValueError, match="whole numbers"):
-        check_labels(torch.tensor([0.5]), 10)
+        check_class_ids(torch.tensor([0.5]), 10)
     with pytest.raises(ValueError, match="label 12"):
         LabelEmbed(10, 4)(torch.tensor([12]), 1)
     with pytest.raises(ValueError, match="2 samples"):

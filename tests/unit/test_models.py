@@ -121,7 +121,7 @@ def test_mae_runs_in_every_make(kind: str, positions: str, cls_token: bool) -> N
     encoder = replace(SMALL, positions=positions, cls_token=cls_token, registers=int(cls_token))
     config = small_mae(encoder=encoder, decoder=DecoderConfig(kind=kind, width=16, depth=2, heads=2))
     model = make(config)
-    for on in ("hidden", "all"):
+    for on in ("all",) if kind == "linear" else ("hidden", "all"):
         objective, _, inputs, targets = prepared(config, on=on)
         output = model(**inputs)
         assert output.shape == targets.values.shape == (2, 64 if on == "all" else 48, 64)
@@ -335,6 +335,8 @@ def test_vit_pools() -> None:
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("on", ["hidden", "all"])
 def test_flops_equal_what_pytorch_counts(kind: str, mlp: str, on: str) -> None:
+    if kind == "linear" and on == "hidden":
+        pytest.skip("a linear decoder sees no context, so this pair is refused")
     encoder = EncoderConfig(width=48, depth=3, heads=4, kv_heads=2, patch=4, mlp=mlp, positions="sincos")  # type: ignore[arg-type]
     decoder = DecoderConfig(kind=kind, width=32, depth=2, heads=2, decode_ratio=0.5)  # type: ignore[arg-type]
     config = small_mae(encoder=encoder, decoder=decoder)

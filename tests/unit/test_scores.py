@@ -180,6 +180,18 @@ def test_long_weak_chains_are_followed() -> None:
     assert not (lonely == 2).any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_slabs_change_nothing(kind: CannyScore, tissue: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch at once, as a GPU takes it, gives the same as one image after the other in slabs."""
+    monkeypatch.setattr(scores, "_opencv", lambda: None)
+    for images in (torch.cat([tissue, tissue.flip(2)]), tissue[0, 0, :6].unflatten(0, (2, 3))):
+        monkeypatch.setattr(scores, "_SLAB", 3000)
+        in_slabs = kind.score(images)
+        with monkeypatch.context() as patch:
+            patch.setattr(scores, "_ranges", lambda batch, height, *_: iter([(slice(0, batch), slice(0, height))]))
+            assert torch.equal(kind.score(images), in_slabs)
+
+
 # ---------------------------------------------------------------- settings
 
 
@@ -298,3 +310,27 @@ def test_the_gpu_finds_the_same(tissue: torch.Tensor) -> None:
             assert torch.equal(kind.score(images.cuda(), noise).cpu(), kind.score(images, noise))
         for kind in KINDS[1:]:
             torch.testing.assert_close(kind.score(images.cuda()).cpu(), kind.score(images), rtol=1e-4, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(17, 40), (1, 1), (300, 150), (5, 7, 9), (24, 64, 64)])
+def test_kernels_find_what_torch_finds(
+    shape: tuple[int, ...], tissue: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with borders, channels and a batch; low thresholds make long chains of weak edge."""
+    images = torch.randint(0, 256, (2, 3, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.cat([images, blur(images, 5)])
+    if shape == tuple(tissue.shape[2:]):
+        images[0, 0] = tissue[0, 0]
+    images = images.cuda()
+    assert scores.adaptive_kernels(images) is not None
+    holes = images.float() * 0.37
+    holes.view(-1)[0], holes.view(-1)[-1] = math.nan, -math.inf
+    settings = [(1, 300, 500), (3, 20, 60), (5, 0, 200), (5, 10, 10)]
+    work: list[tuple] = [(CannyScore(smooth=s, low=a, high=b), images) for s, a, b in settings]  # type: ignore[arg-type]
+    work += [(GradientScore(), x) for x in (images, holes, images.bfloat16())]
+    found = [kind.score(x) for kind, x in work]
+    monkeypatch.setattr(scores, "adaptive_kernels", lambda *_: None)
+    for ours, (kind, x) in zip(found, work, strict=True):
+        assert torch.equal(ours, kind.score(x))
+        assert ours.dtype == torch.float32

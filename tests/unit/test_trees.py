@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
+from vitrail.layers import trees
+from vitrail.layers.adaptive_paths import adaptive_kernels
 from vitrail.layers.patches import patchify
 from vitrail.layers.trees import Tree, build_trees, check_length
 from vitrail.report.trees import LINES, tree_picture
@@ -259,6 +261,18 @@ def test_linear_interpolates_each_leaf(shape: tuple[int, ...]) -> None:
     assert odd.serialise(torch.ones(2, 1, 9, 13), resample="linear").unique().tolist() in ([1.0], [0.0, 1.0])
 
 
+def test_levels_that_no_leaf_needs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU makes all levels of the pyramid, since it would have to wait to know which are needed."""
+    for shape in SHAPES:
+        tree, x = random_tree(shape, patch=2), draw(2, 2, *shape)
+        tokens = tree.serialise(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tree, "_num_levels", lambda self: max(1, (max(self.shape) - 1).bit_length()))
+            assert torch.equal(tree.serialise(x), tokens)
+            painted = tree.paint(tokens)
+        assert torch.equal(tree.paint(tokens), painted)
+
+
 def test_bytes_and_booleans_are_averaged_as_numbers() -> None:
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     tree = random_tree((32, 32))
@@ -426,3 +440,31 @@ def test_the_gpu_builds_the_same_tree(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(there.serialise(x.cuda()).cpu(), tokens)
     assert torch.equal(there.paint(tokens.cuda()).cpu(), here.paint(tokens))
     torch.testing.assert_close(there.to_grid(tokens.cuda(), 2).cpu(), here.to_grid(tokens, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64,), (256, 256), (32, 32, 32), (32, 64)])
+def test_kernels_and_torch_agree(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: sums that round, equal scores, no scores, what is not finite; all lengths and kinds of images."""
+    gain = 2 ** len(shape) - 1
+    spoilt = whole_scores(2, *shape, most=4)
+    spoilt.view(-1)[:3] = torch.tensor([math.inf, -3.0, math.nan])
+    fields = [draw(2, *shape) ** 4, whole_scores(2, *shape, most=2), torch.zeros(2, *shape), spoilt]
+    grey = torch.randint(0, 256, (2, 3, *shape), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def build() -> list[torch.Tensor]:
+        out = []
+        for field, splits, fill in itertools.product(fields, (1, 5, 200), (True, False)):
+            for min_leaf in (1, 2, 4):
+                tree = build_trees(field.cuda(), length=splits * gain + 1, patch=4, min_leaf=min_leaf, fill=fill)
+                out += [tree.corner, tree.side]
+            out += [tree.serialise(images) for images in (grey.byte(), grey * 0.3, grey > 99, grey[:, :1].bfloat16())]
+        return out
+
+    ours = build()
+    monkeypatch.setattr(trees, "adaptive_kernels", lambda *_: None)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, build(), strict=True))
+
+
+def test_the_cpu_has_no_kernels() -> None:
+    assert adaptive_kernels(torch.zeros(1)) is None

@@ -374,8 +374,29 @@ def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match=r"images have 2 channels, the model 1"):
         model.inputs(images(1, 2, 16, 16, 16))
     shapeless = make(config(shape=None, decoder="linear"))
+    told = shapeless.inputs(images(1, 1, 16, 16, 16))
+    assert shapeless(**told).shape[2:] == (16, 16, 16)
+    del told["size"]
     with pytest.raises(ValueError, match=r"shape is not known; set model.shape"):
-        shapeless(**shapeless.inputs(images(1, 1, 16, 16, 16)))
+        shapeless(**told)
+
+
+@pytest.mark.parametrize("decoder", ["conv", "linear"])
+def test_other_sizes_than_the_configured_keep_their_place(decoder: str) -> None:
+    """As many tokens in another arrangement: the answer has the image's size, not the configured one."""
+    model = make(config(ndim=2, shape=16, decoder=decoder, skips=False))
+    assert model(**model.inputs(images(1, 1, 32, 8))).shape[2:] == (32, 8)
+
+
+@torch.no_grad()
+def test_named_variables_as_many_as_features() -> None:
+    """Where channels in and out are as many, the image must still not be added as it comes."""
+    known = VariablesConfig(known=tuple("abcdefgh"))
+    model = make(config(replace(SMALL, variables=known), ndim=2, shape=16, channels=None, features=8))
+    values = images(2, 3, 16, 16)
+    one = model(**model.inputs(values, ["a", "c", "h"]))
+    other = model(**model.inputs(values[:, [2, 0, 1]], ["h", "a", "c"]))
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_what_a_config_asks_for() -> None:

@@ -115,6 +115,8 @@ def test_head_rows_follow_the_names(separate: bool) -> None:
 @pytest.mark.parametrize("kind", ["self", "cross", "linear"])
 @pytest.mark.parametrize("on", ["hidden", "all"])
 def test_mae_predicts_the_variables_of_the_batch(aggregate: str, kind: str, on: str) -> None:
+    if kind == "linear" and on == "hidden":
+        pytest.skip("a linear decoder sees no context, so this pair is refused")
     decoder = DecoderConfig(kind=kind, width=16, depth=1, heads=2, decode_ratio=0.5)  # type: ignore[arg-type]
     config = MAEConfig(encoder=encoder(aggregate), decoder=decoder, mask=RandomMask(ratio=0.5), shape=(8, 16))
     config.check()

@@ -1,4 +1,6 @@
-"""How floating-point operations are counted: one multiply-add is 2; masked tokens are charged to nobody.
+"""How floating-point operations are counted: one multiply-add is 2.
+
+Tokens that a masked autoencoder hides are charged to nobody; padding of adaptive tokens is, since its length is fixed.
 
 MFU divides what the model needs (training = 3 x forward) by the peak; HFU also counts what the hardware does besides:
 the recomputed forward of checkpointed blocks, and the flash backward, which does 2.5 times its forward.

@@ -155,14 +155,15 @@ def _repeated(numbers: Tensor, repeat: int) -> Tensor:
 class ConvBlock(nn.Module):
     """Two convolutions with norms; the maps keep their size."""
 
-    def __init__(self, ndim: int, inputs: int, outputs: int, *, residual: bool, affine: bool):
+    def __init__(self, ndim: int, inputs: int, outputs: int, *, residual: bool, affine: bool, named: bool = False):
+        """`named` inputs may come in part and in any order, so they are never added as they are."""
         super().__init__()
         self.conv1 = convolution(ndim, inputs, outputs)
         self.conv2 = convolution(ndim, outputs, outputs)
         self.norm1 = InstanceNorm(outputs, affine=affine)
         self.norm2 = InstanceNorm(outputs, affine=affine)
         self.residual = residual
-        projected = residual and inputs != outputs
+        projected = residual and (named or inputs != outputs)
         self.conv3 = convolution(ndim, inputs, outputs, width=1) if projected else None
         self.norm3 = InstanceNorm(outputs, affine=affine) if projected else None
 

@@ -65,15 +65,21 @@ class TimeEmbed(nn.Module):
 
 def check_times(times: Tensor | None, batch: int, *, scale: float = 1.0, limit: float | None = None) -> Tensor:
     """Refuse times that are missing, not one a sample, or (on the host) beyond 0 to `limit` once scaled."""
-    if times is None:
-        raise ValueError("times are missing: give the model `times`, one number a sample")
+    if not isinstance(times, Tensor):
+        what = "missing" if times is None else f"{times!r}"
+        raise ValueError(f"times are {what}: give the model `times`, a tensor with one number a sample")
     if times.shape != (batch,):
         raise ValueError(f"times have shape {list(times.shape)}, but there are {batch} samples; give shape [{batch}]")
-    if limit is not None and times.device.type == "cpu":  # elsewhere the host would have to wait for the device
+    if limit is not None and _on_host(times):  # elsewhere the host would have to wait for the device
         wrong = times[(times < 0) | (times * scale > limit)]
         if len(wrong):
             raise ValueError(f"time {wrong[0].item():g} is out of range: times are 0 to {limit / scale:g}")
     return times
+
+
+def _on_host(t: Tensor) -> bool:
+    """Whether values can be looked at: elsewhere the host would have to wait, and compiled code cannot branch on them."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def drop_labels(labels: Tensor, noise: Tensor, rate: float, null: int) -> Tensor:
@@ -81,7 +87,7 @@ def drop_labels(labels: Tensor, noise: Tensor, rate: float, null: int) -> Tensor
     return torch.where(noise.to(labels.device) < rate, null, labels)
 
 
-def check_labels(labels: Tensor, classes: int) -> None:
+def check_class_ids(labels: Tensor, classes: int) -> None:
     """Refuse labels that are not 0 .. classes; it waits for the device, so call it where labels are on the host."""
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}; give whole numbers from 0 to {classes - 1}")
@@ -107,9 +113,9 @@ class LabelEmbed(nn.Module):
             return self.table[self.null].expand(batch, -1)
         if labels.shape != (batch,):
             raise ValueError(f"labels have shape {list(labels.shape)}, but there are {batch} samples")
-        if labels.device.type == "cpu":  # elsewhere the host would have to wait for the device
-            check_labels(labels, self.null)
-        return F.embedding(labels, self.table)
+        if _on_host(labels):  # elsewhere the host would have to wait for the device
+            check_class_ids(labels, self.null)
+        return F.embedding(labels.long(), self.table)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

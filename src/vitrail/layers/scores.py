@@ -4,6 +4,7 @@
 - 2-D edges are those of OpenCV's Canny, bit for bit: by OpenCV itself on the CPU where it is installed, else by the
   torch code below. 3-D edges are of the volume, never of its slices: Sobel gradients along all three axes,
   suppression along the nearest of 13 directions, hysteresis over 26 neighbours
+- on a GPU with Triton, edges and gradients come from a few kernels (adaptive_kernels.py): the same numbers
 - thresholds are in grey levels of 0 ... 255. Bytes are taken as they are; every other image is stretched from its
   smallest to its largest finite value, all channels together, and what is not finite counts as the smallest
 - nothing is drawn here: random settings come from uniform numbers passed in
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from vitrail.layers.adaptive_paths import adaptive_kernels
 from vitrail.recipe import config
 
 SMOOTHING = (0, 1, 3, 5)  # of random settings: no image at all but noise, no blur, a blur over 3 or 5 voxels
@@ -101,6 +103,9 @@ class GradientScore:
     def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Images [B, C, *S] -> [B, *S]; noise is not used."""
         ndim = _check_images(images)
+        kernels = adaptive_kernels(images)
+        if kernels is not None and ndim <= 3:
+            return kernels.gradient(images)
         out = torch.empty(images.shape[0], *images.shape[2:], dtype=torch.float32, device=images.device)
         for samples, rows, slab in _slabs(images, 1, "repeat"):
             slab = _finite(slab)
@@ -143,7 +148,10 @@ class VarianceScore:
 
 
 def _edges(images: Tensor, smooth: int, low: float, high: float) -> Tensor:
-    """Bytes [B, C, *S] -> 0 or 1 [B, *S], bytes or booleans."""
+    """Bytes [B, C, *S] -> 0 or 1 [B, *S], of any type."""
+    kernels = adaptive_kernels(images)
+    if kernels is not None:
+        return kernels.canny(images, smooth, low, high)
     if images.ndim == 4 and images.device.type == "cpu" and images.shape[1] <= _MOST_CHANNELS:
         library = _opencv()
         if library is not None:

@@ -72,6 +72,10 @@ class AdaptiveTokens:
     resample: Literal["mean", "linear"] = "mean"
     per_variable: bool = False  # a tree for each variable; needs variables.aggregate: none
 
+    def __post_init__(self) -> None:
+        if self.min_leaf < 1 or self.min_leaf & (self.min_leaf - 1):
+            raise ValueError(f"tokens.min_leaf {self.min_leaf} must be a power of two: 1, 2, 4, ...")
+
     def count(self, size: tuple[int, ...], patch: tuple[int, ...]) -> int:
         return self.length
 
@@ -79,7 +83,15 @@ class AdaptiveTokens:
         """Refuse what no tree can be."""
         if len(set(patch)) > 1:
             raise ValueError(f"patch {list(patch)}: adaptive tokens are cubes; give one number")
-        trees.check_length(self.length, len(size))
+        if patch[0] & (patch[0] - 1):
+            raise ValueError(f"patch {patch[0]} must be a power of two for adaptive tokens")
+        trees.check_length(self.length, len(size), name="tokens.length")
+        most = math.prod(math.ceil(s / self.min_leaf) for s in size)
+        if self.length > most:
+            raise ValueError(
+                f"tokens.length {self.length} is more than an image of {list(size)} can have: at most {most} leaves of "
+                f"tokens.min_leaf {self.min_leaf}; use fewer, or smaller leaves"
+            )
 
 
 TokensConfig = Annotated[UniformTokens | AdaptiveTokens, Field(discriminator="kind")]
@@ -98,14 +110,18 @@ class Tokens:
     tree: Tree | None = None  # of adaptive tokens; [B*V] trees where each variable has its own
     separate: int = 1  # variables that have tokens of their own
 
-    def paint(self, values: Tensor) -> Tensor:
-        """Token values [B, N, P*K] back in their place: [B, K, *S]; separate variables give [B, V*K, *S]."""
+    def paint(self, values: Tensor, *, merge: bool = False) -> Tensor:
+        """Token values [B, N, P*K] back in their place: [B, K, *S].
+
+        Separate variables give [B, V*K, *S], or with `merge` their mean.
+        """
         values = values.unflatten(1, (self.separate, -1)).flatten(0, 1)  # B*V N P*K
         if self.tree is None:
             images = unpatchify(values, self.patch, self.size)
         else:
             images = for_each(self.tree, values.shape[0]).paint(values)
-        return images.unflatten(0, (-1, self.separate)).flatten(1, 2)
+        images = images.unflatten(0, (-1, self.separate))  # B V K *S
+        return images.mean(dim=1) if merge else images.flatten(1, 2)
 
     def physical(self, spacing: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """Centres and sizes [B, N, ndim] in the unit of the voxels' spacing."""

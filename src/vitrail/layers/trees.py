@@ -8,6 +8,7 @@
 - equal scores go coarse to fine, then row-major. A parent comes before its children in that order even when their
   scores are equal (as when all edges of a node lie in one child), so every beginning of it is a tree
 - nodes of `min_leaf` voxels stay whole, and the splitting goes on with the others
+- on a GPU with Triton, trees of cubes and their tokens come from a few kernels (adaptive_kernels.py): the same numbers
 - leaves are in depth-first order (row-major among siblings), so neighbours in the sequence are neighbours in space
 - a leaf larger than a token is averaged, a smaller one repeated: `serialise` after `paint` is a projection, exact
   where the image is constant in every token voxel. Leaves that overhang the image average what lies inside
@@ -26,9 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vitrail.layers.adaptive_paths import adaptive_kernels
+
 Resample = Literal["mean", "linear"]
 
 _NOWHERE = 2**62  # behind every leaf in depth-first order
+_PLAIN = (torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.float16)  # that kernels average as fp32
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,9 @@ class Tree:
         if resample != "mean":
             raise ValueError(f"resample {resample!r} is not known; choose mean or linear")
         count = self._num_levels()
+        kernels = adaptive_kernels(images)
+        if kernels is not None and self._is_plain(images, count):
+            return kernels.tokens(images, self.corner, self.side, self.patch, count)
         return self._as_tokens(_pick(_mean_pyramid(images, count), self._places(count)))
 
     def serialise_labels(self, labels: Tensor, classes: int) -> Tensor:
@@ -179,6 +186,12 @@ class Tree:
         if self.side.device.type == "cpu" and self.side.numel():  # elsewhere, looking would wait for the device
             most = int(self.side.max()).bit_length() - 1
         return 1 + max(0, most - _log2(self.patch))
+
+    def _is_plain(self, images: Tensor, count: int) -> bool:
+        """Whether the kernels can serialise them: no gradient wanted, and every cell of every level is whole."""
+        wants_gradient = images.requires_grad and torch.is_grad_enabled()
+        whole = all(size % 2 ** (count - 1) == 0 for size in self.shape)
+        return whole and self.ndim <= 3 and not wants_gradient and images.dtype in _PLAIN
 
     def _places(self, count: int, *, drop: bool = False) -> Tensor:
         """Where in the flat mean pyramid of so many levels each token voxel lies, [B, L*P].
@@ -299,8 +312,17 @@ def build_trees(score: Tensor, *, length: int, patch: int, min_leaf: int = 2, fi
     check_length(length, ndim)
     _check_power("patch", patch)
     _check_power("min_leaf", min_leaf)
-    score = _check_score(score.float())
+    score = score.float()
     finest, top = _log2(min_leaf) + 1, _top(shape)
+    cubic = all(size == 2**top for size in shape)
+    # In a cube each split gains 2^ndim - 1 leaves.
+    kernels = adaptive_kernels(score) if cubic and ndim <= 3 and finest <= min(top, 2) and length > 1 else None
+    if kernels is not None:
+        keys = kernels.node_keys(score, finest, top)
+        least, index = keys.topk(min((length - 1) // (2**ndim - 1), keys.shape[1]), dim=1)  # [B, K], best first
+        corner, side = kernels.leaves(keys, index, least[:, -1], finest, top, ndim, length, fill)
+        return Tree(corner, side, shape, patch)
+    score = _check_score(score)
     if finest > top or length == 1:  # the root cannot be split, or need not be
         side = functional.pad(torch.full((batch, 1), 2**top, device=device), (0, length - 1))
         return Tree(side.new_zeros(batch, length, ndim), side, shape, patch)
@@ -310,7 +332,6 @@ def build_trees(score: Tensor, *, length: int, patch: int, min_leaf: int = 2, fi
     sums = _sum_pyramid(score, nodes.grids, 2**finest)  # [B, M]
     # Floats that are not negative sort as their bits do; the node's place behind them settles equal scores.
     keys = (sums.view(torch.int32).long() << 32) | (2**31 - 1 - torch.arange(nodes.size, device=device))
-    cubic = all(size == 2**top for size in shape)
     # In a cube each split gains 2^ndim - 1 leaves; else one or more, or none at the last node of each level.
     most = (length - 1) // (2**ndim - 1) if cubic else length - 1 + len(nodes.grids)
     index = keys.topk(min(most, nodes.size), dim=1).indices  # [B, K], best first

@@ -30,6 +30,8 @@ class VariablesConfig:
     group: int = 16  # variables of a group, with aggregate: groups
 
     def __post_init__(self) -> None:
+        if isinstance(self.known, str):
+            raise ValueError(f"known {self.known!r} is one text; give a list of names")
         if not self.known:
             raise ValueError("known must name at least one variable")
         twice = sorted({name for name in self.known if self.known.count(name) > 1})

@@ -78,6 +78,7 @@ def _maes() -> Iterator[Entry]:
             norm="rms",
             bias=False,
             positions="rope",
+            theta=500_000.0,
         )
         decoder = DecoderConfig(width=512, depth=4, heads=32, hidden=1536)
         config = MAEConfig(encoder=encoder, decoder=decoder, ndim=3, channels=1, shape=512)
@@ -171,10 +172,18 @@ def describe(name: str) -> dict[str, Any]:
     found = find(name)
     config = found[0].config
     about = inspect.getdoc(inspect.getmodule(type(config))) or ""
-    keys = {
-        field.name: "required" if required(field) else _plain(default_of(field)) for field in dataclasses.fields(config)
-    }
-    return {"model": config.kind, "about": about, "sizes": [measure(e) for e in found], "keys": keys}
+    return {"model": config.kind, "about": about, "sizes": [measure(e) for e in found], "keys": keys_of(type(config))}
+
+
+def keys_of(cls: Any) -> dict[str, Any]:
+    """The keys of a config class with their defaults; those of a config inside it under its name and a stop."""
+    keys: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            keys |= {f"{field.name}.{name}": value for name, value in keys_of(field.type).items()}
+        else:
+            keys[field.name] = "required" if required(field) else _plain(default_of(field))
+    return keys
 
 
 def required(field: "dataclasses.Field[Any]") -> bool:

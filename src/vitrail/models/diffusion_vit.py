@@ -20,7 +20,7 @@ from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import UniformTokens
 from vitrail.models.decoder import DecoderBlocks, TokenDecoder
 from vitrail.models.dit import check_diffusion
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
 
@@ -56,8 +56,7 @@ class DiffusionViTConfig:
             raise ValueError(
                 "condition_channels are unnamed, but encoder.variables names every channel; use one of them"
             )
-        if variables is not None and self.channels is None:
-            object.__setattr__(self, "channels", len(variables.known))
+        settle_channels(self)
 
     @property
     def channels_in(self) -> int | None:
@@ -70,7 +69,7 @@ class DiffusionViTConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
-        self.encoder.check(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
+        self.encoder.check_size(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
         if self.decoder.kind != "linear":
             self.decoder.check(self.encoder, self.ndim)
 

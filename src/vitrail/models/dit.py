@@ -27,7 +27,7 @@ from vitrail.layers.modulation import (
     zero_linear,
 )
 from vitrail.layers.patches import num_voxels, per_axis
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, PatchEmbed, Positions
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, Positions, settle_channels
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
 
@@ -40,6 +40,7 @@ DIT: dict[str, Any] = {
     "positions": "sincos",
     "theta": 100.0,
     "final": "modulated",
+    "label_dropout": 0.1,
 }
 DITAN: dict[str, Any] = {
     "mlp": "swiglu",
@@ -49,6 +50,7 @@ DITAN: dict[str, Any] = {
     "positions": "rope",
     "theta": 10000.0,
     "final": "plain",
+    "label_dropout": 0.05,
 }
 
 # name: width, depth, heads, make; "XL/2" is XL with 2-voxel patches
@@ -91,7 +93,7 @@ class DiTConfig:
     condition_channels: int = 0  # that only condition: they come after the others
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
     classes: int | None = None  # null: no conditioning on a class
-    label_dropout: float = 0.1  # part of the labels that is hidden in training, for guidance without a classifier
+    label_dropout: float | None = None  # labels hidden in training, for guidance without a classifier: 0.1 (ditan 0.05)
     learn_sigma: bool = False  # twice as many channels out: the noise, then its variance
     time_features: int = 256
     time_scale: float = 1.0  # times are multiplied by it; steps of 0 to 999 want 1, times of 0 to 1 (flow) 1000
@@ -111,6 +113,8 @@ class DiTConfig:
         _ = self.encoder  # its own checks
         if self.classes is not None and self.classes < 1:
             raise ValueError(f"classes {self.classes} must be at least 1; leave it out to condition on no class")
+        settle_channels(self)
+        assert self.label_dropout is not None
         if not 0 <= self.label_dropout <= 1:
             raise ValueError(f"label_dropout {self.label_dropout} must be from 0 to 1")
         check_diffusion(self.time_scale, self.condition_channels)
@@ -121,7 +125,7 @@ class DiTConfig:
     def encoder(self) -> EncoderConfig:
         """The part that all models share."""
         shared = ["width", "depth", "heads", "patch", "mlp_ratio", "hidden", "qk_norm", "drop_path"]
-        shared += [key for key in DIT if key != "final"]
+        shared += [key for key in DIT if key not in ("final", "label_dropout")]
         return EncoderConfig(**{key: getattr(self, key) for key in shared})
 
     @property
@@ -135,7 +139,7 @@ class DiTConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
-        self.encoder.check(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
+        self.encoder.check_size(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
 
     def build(self) -> "DiT":
         return DiT(self)
@@ -161,11 +165,15 @@ class DiT(Model):
         self.config = c
         shape = None if c.shape is None else per_axis(c.shape, c.ndim)
         self.encoder = Encoder(
-            c.encoder, ndim=c.ndim, channels=c.channels_in, shape=shape, block=ModulatedBlock, norm=False
+            c.encoder,
+            ndim=c.ndim,
+            channels=c.channels_in,
+            shape=shape,
+            block=ModulatedBlock,
+            norm=False,
+            embed_bias=True,  # `bias` is of the blocks alone
         )
         width, voxels, block = self.encoder.width, num_voxels(self.encoder.patch), c.encoder.block()
-        if not c.encoder.bias:  # `bias` is of the blocks alone
-            self.encoder.patch_embed = PatchEmbed(voxels * c.channels_in, width, bias=True, normed=False, eps=block.eps)
         self.time_embed = TimeEmbed(c.time_features, width, scale=c.time_scale)
         self.label_embed = None if c.classes is None else LabelEmbed(c.classes, width)
         self.final = Final(block, voxels * c.channels_out, modulated=c.final == "modulated")

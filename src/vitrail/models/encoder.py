@@ -130,7 +130,7 @@ class EncoderConfig:
         places = self.tokens.count(size, per_axis(self.patch, len(size)))
         return places * len(self.variables.known) if self.variables is not None and self.separate else places
 
-    def check(self, ndim: int, size: tuple[int, ...] | None) -> None:
+    def check_size(self, ndim: int, size: tuple[int, ...] | None) -> None:
         """Refuse widths and sizes that cannot work, once these are known."""
         assert self.width is not None
         assert self.heads is not None
@@ -172,6 +172,21 @@ def size_keys(size: str | None, sizes: dict[str, dict[str, Any]]) -> dict[str, A
             f"size {size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {next(iter(sizes))}/16'"
         )
     return sizes[name] | ({"patch": int(patch)} if patch else {})
+
+
+def settle_channels(c: Any) -> None:
+    """For the configs of models: axes and channels that make sense; named variables say how many there are."""
+    if c.ndim < 1:
+        raise ValueError(f"ndim {c.ndim} must be at least 1")
+    known = getattr(c, "encoder", c).variables
+    if known is not None and c.channels not in (None, len(known.known)):
+        raise ValueError(
+            f"channels {c.channels} contradicts the {len(known.known)} variables that are known; leave it out"
+        )
+    if known is not None:
+        object.__setattr__(c, "channels", len(known.known))
+    if c.channels is not None and c.channels < 1:
+        raise ValueError(f"channels {c.channels} must be at least 1")
 
 
 def hidden_width(width: int, mlp: str, ratio: float | None, hidden: int | None) -> int:
@@ -247,7 +262,9 @@ class Encoder(nn.Module):
         shape: tuple[int, ...] | None = None,
         block: type[nn.Module] = Block,
         norm: bool = True,
+        embed_bias: bool | None = None,
     ):
+        """`block` is the class of the repeated blocks; `embed_bias` None: as in the other linear layers."""
         super().__init__()
         assert c.width is not None
         assert c.depth is not None
@@ -256,16 +273,17 @@ class Encoder(nn.Module):
         self.config = c
         self.patch = per_axis(c.patch, ndim)
         self.width, self.depth, self.heads = c.width, c.depth, c.heads
-        c.check(ndim, shape)
+        c.check_size(ndim, shape)
         voxels = num_voxels(self.patch)
+        bias = c.bias if embed_bias is None else embed_bias
         self.patch_embed: PatchEmbed | VariableEmbed
         if c.variables is None:
             normed = c.patch_norm
             self.patch_embed = PatchEmbed(
-                voxels * channels, c.width, bias=c.bias and not normed, normed=normed, eps=c.eps
+                voxels * channels, c.width, bias=bias and not normed, normed=normed, eps=c.eps
             )
         else:
-            self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=c.width, heads=c.heads, bias=c.bias)
+            self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=c.width, heads=c.heads, bias=bias)
         # How large an adaptive token is, in powers of two of a patch.
         self.size_embed = nn.Linear(ndim, c.width) if isinstance(c.tokens, AdaptiveTokens) else None
         self.prefix = int(c.cls_token) + c.registers  # tokens that stand before the patches

@@ -23,7 +23,7 @@ def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tup
         if expected is not None and channels != expected:
             raise ValueError(
                 f"images have {channels} channels, the model {expected}; give it as many, or a model that "
-                "knows variables by name (model.encoder.variables)"
+                f"knows variables by name ({'variables' if encoder_of(config) is config else 'encoder.variables'})"
             )
         return None
     if names is None:
@@ -48,9 +48,16 @@ def make_inputs(
     `variables` names the channels in order; adaptive trees grow on `scored` (the data as read) and vary with `draws`.
     """
     if images.ndim != config.ndim + 2:
-        expected = f"[batch, channels, {', '.join('zyx'[-config.ndim :])}]"
+        axes = "zyx"[-config.ndim :] if config.ndim <= 3 else [f"axis {i}" for i in range(config.ndim)]
+        expected = f"[batch, channels, {', '.join(axes)}]"
         raise ValueError(f"images have shape {list(images.shape)}; a model of {config.ndim} axes takes {expected}")
     encoder = encoder_of(config)
+    size = tuple(images.shape[2:])
+    if encoder.positions == "learned" and config.shape is not None and size != per_axis(config.shape, config.ndim):
+        raise ValueError(
+            f"images of {list(size)} do not fit learned positions for {list(per_axis(config.shape, config.ndim))}; "
+            "resize the images, or use positions sincos or rope"
+        )
     ids = variable_ids(config, variables, images.shape[1])
     separate = ids is not None and encoder.variables.aggregate == "none"
     patch = per_axis(encoder.patch, config.ndim)
@@ -60,6 +67,8 @@ def make_inputs(
         inputs |= {"sizes": tokens.sizes, "valid": tokens.valid}
     if ids is not None:
         inputs["variables"] = ids
+    if getattr(config, "output", None) == "pixels":
+        inputs["size"] = size
     if getattr(config, "wants_tree", False) and tokens.tree is not None:
         inputs["tree"] = tokens.tree
     if getattr(config, "wants_image", False):

@@ -23,7 +23,7 @@ from vitrail.layers.patches import gather_tokens, grid_of, num_voxels, per_axis
 from vitrail.layers.tokens import AdaptiveTokens, Tokens
 from vitrail.layers.variables import VariableHead, pick
 from vitrail.models.decoder import DecoderBlocks, TokenDecoder
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
 from vitrail.models.inputs import make_inputs
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
@@ -53,14 +53,13 @@ class MAEConfig:
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
 
     def __post_init__(self) -> None:
-        if self.channels is None and self.encoder.variables is not None:
-            object.__setattr__(self, "channels", len(self.encoder.variables.known))
+        settle_channels(self)
 
     def build(self) -> "MAE":
         return MAE(self)
 
     @property
-    def variables(self) -> int:
+    def parts(self) -> int:
         """How many variables have tokens of their own: 1 where a token holds all channels."""
         known = self.encoder.variables
         return len(known.known) if known is not None and self.encoder.separate else 1
@@ -75,12 +74,6 @@ class MAEConfig:
         assert self.shape is not None
         return per_axis(self.shape, self.ndim)
 
-    def grid(self) -> tuple[int, ...]:
-        """Tokens of one variable along each axis; adaptive ones are a line."""
-        if isinstance(self.encoder.tokens, AdaptiveTokens):
-            return (self.encoder.tokens.length,)
-        return grid_of(self.size, self.patch)
-
     def token_counts(self, *, evaluating: bool = False) -> tuple[int, int]:
         """How many tokens of each variable are visible, and how many of the hidden ones are predicted."""
         tokens = self.encoder.tokens.count(self.size, self.patch)
@@ -92,7 +85,7 @@ class MAEConfig:
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
         e, d = self.encoder, self.decoder
-        e.check(self.ndim, self.size)
+        e.check_size(self.ndim, self.size)
         if d.kind != "linear":
             d.check(e, self.ndim)
         if isinstance(e.tokens, AdaptiveTokens) and self.mask.kind != "random":
@@ -118,6 +111,8 @@ class MAE(Model):
         super().__init__()
         if c.channels is None:
             raise ValueError("channels is not known; give it, or encoder.variables")
+        if c.shape is not None:
+            c.check()
         self.config = c
         shape = None if c.shape is None else per_axis(c.shape, c.ndim)
         self.features = num_voxels(c.patch) * c.channels
@@ -164,7 +159,7 @@ class MAE(Model):
 
     def flops(self, *, predict_visible: bool = False) -> Flops:
         """Forward of one training sample: the encoder is charged for visible tokens only."""
-        visible, predicted = (count * self.config.variables for count in self.config.token_counts())
+        visible, predicted = (count * self.config.parts for count in self.config.token_counts())
         return self.encoder.flops(visible) + self.decoder.flops(visible, predicted, predict_visible)
 
 
@@ -187,9 +182,14 @@ def split_tokens(c: MAEConfig, noise: Tensor, tokens: Tokens) -> tuple[Tensor, T
 
     Each variable that has tokens of its own is masked by itself, so that all keep as many.
     """
+    if noise.shape != tokens.values.shape[:2]:
+        raise ValueError(
+            f"noise {list(noise.shape)} must have one number for each token, {list(tokens.values.shape[:2])}"
+        )
     parts, number = tokens.separate, tokens.values.shape[1] // tokens.separate
+    grid = (number,) if tokens.tree is not None else grid_of(tokens.size, tokens.patch)
     valid = None if tokens.valid is None else tokens.valid.reshape(-1, number)
-    mask = make_mask(c.mask, noise.reshape(-1, number), c.grid(), valid)
+    mask = make_mask(c.mask, noise.reshape(-1, number), grid, valid)
     first = torch.arange(parts, device=noise.device)[:, None] * number  # where each variable's tokens begin
     visible, hidden = ((index.unflatten(0, (-1, parts)) + first).flatten(1, 2) for index in mask)
     return visible, hidden

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops
 from vitrail.models.inputs import make_inputs
+from vitrail.recipe.kinds import nearest
 
 Side = dict[str, Any]
 
@@ -63,12 +64,22 @@ class Model(nn.Module, ABC):
 
     def forward(self, x: Tensor, **side: Any) -> Tensor:
         """Run all stages; when watched, also note the root mean square of the activations after each."""
+        stages = self.stages()
+        self._refuse_unknown(side, {name for stage in stages for name in stage.needs})
         side = self.derive(side)
-        for stage in self.stages():
+        for stage in stages:
             x = stage.run(x, side)
             if self.watching is not None:
                 self.watching[stage.name] = x.detach().float().square().mean().sqrt()
         return x
+
+    def _refuse_unknown(self, side: Side, known: set[str]) -> None:
+        if "coordinates" not in side:
+            raise ValueError("coordinates are missing: models take tokens; call model(**model.inputs(images))")
+        for name in side.keys() - known:
+            near = nearest(name, sorted(known))
+            hint = f"; did you mean {near!r}?" if near else f" (it takes {', '.join(sorted(known))})"
+            raise ValueError(f"{name!r} is no input of {type(self).__name__}{hint}")
 
 
 def block_drop_path(side: Side, index: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.cost.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels, per_axis
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
 
@@ -36,8 +36,7 @@ class SAPConfig:
             raise ValueError(f"classes {self.classes} must be at least 1")
         if self.features < 1:
             raise ValueError(f"features {self.features} must be at least 1")
-        if self.channels is None and self.encoder.variables is not None:
-            object.__setattr__(self, "channels", len(self.encoder.variables.known))
+        settle_channels(self)
 
     def build(self) -> "SAP":
         return SAP(self)
@@ -45,11 +44,14 @@ class SAPConfig:
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
         assert self.shape is not None
-        self.encoder.check(self.ndim, per_axis(self.shape, self.ndim))
+        self.encoder.check_size(self.ndim, per_axis(self.shape, self.ndim))
 
 
 class SAP(Model):
-    """forward(tokens [B, N, P*C], coordinates, sizes, valid) -> [B, N, P*classes], to be painted by the tree."""
+    """forward(tokens [B, N, P*C], coordinates, sizes, valid) -> [B, N, P*classes], to be painted by the tree.
+
+    Variables with tokens of their own vote: Tokens.paint(..., merge=True) averages them.
+    """
 
     def __init__(self, c: SAPConfig):
         super().__init__()
@@ -58,6 +60,8 @@ class SAP(Model):
                 raise ValueError(f"{key} is not known; give it")
         assert c.channels is not None
         assert c.classes is not None
+        if c.shape is not None:
+            c.check()
         self.config = c
         shape = None if c.shape is None else per_axis(c.shape, c.ndim)
         self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)

@@ -33,7 +33,7 @@ from vitrail.layers.convolutions import (
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import grid_of, per_axis
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
 
@@ -66,8 +66,7 @@ class UNETRConfig:
             raise ValueError(f"features {self.features} must be at least 1")
         if self.classes is not None and self.classes < 1:
             raise ValueError(f"classes {self.classes} must be at least 1")
-        if self.channels is None and self.encoder.variables is not None:
-            object.__setattr__(self, "channels", len(self.encoder.variables.known))
+        settle_channels(self)
         if self.decoder == "linear":
             return
         assert self.encoder.depth is not None
@@ -115,7 +114,7 @@ class UNETRConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels, classes and shape are known."""
-        self.encoder.check(self.ndim, self.size)
+        self.encoder.check_size(self.ndim, self.size)
         if not self.wants_image:
             return
         coarsest = [g * f for g, f in zip(self.grid(), upsampling(self.patch)[0], strict=True)]
@@ -139,6 +138,8 @@ class UNETR(Model):
         if c.channels is None or c.classes is None:
             missing = "channels" if c.channels is None else "classes"
             raise ValueError(f"{missing} is not known; give it, or data that tell")
+        if c.shape is not None:
+            c.check()
         self.config = c
         shape = None if c.shape is None else per_axis(c.shape, c.ndim)
         self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
@@ -207,7 +208,9 @@ class UNETR(Model):
 
 
 def size_of(c: UNETRConfig, side: Side) -> tuple[int, ...]:
-    """Voxels of the output: those of the image or the tree, where there is one."""
+    """Voxels of the output: as told, or those of the image or the tree, or the configured ones."""
+    if side.get("size") is not None:
+        return side["size"]
     if side.get("image") is not None:
         return tuple(side["image"].shape[2:])
     if side.get("tree") is not None:
@@ -231,7 +234,7 @@ class SkipDecoder(nn.Module):
         make: dict[str, Any] = {"residual": c.residual, "affine": c.norm == "affine"}
         self.factors = factors = upsampling(c.patch, STEPS)
         widths = [width, *(c.features * 2**i for i in reversed(range(STEPS)))]
-        self.image = ConvBlock(c.ndim, c.channels, c.features, **make)
+        self.image = ConvBlock(c.ndim, c.channels, c.features, named=c.encoder.variables is not None, **make)
         # One for each tap, earliest tap first: it rises to where it is joined.
         self.skips = nn.ModuleList(
             Rise(width, widths[steps], factors[:steps], **make) for steps in reversed(range(1, STEPS))
@@ -248,10 +251,10 @@ class SkipDecoder(nn.Module):
                 tap = STEPS - 2 - index  # the latest tap first
                 return self.ups[index](x, self.skips[tap](to_maps(side["taps"][tap], side)))
 
-            return Stage(f"up{index + 1}", run, ("taps", "image", "tree", "variables"))
+            return Stage(f"up{index + 1}", run, ("taps", "size", "image", "tree", "variables"))
 
         return [
-            Stage("bottleneck", to_maps, ("image", "tree", "variables")),
+            Stage("bottleneck", to_maps, ("size", "image", "tree", "variables")),
             *[join_tap(i) for i in range(STEPS - 1)],
             Stage(f"up{STEPS}", self.join_image, ("image", "variables")),
             Stage("out", lambda x, side: convolve(self.out, x)),
@@ -277,7 +280,7 @@ class SkipDecoder(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """Four transposed convolutions, from the last tokens alone."""
+    """Four transposed convolutions, from the last tokens alone: one linear map in all, as in UCF-VIT."""
 
     def __init__(self, c: UNETRConfig, width: int):
         super().__init__()
@@ -296,9 +299,13 @@ class PlainDecoder(nn.Module):
             return Stage(f"up{index + 1}", lambda x, side: rise(self.ups[index], x))
 
         return [
-            Stage("bottleneck", to_maps, ("image", "tree", "variables")),
+            Stage("bottleneck", to_maps, ("size", "image", "tree", "variables")),
             *[run_up(i) for i in range(STEPS)],
-            Stage("out", lambda x, side: cropped(convolve(self.out, x), size_of(self.config, side)), ("image", "tree")),
+            Stage(
+                "out",
+                lambda x, side: cropped(convolve(self.out, x), size_of(self.config, side)),
+                ("size", "image", "tree"),
+            ),
         ]
 
     def blocks(self) -> list[nn.Module]:
@@ -328,7 +335,7 @@ class LinearDecoder(nn.Module):
             mode = _INTERPOLATION[self.config.ndim]
             return cropped(F.interpolate(maps, size=size, mode=mode), size_of(self.config, side))
 
-        return [Stage("head", run, ("image", "tree", "variables"))]
+        return [Stage("head", run, ("size", "image", "tree", "variables"))]
 
     def blocks(self) -> list[nn.Module]:
         return []

@@ -14,7 +14,7 @@ from vitrail.layers.attention import CrossAttention
 from vitrail.layers.block import BlockConfig
 from vitrail.layers.init import Normal, initialise_here, mark
 from vitrail.layers.patches import per_axis
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig
+from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
 
@@ -40,8 +40,11 @@ class ViTConfig(EncoderConfig):
             raise ValueError(f"classes {self.classes} must be at least 0")
         if not 0 <= self.head_dropout < 1:
             raise ValueError(f"head_dropout {self.head_dropout} must be at least 0 and below 1")
-        if self.channels is None and self.variables is not None:
-            object.__setattr__(self, "channels", len(self.variables.known))
+        settle_channels(self)
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, once channels and shape are known."""
+        self.check_size(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
 
     def build(self) -> "ViT":
         return ViT(self)
@@ -76,7 +79,8 @@ class ViT(Model):
             x = x[:, self.encoder.prefix :]
             x = mean_of_valid(x, side.get("valid")) if self.config.pool == "mean" else x
         if side.get("head_dropout") is not None:
-            x = x * side["head_dropout"].to(x.dtype)  # [B, D]: 0, or 1 / (1 - rate)
+            kept = side["head_dropout"].to(x.dtype)  # [B, D]: 0, or 1 / (1 - rate)
+            x = x * (kept.unsqueeze(1) if x.ndim == 3 else kept)
         return self.head(x)
 
     def blocks(self) -> list[nn.Module]:
@@ -90,7 +94,8 @@ class ViT(Model):
 
     def flops(self) -> Flops:
         """Forward of one sample of the configured shape, all of its patches given."""
-        assert self.config.shape is not None
+        if self.config.shape is None:
+            raise ValueError("shape is not known; set it to count FLOPs")
         tokens = self.config.count_tokens(per_axis(self.config.shape, self.config.ndim))
         width = self.encoder.width
         head = 2.0 * width * (self.config.classes or 0) * (tokens if self.config.pool == "tokens" else 1)

@@ -35,6 +35,15 @@ class ReconstructConfig:
     def build(self, model: Any, statistics: Statistics) -> "Reconstruct":
         if not isinstance(model, MAEConfig):
             raise UserError(f"objective.kind: 'reconstruct' trains model.kind 'mae', not {model.kind!r}")
+        if model.decoder.kind == "linear" and self.on == "hidden":
+            raise UserError(
+                "objective.on: 'hidden' teaches nothing with model.decoder.kind 'linear': its mask tokens see no visible "
+                "token. Set objective.on=all, or another decoder"
+            )
+        if self.target == "patch" and num_voxels(model.patch) * ((model.channels or 1) if model.parts == 1 else 1) < 2:
+            raise UserError(
+                "objective.target: 'patch' needs patches of more than one value; use 'raw' or a larger patch"
+            )
         return Reconstruct(self, model, statistics)
 
 
@@ -58,7 +67,7 @@ class Reconstruct(Objective):
         self.config, self.model, self.statistics = c, model, statistics
 
     def tokens_per_sample(self) -> int:
-        return sum(self.model.token_counts(evaluating=True)) * self.model.variables
+        return sum(self.model.token_counts(evaluating=True)) * self.model.parts
 
     def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
         encoder = self.model.encoder
@@ -146,11 +155,11 @@ class Reconstruct(Objective):
         }
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
-        voxels = sums["voxels"]
+        voxels = sums["voxels"] or float("nan")  # nothing may be hidden, in images without any edge
         variance = sums["squares"] / voxels - (sums["sum"] / voxels) ** 2
         mse = sums["squared_error"] / voxels
         return {
-            "loss": sums["loss_sum"] / sums["loss_count"],
+            "loss": sums["loss_sum"] / (sums["loss_count"] or float("nan")),
             "mse": mse,
             "variance": variance,
             "mse_over_variance": mse / variance if variance > 0 else float("nan"),

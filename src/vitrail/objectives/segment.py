@@ -86,7 +86,7 @@ class Segment(Objective):
 
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         """[B, classes, *S] of what the model gives."""
-        return (targets.tokens.paint(output) if self.model.output == "tokens" else output).float()
+        return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         c = self.config

@@ -68,7 +68,7 @@ def reconstruction_panel(
     samples = [_read_row(row, ndim) for row in rows]
     if not samples:
         raise ValueError("a panel needs at least one row")
-    lo, hi = _find_range([target for target, _, _, _ in samples], value_range)
+    lo, hi = find_range([target for target, _, _, _ in samples], value_range)
     tiles = [tile for sample in samples for tile in _cut(*sample, slices)][:_MOST_ROWS]
     # The worst hundredth of the voxels may saturate, so that a few outliers do not blacken the rest.
     errors = np.concatenate([np.abs(p - t).mean(0)[h].ravel() for t, p, h, _ in tiles])
@@ -76,7 +76,7 @@ def reconstruction_panel(
     top = float(np.percentile(errors, 99)) if errors.size else 0.0
     top = top if top > 0 else (hi - lo) or 1.0
     image = _draw(tiles, (lo, hi), top, title, caption, aspect)
-    return write_whole(Path(path), _encode(image, grey=all(target.shape[0] == 1 for target, _, _, _ in tiles)))
+    return write_whole(Path(path), encode(image, grey=all(target.shape[0] == 1 for target, _, _, _ in tiles)))
 
 
 def segmentation_panel(
@@ -110,11 +110,11 @@ def segmentation_panel(
             z = len(truth) // 2
             image, truth, guess, name = image[:, z], truth[z], guess[z], f"{name}\nslice {z}".strip()
         tiles.append((_viewable(image), truth, guess, name))
-    span = _find_range([image for image, _, _, _ in tiles], value_range)
+    span = find_range([image for image, _, _, _ in tiles], value_range)
     colours = np.stack([_label_colour(number) for number in range(len(names))])
     cells, seen = [], set()
     for image, truth, guess, name in tiles:
-        grey = _paint(image, span)
+        grey = paint(image, span)
         cells += [
             (grey, name),
             (_overlay(grey, truth, colours, ignore), ""),
@@ -134,7 +134,7 @@ def segmentation_panel(
         caption=caption,
         aspect=aspect,
     )
-    return write_whole(Path(path), _encode(picture, grey=False))
+    return write_whole(Path(path), encode(picture, grey=False))
 
 
 def classification_panel(
@@ -155,20 +155,20 @@ def classification_panel(
         raise ValueError("a panel needs at least one image")
     images = [np.asarray(row["image"]) for row in rows[:_MOST_IMAGES]]
     images = [_viewable(image[:, image.shape[1] // 2] if image.ndim == 4 else image) for image in images]
-    span = _find_range(images, value_range)
+    span = find_range(images, value_range)
     cells = []
     for image, row in zip(images, rows, strict=False):
         words = f"{_shorten(str(row['prediction']), 20)}  {row['likelihood']:.0%}"
         if not row["right"]:
             words += f"\nis {_shorten(str(row['truth']), 20)}"
-        cells.append((_paint(image, span), words))
+        cells.append((paint(image, span), words))
     marks = [RIGHT if row["right"] else WRONG for row in rows[: len(cells)]]
     keys = [("right", RIGHT), ("wrong", WRONG)]
     columns = min(len(cells), 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4)
     picture = _draw_grid(
         cells, columns=columns, marks=marks, keys=keys, title=title, caption=caption, aspect=aspect, tile=1.15
     )
-    return write_whole(Path(path), _encode(picture, grey=False))
+    return write_whole(Path(path), encode(picture, grey=False))
 
 
 def _viewable(image: np.ndarray) -> np.ndarray:
@@ -317,7 +317,7 @@ def _cut(
     return [(target[:, z], prediction[:, z], hidden[z], f"{name}\nslice {z}" if name else f"slice {z}") for z in places]
 
 
-def _find_range(targets: Sequence[np.ndarray], given: tuple[float, float] | None) -> tuple[float, float]:
+def find_range(targets: Sequence[np.ndarray], given: tuple[float, float] | None) -> tuple[float, float]:
     if given is not None:
         lo, hi = float(given[0]), float(given[1])
     else:
@@ -328,7 +328,7 @@ def _find_range(targets: Sequence[np.ndarray], given: tuple[float, float] | None
     return (lo, hi) if math.isfinite(hi - lo) and hi > lo else (lo if math.isfinite(lo) else 0.0, lo + 1.0)
 
 
-def _paint(image: np.ndarray, value_range: tuple[float, float]) -> np.ndarray:
+def paint(image: np.ndarray, value_range: tuple[float, float]) -> np.ndarray:
     """[C, H, W] values as [H, W, 3] colours; what is not finite gets its own colour."""
     lo, hi = value_range
     unit = np.clip((image - lo) / (hi - lo), 0, 1)
@@ -370,7 +370,7 @@ def _draw(
     heat = colormaps["magma"]
     axes = [[figure.add_subplot(grid[r, c]) for c in range(4)] for r in range(len(tiles))]
     for r, (target, prediction, hidden, name) in enumerate(tiles):
-        shown, guess = _paint(target, value_range), _paint(prediction, value_range)
+        shown, guess = paint(target, value_range), paint(prediction, value_range)
         masked = np.where(hidden[..., None], np.asarray(HIDDEN), shown)
         pasted = np.where(hidden[..., None], guess, shown)
         error = np.abs(prediction - target).mean(0)
@@ -417,7 +417,7 @@ def _draw(
     return Pillow.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
-def _encode(image: Image, *, grey: bool) -> bytes:
+def encode(image: Image, *, grey: bool) -> bytes:
     """The picture as PNG below the size limit: grey ones first with a palette, all then with fewer pixels."""
     from PIL import Image as Pillow
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.report.files import write_whole
-from vitrail.report.panels import _encode, _find_range, _paint
+from vitrail.report.panels import encode, find_range, paint
 
 if TYPE_CHECKING:
     from vitrail.layers.trees import Tree
@@ -70,7 +70,7 @@ def tree_picture(
             pick = slice(None)
         boxes = np.stack([corner[shown, rows], corner[shown, columns], side[shown]], axis=1)
         views.append((name, pixels[pick], held[pick], boxes, scale[rows] / scale[columns]))
-    return write_whole(Path(path), _draw(views, _find_range([pixels], None), title, _describe(tree, side)))
+    return write_whole(Path(path), _draw(views, find_range([pixels], None), title, _describe(tree, side)))
 
 
 def _describe(tree: Tree, side: np.ndarray) -> str:
@@ -115,7 +115,7 @@ def _draw(views: list[tuple[Any, ...]], value_range: tuple[float, float], title:
         left = 0.15 + label + sum(columns[:column]) + gap * column
         bottom = high - heading - sum(rows[:row]) - gap * row - heights[view]
         axes = figure.add_axes((left / wide, bottom / high, columns[column] / wide, heights[view] / high))
-        painted = _paint(held if tokens else pixels, value_range)
+        painted = paint(held if tokens else pixels, value_range)
         smooth = max(pixels.shape[-2:]) > 512
         axes.imshow(
             np.rint(painted * 255).astype(np.uint8),
@@ -156,4 +156,4 @@ def _draw(views: list[tuple[Any, ...]], value_range: tuple[float, float], title:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a title may hold letters that the font lacks
         canvas.draw()
-    return _encode(Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3]), grey=False)
+    return encode(Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3]), grey=False)

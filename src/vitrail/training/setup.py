@@ -135,9 +135,7 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
         objective = dataclasses.replace(objective, names=names)
     model = dataclasses.replace(model, **update)
     try:
-        if encoder_of(model) is model:  # a plain ViT is its own encoder
-            model.check(model.ndim, crop)
-        elif hasattr(model, "check"):
+        if hasattr(model, "check"):
             model.check()
     except ValueError as error:
         raise UserError(f"data.crop and model: {error}") from None

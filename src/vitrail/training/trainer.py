@@ -92,7 +92,8 @@ class Trainer:
         loss_sum_all, count_all, squares_all, *wished = table.tolist()
 
         # FSDP averages over ranks what is a sum here; and the sum is over count_all values.
-        scale = self.place.world.size / count_all
+        # With nothing to score (no hidden token in any sample, say) there is no step to take.
+        scale = self.place.world.size / count_all if count_all else math.nan
         norm = math.sqrt(squares_all) * scale
         finite = math.isfinite(loss_sum_all) and math.isfinite(norm)
         if finite:
@@ -111,7 +112,7 @@ class Trainer:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         sizes = None if rms is None else {name: float(value) for name, value in rms.items()}
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
-        return Progressed(loss_sum_all / count_all, norm, finite, stop, sizes)
+        return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes)
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.recipe.data.micro_batch or len(batch)
