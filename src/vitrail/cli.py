@@ -297,7 +297,7 @@ def models(
         return
     found = catalog.describe(name)
     if as_json:
-        _print_rows(found["sizes"], as_json)
+        _print_rows([row | {"about": found["about"], "keys": found["keys"]} for row in found["sizes"]], as_json)
         return
     print(f"{found['model']}: {found['about']}\n")
     _print_rows(found["sizes"], as_json)

@@ -1,6 +1,7 @@
-"""ViT and ViTMAE of Hugging Face transformers: their weights here give their outputs."""
+"""ViT, ViTMAE, DINOv2 and DINOv3 of Hugging Face transformers: their weights here give their outputs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,43 @@ def test_dinov2(tmp_path: Path, gated: bool) -> None:
         assert not report["skipped"]
         assert report.names("unused") == ["embeddings.mask_token"]
         torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_dinov3(tmp_path: Path, gated: bool) -> None:
+    """Class token and registers stand at the centre of its image: equal where coordinates are given from there."""
+    act = "silu" if gated else "gelu"
+    config = transformers.DINOv3ViTConfig(
+        **SMALL, image_size=32, patch_size=8, num_register_tokens=3, use_gated_mlp=gated, hidden_act=act
+    )
+    theirs = scramble(transformers.DINOv3ViTModel(config))
+    make = encoder_of(SMALL, 8, positions="rope", layer_scale=1.0, registers=3, hidden=128, rope_scale=math.pi)
+    make |= {"mlp": "swiglu" if gated else "gelu", "eps": 1e-5, "channels": 3, "shape": 32, "pool": "tokens"}
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected = theirs(pixel_values=images).last_hidden_state[:, 4:]
+    theirs.save_pretrained(tmp_path)
+    for given in (theirs.state_dict(), tmp_path):
+        ours = empty(ViTConfig(**make))
+        with pytest.raises(UserError, match="stand at the centre of the image"):
+            load_weights(ours, given)
+        report = load_weights(ours, given, strict=False)
+        assert report.adapter == "hf"
+        assert not report["skipped"]
+        assert report.names("unused") == ["embeddings.mask_token"]
+        inputs = ours.inputs(images)
+        inputs["coordinates"] = (
+            inputs["coordinates"] - 12.0
+        )  # the centre of 4 x 4 patches is 1.5 patches from the first
+        torch.testing.assert_close(ours(**inputs), expected, atol=1e-5, rtol=1e-5)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_theta": 50.0}))
+    with pytest.raises(UserError, match="set theta: 50"):
+        load_weights(empty(ViTConfig(**make)), tmp_path)
+    other = "gelu" if gated else "silu"
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_act": other}))
+    with pytest.raises(UserError, match=f"'{other}', the model's"):
+        load_weights(empty(ViTConfig(**make)), tmp_path)
 
 
 def test_settings_beside_the_file_are_checked(tmp_path: Path) -> None:

@@ -135,6 +135,25 @@ def test_the_best_is_kept_too(tmp_path: Path) -> None:
     assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [6]
 
 
+def test_a_score_that_does_not_exist_is_null(tmp_path: Path) -> None:
+    """Other readers of JSON refuse a bare NaN."""
+    checkpoints = open_checkpoints(tmp_path)
+    metrics = {"mean_dice": 0.5, "dice_none": float("nan"), "loss": float("inf")}
+    numbers = NUMBERS | {"metrics": metrics, "recipe": {"clip": float("inf")}}
+    checkpoints.save(1, state(1), numbers, 0.5)
+    assert numbers["metrics"] is metrics  # the caller's own stay
+    text = (tmp_path / "step-00000001/manifest.json").read_text()
+    assert "NaN" not in text
+    manifest = read_manifest(tmp_path / "step-00000001")
+    assert manifest["metrics"] == {"mean_dice": 0.5, "dice_none": None, "loss": None}
+    assert manifest["recipe"] == {"clip": float("inf")}  # a setting keeps its value
+    assert load_newest(checkpoints) == (1, [])
+    for name, best in (("mean_dice", (0.5, 1)), ("dice_none", None)):
+        again = open_checkpoints(tmp_path)
+        again.remember_best(name)
+        assert again.best == best
+
+
 def test_a_best_that_could_not_be_written_does_not_push_out_the_one_before(tmp_path: Path, monkeypatch) -> None:
     checkpoints = open_checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state(1), NUMBERS, 0.5)

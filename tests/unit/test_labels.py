@@ -30,6 +30,7 @@ from vitrail.objectives.classify import ClassifyConfig
 from vitrail.objectives.segment import SegmentConfig
 from vitrail.recipe.sections import Data, Run
 from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.evaluate import Evaluator
 from vitrail.training.setup import DataParts, complete, labelling_of
 
 NAMES = ("background", "membrane", "mitochondria", "vesicles", "nucleus")
@@ -164,7 +165,7 @@ def test_missing_labels_are_asked_for(zarr: Path, folder: Path, tmp_path: Path) 
     bare = write_ome_zarr(tmp_path / "bare.zarr", Volume(np.zeros(SHAPE, np.uint8), None), levels=1)
     with pytest.raises(UserError, match="it has none"):
         Dataset([OmeZarrConfig(path=str(bare))], (8, 8, 8), where="data.train", labels="voxel")
-    with pytest.raises(UserError, match=r"data.train.0: .* class of every voxel"):
+    with pytest.raises(UserError, match=r"data.train.0: .* image folders have no labels of voxels; use ome_zarr"):
         Dataset([ImageFolderConfig(path=str(folder / "train"))], (8, 8), where="data.train", labels="voxel")
     with pytest.raises(UserError, match=r"data.train.0: .* class of every image, .* one folder a class"):
         Dataset([ImageFolderConfig(path=str(folder / "train/cat"))], (8, 8), where="data.train", labels="item")
@@ -301,6 +302,62 @@ def test_label_volumes_give_the_classes(zarr: Path, tmp_path: Path) -> None:
     both = [OmeZarrConfig(path=str(path), labels="structures") for path in (zarr, other)]
     with pytest.raises(UserError, match=r"data.train.1: label 1 is 'vesicles' here but 'membrane' in another"):
         Dataset(both, (8, 8, 8), where="data.train", labels="voxel").class_names()
+
+
+@pytest.mark.parametrize(
+    ("named", "ignore", "words"),
+    [
+        (
+            {0: "bg", 1: "cell", 255: "unlabelled"},
+            None,
+            "label 255 is named, 2 to 254 are not: set objective.ignore: 255",
+        ),
+        ({0: "bg", 2: "cell"}, None, "label 2 is named, 1 is not: set objective.ignore: 2 or objective.names"),
+        ({0: "bg", 1: "a", 4: "b", 9: "c"}, None, "label 4 is named, 2 to 3 are not"),
+        ({0: "bg", 1: "a", 4: "b"}, 1, "label 4 is named, 2 to 3 are not"),
+        ({0: "bg", 1: "cell", 255: "unlabelled"}, 255, ("bg", "cell")),
+        ({1: "cell", 2: "nucleus"}, None, ("class 0", "cell", "nucleus")),
+        ({0: "bg", 2: "cell"}, 1, ("bg", "class 1", "cell")),
+        ({0: "bg", 1: "void", 2: "cell"}, 1, ("bg", "void", "cell")),
+    ],
+)
+def test_labels_are_named_without_gaps(zarr: Path, named: dict[int, str], ignore: int | None, words: Any) -> None:
+    dataset = volumes(zarr)
+    source: Any = SimpleNamespace(label_names=named)
+    dataset.sources = [source]
+    if isinstance(words, tuple):
+        assert dataset.class_names(ignore) == words
+    else:
+        with pytest.raises(UserError, match=f"data.train: {words}"):
+            dataset.class_names(ignore)
+
+
+def evaluator_of(dataset: Dataset, samples: int, seed: int = 0) -> Evaluator:
+    sampler = dataset.sampler(seed=seed, lanes=1, reuse=1)
+    reader = dataset.reader(sampler, lanes=1, cache_bytes=0)
+    loader = Loader(sampler, reader, device=torch.device("cpu"), workers=1, prefetch=1)
+    objective: Any = None
+    return Evaluator(objective, loader, seed=0, samples=samples, batch=4)
+
+
+def test_no_image_is_measured_twice(folder: Path, zarr: Path) -> None:
+    valid = images(folder, "valid")
+    evaluator = evaluator_of(valid, 64)
+    assert evaluator.samples == 8
+    assert evaluator.note == "eval.samples: 64, but there are 8 held-out items, each one crop: all are measured"
+    for samples in (5, 8):
+        evaluator = evaluator_of(valid, samples)
+        assert (evaluator.samples, evaluator.note) == (samples, None)
+    for dataset in (valid, images(folder)):
+        for seed in range(50):
+            sampler = evaluator_of(dataset, 64, seed).loader.sampler
+            assert sorted(sampler(i).item for i in range(sampler.epoch)) == list(range(len(dataset.extents)))
+    # Larger images and volumes have more than one crop, and weights ask for repetition.
+    config = ImageFolderConfig(path=str(folder / "valid"))
+    assert evaluator_of(Dataset([config], (4, 4), where="data.valid"), 64).samples == 64
+    assert evaluator_of(volumes(zarr), 640).samples == 640
+    both = [config, ImageFolderConfig(path=str(folder / "train"), weight=3.0)]
+    assert evaluator_of(Dataset(both, (8, 8), where="data.valid"), 64).samples == 64
 
 
 def test_known_variables_decide_the_channels(folder: Path) -> None:

@@ -236,6 +236,30 @@ def test_metrics_count_voxels_over_the_whole_set() -> None:
     assert "loss" not in objective.larger_is_better
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_an_ignored_class_is_not_scored(background: bool, tmp_path: Path) -> None:
+    """Its number stays, so that those of the others do; a model that names it is wrong there."""
+    settings: dict[str, Any] = {"ignore": 1, "names": ("nothing", "void", "cell"), "background": background}
+    objective = SegmentConfig(**settings).build(sap(), GREY)
+    assert objective.metrics == ("loss", "accuracy", "mean_dice", "dice_nothing", "dice_cell")
+    objective.model = _Pixels(classes=3)
+    labels = torch.tensor([[[0, 0, 1, 1, 2, 2, 2, 2]]])
+    guess = torch.tensor([[[0, 0, 0, 2, 2, 2, 2, 1]]])
+    logits = 20.0 * functional.one_hot(guess, 3).movedim(-1, 1)
+    tokens: Any = None
+    targets = Targets(labels, tokens)
+    metrics = objective.summarise({k: float(v) for k, v in objective.measure(logits, targets).items()})
+    assert tuple(metrics) == objective.metrics
+    assert metrics["dice_nothing"] == 1
+    assert metrics["dice_cell"] == pytest.approx(6 / 7)
+    assert metrics["mean_dice"] == pytest.approx((1 + 6 / 7) / 2 if background else 6 / 7)
+    assert metrics["accuracy"] == pytest.approx(5 / 6)
+    batch = Batch([0], numbers(0, 1, 1, 1, 8), labels)
+    caption = objective.draw(tmp_path / "a.png", batch, logits, targets, step=1, held_out=True)
+    assert "cell 0.86" in caption
+    assert "void" not in caption
+
+
 class _Pixels:
     """A model that gives voxels, as UNETR does."""
 
@@ -287,6 +311,9 @@ def test_segment_refuses_what_cannot_be() -> None:
             SegmentConfig().build(model, GREY)
     with pytest.raises(UserError, match=r"model.classes: 1; .* at least 2"):
         SegmentConfig().build(sap(classes=1), GREY)
+    with pytest.raises(UserError, match=r"objective.ignore: 1 leaves no class .* objective.background: true"):
+        SegmentConfig(ignore=1).build(sap(classes=2), GREY)
+    SegmentConfig(ignore=1, background=True).build(sap(classes=2), GREY)
     for wrong in ({"smooth": (0.0, 0.0)}, {"smooth": (-1.0, 1.0)}, {"names": ("a", "a")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SegmentConfig(**wrong)

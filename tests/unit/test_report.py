@@ -19,7 +19,7 @@ from vitrail.report import plots, read_metrics, summary, write_report
 from vitrail.report.facts import total_steps
 from vitrail.report.files import read_picture, write_whole
 from vitrail.report.panels import BROKEN, HIDDEN, reconstruction_panel
-from vitrail.report.sections import list_checkpoints
+from vitrail.report.sections import list_checkpoints, list_tiles
 from vitrail.report.units import clock, compact, duration, percent, plain, size
 
 RECIPE = """\
@@ -279,10 +279,13 @@ FIELDS = (
     "samples",
     "device",
     "reason",
+    "best_metric",
+    "entries",
+    "notes",
 )
 LINES = st.builds(
     lambda event, fields: {"event": event} | fields,
-    st.sampled_from(["start", "train", "eval", "picture", "checkpoint", "skip", "end", "warning", "new"]),
+    st.sampled_from(["start", "init", "train", "eval", "picture", "checkpoint", "skip", "end", "warning", "new"]),
     st.dictionaries(
         st.sampled_from(FIELDS), VALUES | st.integers(0, 100) | st.dictionaries(st.text(max_size=3), VALUES)
     ),
@@ -332,9 +335,9 @@ def test_page_of_a_whole_run_shows_everything_and_loads_nothing(whole_run):
         "vitrail train ",
     ):
         assert words in html, words
-    assert (
-        len([t for t in links.targets if t.startswith("data:image/svg")]) == len(plots.CURVES) + 1
-    )  # and the histogram
+    other = {"Score over the steps", "Dice of each class"}  # of runs that do not reconstruct
+    curves = len(plots.CURVES) - len(other)
+    assert len([t for t in links.targets if t.startswith("data:image/svg")]) == curves + 1  # and the histogram
     assert not list(whole_run.glob(".*.part"))
 
 
@@ -520,6 +523,67 @@ def test_evaluation_is_drawn_beside_predicting_the_mean():
     assert plots.eval_against_mean([{"event": "eval", "step": 1, "metrics": {"accuracy": 0.5}}]) is None
 
 
+def score_lines(metric="mean_dice", larger=True, classes=("cell", "$x_1<b>", "none"), values=(0.5, 0.8, 0.7)):
+    lines = [START | {"best_metric": metric, "larger_is_better": larger}]
+    for number, value in enumerate(values):
+        dices = {f"dice_{name}": None if name == "none" else value / (i + 1) for i, name in enumerate(classes)}
+        metrics = {"loss": 1 - value, "accuracy": value, "mean_dice": value, **dices}
+        step = 10 * (number + 1)
+        lines.append({"event": "eval", "time": 1000.0 + step, "step": step, "weights": "ema", "metrics": metrics})
+    return lines
+
+
+def test_the_metric_of_the_best_checkpoint_is_shown(tmp_path):
+    lines = score_lines()
+    facts = summary(make_run(tmp_path / "r", lines))
+    assert list_tiles(facts)[0] == ("Mean Dice", "0.7", "best 0.8 at step 20; higher is better")
+    assert facts["score"] == "mean Dice 0.7, loss 0.3, accuracy 0.7"
+    svg = plots.score(lines)
+    for words in (">Evaluation: mean Dice<", ">best, 0.8 at step 20<", ">averaged weights<", "higher is better<"):
+        assert words in svg, words
+    assert ">best, 0.5 at step 10<" in plots.score(score_lines(larger=False))
+    html, links = read_page(tmp_path / "r")
+    assert len([t for t in links.targets if t.startswith("data:image/svg")]) == 3  # loss, score, classes
+    for words in ("Mean Dice", 'alt="Score over the steps"', 'alt="Dice of each class"', '<th class="n">Dice of cell<'):
+        assert words in html, words
+    facts = summary(make_run(tmp_path / "c", score_lines("accuracy", classes=(), values=(0.5,))))
+    assert list_tiles(facts)[0] == ("Accuracy", "0.5", "higher is better")
+    facts = summary(make_run(tmp_path / "l", score_lines("loss", larger=False, classes=())))
+    assert list_tiles(facts)[0] == ("Evaluation loss", "0.3", "at step 30")
+    assert plots.score(score_lines("loss", larger=False)) is None
+
+
+def test_a_reconstruction_keeps_its_curve_and_tile(tmp_path):
+    lines = [START | {"best_metric": "mse_over_variance", "larger_is_better": False}, eval_line(10), eval_line(20)]
+    assert list_tiles(summary(make_run(tmp_path / "r", lines)))[0][0] == "Error / variance"
+    assert plots.score(lines) is None
+    assert plots.class_scores(lines) is None
+
+
+def test_each_class_has_a_thin_line():
+    svg = plots.class_scores(score_lines())
+    assert ">cell<" in svg
+    assert ">none<" not in svg  # it never had a Dice
+    assert "<b>" not in svg
+    many = plots.class_scores(score_lines(classes=[f"kind {i}" for i in range(30)]))
+    assert ">kind 29<" in many  # the lowest
+    assert ">kind 0<" not in many
+
+
+def test_what_a_run_started_from_is_told(tmp_path):
+    entries = [{"action": "copied", "name": f"blocks.{i}"} for i in range(3)] + [{"action": "skipped", "name": "head"}]
+    init = {"event": "init", "time": 900.0, "step": 0, "path": "a/<b>.pt", "adapter": "timm", "entries": entries}
+    init["notes"] = ["heads were taken from the model"]
+    run = make_run(tmp_path / "r", [init, START, train_line(10), init | {"time": 5000.0}, START | {"time": 5001.0}])
+    facts = summary(run)
+    assert facts["initial"]["counts"] == {"copied": 3, "skipped": 1}
+    assert [(s["from_step"], s["seconds"]) for s in facts["sessions"]] == [(0, 10.0), (0, 0.0)]  # init begins none
+    html, _ = read_page(run)
+    assert "a/&lt;b&gt;.pt (timm): 3 copied, 1 skipped" in html
+    assert "heads were taken from the model" in html
+    assert "Started from" not in read_page(make_run(tmp_path / "s", [START]))[0]
+
+
 @pytest.mark.parametrize(("layers", "windows"), [(3, 1), (3, 5), (20, 1), (20, 5)])
 def test_activations_for_few_and_many_layers(layers, windows):
     rms = {f"encoder.blocks.{i}": 1.0 + i for i in range(layers)}
@@ -622,7 +686,8 @@ def test_constant_and_empty_panels(tmp_path):
         (plain(0.43212), "0.4321"),
         (plain(1176.4, 3), "1176"),
         (plain(2e-5), "2e-05"),
-        (plain(math.nan), "nan"),
+        (plain(math.nan), "–"),
+        (plain(math.inf), "inf"),
         (plain(None), "–"),
         (plain(3), "3"),
         (percent(0.341), "34.1%"),

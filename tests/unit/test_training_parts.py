@@ -3,6 +3,7 @@
 import math
 import re
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -529,3 +530,25 @@ def test_variants_stand_before_their_family() -> None:
         assert not any(name.lower() in later.lower() for later in names[earlier + 1 :]), name
         assert peak_tflops(f"Maker {name} 80GB") == PEAKS_BF16[name]
     assert all(math.isfinite(peak) and peak > 0 for peak in PEAKS_BF16.values())
+
+
+def test_a_run_begun_before_a_key_existed_goes_on(tmp_path: Path) -> None:
+    """Keys that came later are at their defaults in it."""
+    from vitrail.recipe import load_recipe, yaml
+    from vitrail.training.session import refuse_changes
+
+    tree = {
+        "run": {"name": "old", "steps": 4},
+        "model": {"kind": "mae", "encoder": {"width": 24, "depth": 1, "heads": 2, "patch": 4}},
+        "data": {"train": [{"path": "x.zarr", "kind": "ome_zarr"}], "crop": 16, "batch": 2},
+    }
+    recipe = load_recipe(tree)
+    stored = recipe.to_tree()
+    for key in ("tokens", "rope", "rope_scale", "variables", "residual"):
+        del stored["model"]["encoder"][key]
+    (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
+    refuse_changes(tmp_path, recipe)
+    stored["model"]["encoder"]["width"] = 48
+    (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
+    with pytest.raises(UserError, match="width: 48 became 24"):
+        refuse_changes(tmp_path, recipe)

@@ -1,15 +1,18 @@
 """Weights from elsewhere: what is read, what is refused, and that inflated models start as the ones they come from."""
 
+import argparse
 import json
 import math
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity.references import MAE as ForeignMAE
 from parity.references import scramble
+from PIL import Image
 from safetensors.torch import save_file
 from support import events, run, tiny_recipe, torchrun
 from torch import Tensor, nn
@@ -25,7 +28,8 @@ from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.weights import Report, load_weights
+from vitrail.recipe.sections import Init
+from vitrail.weights import Report, load_initial, load_weights
 from vitrail.weights.files import open_weights
 from vitrail.weights.names import ADAPTERS
 from vitrail.weights.pieces import head_major, patch_kernel, position_table, resize, sincos_rows
@@ -89,6 +93,16 @@ def test_averaged_weights_come_first_and_that_is_said() -> None:
 class Harmful:
     def __reduce__(self) -> tuple[Any, ...]:
         return (exec, ("raise SystemExit('code was run')",))
+
+
+def test_arguments_of_training_scripts_are_passed_over(tmp_path: Path) -> None:
+    state = timm_state()
+    torch.save({"model": state, "args": argparse.Namespace(lr=1e-3, out="runs"), "epoch": 3}, tmp_path / "weights.pth")
+    model = vit()
+    load_weights(model, tmp_path / "weights.pth")
+    assert torch.equal(model.encoder.norm.weight, state["norm.weight"])
+    torch.save({"model": state, "args": argparse.Namespace(inner=Harmful())}, tmp_path / "harmful.pth")
+    assert "would run code" in refusal(vit(), tmp_path / "harmful.pth")
 
 
 def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -182,8 +196,17 @@ def test_loads_that_would_be_wrong_are_refused() -> None:
     assert "1 blocks, the model's 2" in refusal(vit(), cut)
     assert "patches of the file are 4 x 4 voxels, the model's 8 x 8" in refusal(vit(patch=8), state)
     assert "its tokens are 24 wide, the model's 32; set width" in refusal(vit(width=32), state, strict=False)
-    assert "does not have encoder.blocks.0.ls1.gamma" in refusal(vit(layer_scale=1.0), state)
+    scaled = refusal(vit(layer_scale=1.0), state)
+    assert "does not have encoder.blocks.0.ls1.gamma" in scaled
+    assert "; set layer_scale: null; or, where" in scaled
     assert "no place for patch_embed.proj.bias, blocks.0." in refusal(vit(bias=False), state)
+    assert "; set bias: true" in refusal(vit(bias=False), state)
+    assert "; set mlp: gelu" in refusal(vit(mlp="swiglu", hidden=96), state)
+    assert "; set qk_norm: false" in refusal(vit(qk_norm=True), state)
+    assert "; set norm: layer" in refusal(vit(norm="rms"), state)
+    assert "; set input_norm: false" in refusal(vit(input_norm=True), state)
+    more = {f"blocks.{i}.ls{j}.gamma": torch.ones(24) for i in range(2) for j in (1, 2)}
+    assert "; set layer_scale: 1.0" in refusal(vit(), state | more)
     assert "set cls_token: true and registers: 0" in refusal(vit(cls_token=False), state)
     assert "set cls_token: true and registers: 0" in refusal(vit(registers=4), state)
     assert "set positions: learned" in refusal(vit(positions="sincos"), state)
@@ -198,8 +221,22 @@ def test_loads_that_would_be_wrong_are_refused() -> None:
 def test_values_that_are_not_finite_are_refused() -> None:
     state = timm_state()
     state["blocks.1.mlp.fc2.bias"][3] = math.nan
-    with pytest.raises(UserError, match=r"blocks.1.mlp.fc2.bias holds values that are not finite"):
-        load_weights(vit(), state)
+    assert "blocks.1.mlp.fc2.bias holds values that are not finite" in refusal(vit(), state)  # the model is untouched
+
+
+def test_a_refusal_does_not_contradict_itself() -> None:
+    """A tensor whose shape is wrong is not told a second time, as one without a place."""
+    message = refusal(vit(patch=8), timm_state())
+    assert "patches of the file are 4 x 4 voxels" in message
+    assert "no place" not in message
+    assert "strict" not in message
+
+
+def test_options_that_are_none() -> None:
+    assert "head: 'no' is unknown; use true, false or auto" in refusal(vit(), timm_state(), head="no")
+    report = load_weights(vit(classes=2), timm_state(), only="encoder")
+    assert report.names("skipped") == ["head.weight", "head.bias"]
+    assert "has no 'encoders'" in refusal(vit(), timm_state(), only="encoders")
 
 
 def test_not_strict_loads_what_fits_and_says_the_rest() -> None:
@@ -303,9 +340,12 @@ def test_rotations_of_dinov3() -> None:
     mask[width : 2 * width] = 0
     state |= {"rope_embed.periods": periods, "storage_tokens": torch.ones(1, 4, width)}
     state |= {f"blocks.{i}.attn.qkv.bias_mask": mask for i in range(2)}
-    model = vit(width=width, positions="rope", registers=4)
-    report = load_weights(model, state)
-    assert any("rope_scale" in note for note in report.notes)
+    make: dict[str, Any] = {"width": width, "positions": "rope", "registers": 4, "rope_scale": 4 * math.pi / side}
+    model = vit(**make)
+    assert "stand at the centre of the image" in refusal(model, state)
+    report = load_weights(model, state, strict=False)
+    assert any("stand at the centre" in note for note in report.notes)
+    assert not any("rope_scale" in note for note in report.notes)
     x = torch.randn(2, side * side, width, generator=torch.Generator().manual_seed(3))
     one = {name.removeprefix("blocks.0."): value for name, value in state.items()}
     expected = dinov3_attention(x, one, side, heads)
@@ -313,10 +353,38 @@ def test_rotations_of_dinov3() -> None:
     found = model.encoder.blocks[0].attn(x, rope_table(places * (4 * math.pi / side), width // heads, 100.0))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert "set positions: rope" in refusal(vit(width=width, registers=4), state)
-    assert "heads are 16 wide, the model's 8" in refusal(
-        vit(width=width, heads=4, positions="rope", registers=4), state
-    )
-    assert "set theta" in refusal(vit(width=width, positions="rope", registers=4, theta=50.0), state)
+    assert "heads are 16 wide, the model's 8" in refusal(vit(**make, heads=4), state)
+    assert "set theta: 100" in refusal(vit(**make, theta=50.0), state)
+    assert "set rope_scale: 3.14159" in refusal(vit(**make | {"rope_scale": 1.0}), state)
+    assert "4 x 8 patches are no square" in refusal(vit(**make, shape=(16, 32)), state)
+
+
+def test_rotations_that_no_file_tells() -> None:
+    """timm does not store DINOv3's: they are known by what else is there, or the file is refused."""
+    width, side = 32, 4
+    plain = timm_state(width=width)
+    del plain["pos_embed"]
+    state = {n: v for n, v in plain.items() if not n.endswith("attn.qkv.bias")} | {"reg_token": torch.ones(1, 4, width)}
+    for i in range(2):
+        state |= {f"blocks.{i}.gamma_{j}": torch.ones(width) for j in (1, 2)}
+        state |= {f"blocks.{i}.attn.{letter}_bias": plain[f"blocks.{i}.attn.qkv.bias"][:width] for letter in "qv"}
+    told = state | {"rope.periods": 100.0 ** (torch.arange(4) / 4)}
+    make: dict[str, Any] = {"width": width, "registers": 4, "layer_scale": 1.0, "rope_scale": 4 * math.pi / side}
+    one, other = vit(**make, positions="rope"), vit(**make, positions="rope")
+    report = load_weights(one, state, strict=False)
+    assert any("taken for DINOv3, whose theta is 100" in note for note in report.notes)
+    load_weights(other, told, strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    keys = one.encoder.blocks[0].attn.qkv.bias.view(2, 3, 16)[:, 1]
+    assert keys.eq(0).all()
+    assert "set theta: 100" in refusal(vit(**make, positions="rope", theta=10.0), state)
+    assert "set rope_scale" in refusal(vit(**make | {"rope_scale": 1.0}, positions="rope"), state)
+    for positions in ("none", "learned", "sincos"):
+        assert "taken for DINOv3, which turns" in refusal(vit(**make, positions=positions), state)
+    table = {"pos_embed": torch.randn(1, side**2 + 5, width)}
+    assert "as EVA's do" in refusal(vit(**make | {"rope_scale": 1.0}), state | table)
+    for positions in ("none", "rope"):  # nothing tells what it is
+        assert "does not tell whether its model turns" in refusal(vit(width=width, positions=positions), plain)
 
 
 # ---------------------------------------------------------------- channels, grids and one more axis
@@ -379,8 +447,8 @@ def test_an_inflated_vit_starts_as_the_flat_one(positions: str, depth: int, cls:
         state["pos_embed"] = state["pos_embed"][:, 1:]
     if positions == "none":
         del state["pos_embed"]
-    load_weights(flat, state)
-    report = load_weights(solid, state)
+    load_weights(flat, state, strict=positions != "none")  # a file does not tell that there are none
+    report = load_weights(solid, state, strict=positions != "none")
     assert "encoder.patch_embed.proj.weight" in report.names("inflated")
     assert ("encoder.pos_embed.table" in report.names("inflated")) == (positions == "learned")
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -498,19 +566,24 @@ def test_a_unetr_of_monai() -> None:
     nets = pytest.importorskip("monai.networks.nets", reason="MONAI is not installed", exc_type=ImportError)
     theirs = scramble(nets.UNETR(1, 2, (32, 32), 4, 24, 48, 2, spatial_dims=2))
 
-    def ours(shape: int) -> Any:
+    def ours(shape: int, channels: int = 1) -> Any:
         encoder = own(width=24, depth=12, heads=2, patch=16, hidden=48, eps=1e-5)
-        return UNETRConfig(encoder=encoder, ndim=2, channels=1, shape=shape, classes=2, features=4).build().eval()
+        c = UNETRConfig(encoder=encoder, ndim=2, channels=channels, shape=shape, classes=2, features=4)
+        return c.build().eval()
 
     model = ours(32)
     report = load_weights(model, theirs.state_dict())
     assert report.adapter == "monai"
     assert not report["skipped"]
+    assert any("2 of the model were taken" in note for note in report.notes)
+    assert len(report["permuted"]) == 12  # the rest is copied, and so is a bias of 0
+    assert "decoder.out.weight" in report.names("copied")
     images = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(model(**model.inputs(images)), theirs(images), atol=1e-5, rtol=1e-5)
     assert load_weights(ours(64), theirs.state_dict()).names("resized") == ["encoder.pos_embed.table"]
     assert "goes into a unetr" in refusal(vit(), theirs.state_dict())
+    assert "it is of 1 channels, the model of 3; set channels: 1" in refusal(ours(32, 3), theirs.state_dict())
 
 
 def test_a_run_into_the_same_model_is_that_model(trained: Path) -> None:
@@ -533,7 +606,142 @@ def test_a_run_of_another_make_is_refused(trained: Path) -> None:
     assert "set positions: learned" in message(positions="rope")
     assert "mlp gelu, the model swiglu" in message(mlp="swiglu", hidden=96)
     assert "patches of the file are 4 x 4 x 4 voxels" in message(patch=8)
-    assert "positions over 3 axes cannot serve a model of 2" in message(ndim=2)
+    assert message(ndim=2).endswith("into the vit: a run of 3 axes cannot fill a model of 2")
+
+
+def as_run(monkeypatch: pytest.MonkeyPatch, config: Any, classes: tuple[str, ...] | None = None) -> None:
+    """State dicts are read as a run's whose config is known."""
+
+    def opened(given: Any) -> Any:
+        weights = open_weights(given)
+        weights.config, weights.classes = config, classes
+        return weights
+
+    monkeypatch.setattr("vitrail.weights.load.open_weights", opened)
+
+
+def test_settings_that_no_shape_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(**changes: Any) -> Any:
+        return vit(**{"positions": "rope", "cls_token": False, **changes})
+
+    source = scramble(model())
+    state = source.state_dict()
+    as_run(monkeypatch, source.config)
+    load_weights(model(), state)
+    assert "rope_scale is 1, the model's 2; set rope_scale: 1" in refusal(model(rope_scale=2.0), state)
+    assert "theta is 100, the model's 50; set theta: 100" in refusal(model(theta=50.0), state)
+    assert "are axial, the model's superposed; set rope: axial" in refusal(model(rope="superposed"), state)
+    volumes: dict[str, Any] = {"ndim": 3, "shape": (4, 16, 16)}
+    assert "set rope: superposed" in refusal(model(**volumes), state)
+    load_weights(model(**volumes, rope="superposed"), state)
+    solid = scramble(model(**volumes, rope="superposed"))
+    as_run(monkeypatch, solid.config)
+    load_weights(model(**volumes, rope="superposed"), solid.state_dict())
+    assert "set rope: superposed" in refusal(model(**volumes), solid.state_dict())
+
+
+def test_a_register_is_no_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = scramble(vit(positions="sincos", cls_token=False, registers=1, pool="mean"))
+    as_run(monkeypatch, source.config)
+    target = vit(positions="sincos", cls_token=True, pool="mean")
+    before = target.encoder.prefix_tokens.detach().clone()
+    message = refusal(target, source.state_dict())
+    assert "cls_token: false and registers: 1, the model true and 0; set cls_token: false and registers: 1" in message
+    report = load_weights(target, source.state_dict(), strict=False)
+    assert report.names("skipped") == ["encoder.prefix_tokens"]
+    assert torch.equal(target.encoder.prefix_tokens, before)
+
+
+def test_a_classifier_of_other_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = scramble(vit(classes=3, pool="cls"))
+    as_run(monkeypatch, source.config)
+    load_weights(vit(classes=3, pool="cls"), source.state_dict())
+    said = "saw pool: cls, the model's sees mean"
+    assert said in refusal(vit(classes=3, pool="mean"), source.state_dict())
+    model = vit(classes=3, pool="mean")
+    report = load_weights(model, source.state_dict(), head="auto")
+    assert [said in entry.note for entry in report["skipped"]] == [True, True]
+    assert model.head.bias.eq(0).all()
+    assert load_weights(vit(classes=3), source.state_dict(), only=["encoder"]).names("skipped")
+
+
+def test_classes_are_matched_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = scramble(vit(classes=3))
+    state = source.state_dict()
+    as_run(monkeypatch, source.config, ("cell", "soil", "void"))
+    model = vit(classes=3)
+    report = load_weights(model, state, names=["void", "cell", "soil"])
+    assert set(report.names("permuted")) == {"head.weight", "head.bias"}
+    assert torch.equal(model.head.weight, source.head.weight[[2, 0, 1]])
+    assert torch.equal(model.head.bias, source.head.bias[[2, 0, 1]])
+    assert not load_weights(vit(classes=3), state, names=["cell", "soil", "void"])["permuted"]
+    others = ["cell", "soil", "wall"]
+    said = "the run's classes are cell, soil, void, the model's cell, soil, wall"
+    assert f"{said}; head: false starts the classifier anew" in refusal(vit(classes=3), state, names=others)
+    report = load_weights(vit(classes=3), state, names=others, head="auto")
+    assert {entry.note for entry in report["skipped"]} == {said}
+    assert any("matched by number" in note for note in load_weights(vit(classes=3), state).notes)
+    assert not any("matched by number" in note for note in load_weights(vit(), state).notes)
+
+
+def test_classes_of_a_segmenter_are_matched_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = UNETRConfig(encoder=own(), ndim=2, channels=1, shape=16, classes=3, skips=False, features=4)
+    source, model = scramble(c.build()), c.build()
+    as_run(monkeypatch, c, ("a", "b", "c"))
+    load_weights(model, source.state_dict(), names=("c", "a", "b"))
+    assert torch.equal(model.decoder.out.weight, source.decoder.out.weight[[2, 0, 1]])
+
+
+def test_a_file_without_a_recipe_says_what_was_taken() -> None:
+    report = load_weights(vit(positions="rope"), vit(positions="rope").state_dict())
+    (note,) = [note for note in report.notes if note.startswith("no recipe beside the file")]
+    for said in ("heads 2", "patch 4 x 4", "rope (axial, theta 100, rope_scale 1)", "residual pre", "tokens uniform"):
+        assert said in note
+    assert "cls_token true, registers 0, pool mean" in note
+
+
+def test_normalisation_of_a_run_is_told(trained: Path) -> None:
+    assert any("images were normalised by mean" in note for note in open_weights(trained).notes)
+
+
+def test_the_names_of_a_recipe_reach_the_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = scramble(vit(classes=2))
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    as_run(monkeypatch, source.config, ("a", "b"))
+    model = vit(classes=2)
+    load_initial(model, Init(path=str(tmp_path / "weights.pt")), ("b", "a"))
+    assert torch.equal(model.head.bias, source.head.bias.flip(0))
+
+
+def test_a_run_takes_the_classes_of_another_by_name(tmp_path: Path) -> None:
+    for name in ("cat", "fox"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(4):
+            pixels = np.full((8, 8), 10 + number + 50 * (name == "fox"), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    source = [{"path": str(tmp_path / "images")}]
+    tree = tiny_recipe(
+        tmp_path,
+        tmp_path / "first",
+        run__steps=2,
+        checkpoint__every=1,
+        model={"kind": "vit", "channels": 1, "width": 16, "depth": 1, "heads": 2, "patch": 4},
+        objective={"kind": "classify"},
+        data={"train": source, "valid": source, "crop": 8, "batch": 4},
+        optimizer={"kind": "sgd", "lr": 1.0, "weight_decay": 0.0},
+    )
+    first = vitrail.load(vitrail.train(tree, quiet=True).run_dir)
+    tree |= {"init": {"path": str(tmp_path / "first")}, "run": tree["run"] | {"dir": str(tmp_path / "second")}}
+    tree |= {"objective": {"kind": "classify", "names": ["fox", "cat"]}}
+    tree["optimizer"] |= {"lr": 1e-12}
+    second = vitrail.load(vitrail.train(tree, quiet=True).run_dir)
+    assert first.head.bias.abs().min() > 0
+    torch.testing.assert_close(second.head.bias, first.head.bias.flip(0), atol=1e-6, rtol=1e-6)
+    (event,) = events(tmp_path / "second", "init")
+    assert [entry["name"] for entry in event["entries"] if entry["action"] == "permuted"] == [
+        "head.weight",
+        "head.bias",
+    ]
 
 
 @pytest.mark.parametrize("positions", ["sincos", "learned"])

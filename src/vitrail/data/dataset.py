@@ -53,6 +53,11 @@ class Dataset:
                     f"{name}: the objective needs the class of every image, but {c.path} has none; "
                     "put the images into one folder a class, such as cat/1.png and dog/1.png"
                 )
+            if labels == "voxel" and not isinstance(source, LabelledSource):
+                raise UserError(
+                    f"{name}: the objective needs the class of every voxel, but {c.kind.replace('_', ' ')}s have no "
+                    "labels of voxels; use ome_zarr"
+                )
             if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
                 found = source.describe().get("labels")
                 have = f"it has {', '.join(found)}" if found else "it has none"
@@ -92,8 +97,8 @@ class Dataset:
     def class_names(self, ignore: int | None = None) -> tuple[str, ...]:
         """Names of the classes as the sources tell them, label 0 first; empty where they tell none.
 
-        Classes of items are those of all sources, in the order of their first appearance. Values of voxels that have no
-        name get one up to the largest that has; sources that name a value differently are refused.
+        Classes of items are those of all sources, in the order of their first appearance. Values of voxels are named
+        without gaps, but for 0 and `ignore`; sources that name a value differently are refused.
         """
         if self.labels == "item":
             return tuple(dict.fromkeys(name for s in self.sources for name in getattr(s, "class_names", ())))
@@ -112,6 +117,14 @@ class Dataset:
             raise UserError(
                 f"{self.where}: labels from {min(values)} to {max(values)} are named, which are no numbers of classes; "
                 "renumber them from 0, or name the classes in objective.names"
+            )
+        missing = [value for value in range(1, max(values)) if value not in named and value != ignore]
+        if missing:  # often a value for voxels that nobody has looked at, which would bring hundreds of classes along
+            after = min(value for value in values if value > missing[0])
+            last = max(value for value in missing if value < after)
+            gap = f"{missing[0]} is" if last == missing[0] else f"{missing[0]} to {last} are"
+            raise UserError(
+                f"{self.where}: label {after} is named, {gap} not: set objective.ignore: {after} or objective.names"
             )
         return tuple(named.get(value, f"class {value}") for value in range(max(values) + 1))
 

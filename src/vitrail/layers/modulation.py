@@ -78,7 +78,7 @@ def check_times(times: Tensor | None, batch: int, *, scale: float = 1.0, limit: 
 
 
 def _on_host(t: Tensor) -> bool:
-    """Whether values can be looked at: elsewhere the host would have to wait, and compiled code cannot branch on them."""
+    """Whether values can be looked at: the host would have to wait for a device, and compiled code cannot branch."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

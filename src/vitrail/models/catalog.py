@@ -156,7 +156,7 @@ def find(name: str) -> list[Entry]:
         known = list(dict.fromkeys(e.model for e in entries()))
         near = nearest(model, known)
         hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(f"{name!r} is not a model; {hint}There are {', '.join(known)}")
+        raise UserError(f"{name!r} is not a model; {hint}(models: {', '.join(known)})")
     if size:
         sizes = [e.size for e in found]
         found = [e for e in found if e.size == size]

@@ -39,11 +39,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "G": {"width": 1664, "depth": 48, "heads": 16, "hidden": 8192},
 }
 
-# Parameters of the encoder that are tables and tokens, not weight matrices.
+# Parameters of the encoder that are tables and tokens, not weight matrices; and the tokenizers of variables: decay would
+# shrink those that no batch carries, which have no gradient to hold against it.
 SPARED = [
     "prefix_tokens",
     "pos_embed.table",
     "pos_embed.cls",
+    "patch_embed.weight",
     "patch_embed.variable",
     "patch_embed.bias",
     "aggregate.query",

@@ -3,7 +3,7 @@
 - labels are volumes beside the images (`labels: structures` of a source); model.classes follows from their names
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
-- voxels whose label is `ignore` take no part in loss or metrics
+- voxels whose label is `ignore` take no part in loss or metrics; where that is the number of a class, it has no Dice
 - metrics count voxels over the whole validation set: Dice = 2 both / (predicted + true) of each class, and their mean
 """
 
@@ -51,7 +51,16 @@ class SegmentConfig:
             raise UserError(
                 f"model.classes: {model.classes}; objective 'segment' needs at least 2, background included"
             )
+        if not any(self.counts(number) for number in range(model.classes)):
+            raise UserError(
+                f"objective.ignore: {self.ignore} leaves no class that mean_dice counts; ignore another label, "
+                "or set objective.background: true"
+            )
         return Segment(self, model, statistics)
+
+    def counts(self, number: int) -> bool:
+        """Whether a class is part of mean_dice."""
+        return number != self.ignore and (number > 0 or self.background)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Segment(Objective):
     def __init__(self, c: SegmentConfig, model: Any, statistics: Statistics):
         self.config, self.model, self.statistics = c, model, statistics
         self.names = c.names or tuple(f"class {number}" for number in range(model.classes))
-        dices = tuple(f"dice_{name}" for name in self.names)
+        dices = tuple(f"dice_{name}" for number, name in enumerate(self.names) if number != c.ignore)
         self.metrics = ("loss", "accuracy", "mean_dice", *dices)
         self.larger_is_better = frozenset({"accuracy", "mean_dice", *dices})
 
@@ -111,15 +120,15 @@ class Segment(Objective):
         def ratio(part: float, whole: float) -> float:
             return part / whole if whole else float("nan")
 
-        numbers = range(self.model.classes)
+        numbers = [number for number in range(self.model.classes) if number != self.config.ignore]
         # A class that neither the labels nor the model know of here has no Dice, and is left out of the mean.
-        dices = [ratio(2 * sums[f"both_{i}"], sums[f"either_{i}"]) for i in numbers]
-        counted = [d for i, d in enumerate(dices) if d == d and (i > 0 or self.config.background)]
+        dices = {i: ratio(2 * sums[f"both_{i}"], sums[f"either_{i}"]) for i in numbers}
+        counted = [dice for i, dice in dices.items() if dice == dice and self.config.counts(i)]
         return {
             "loss": sums["loss"] / sums["samples"],
             "accuracy": ratio(sum(sums[f"both_{i}"] for i in numbers), sums["voxels"]),
             "mean_dice": ratio(sum(counted), len(counted)),
-            **{f"dice_{name}": dice for name, dice in zip(self.names, dices, strict=True)},
+            **{f"dice_{self.names[i]}": dice for i, dice in dices.items()},
         }
 
     def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
@@ -131,8 +140,8 @@ class Segment(Objective):
             {"image": image, "truth": truth, "prediction": guess} for image, truth, guess in zip(*arrays, strict=True)
         ]
         metrics = self.summarise({name: float(value) for name, value in self.measure(output, targets).items()})
-        first = 0 if self.config.background else 1
-        dices = [f"{name} {metrics[f'dice_{name}']:.2f}" for name in self.names[first:] if metrics[f"dice_{name}"] >= 0]
+        counted = [name for number, name in enumerate(self.names) if self.config.counts(number)]
+        dices = [f"{name} {metrics[f'dice_{name}']:.2f}" for name in counted if metrics[f"dice_{name}"] >= 0]
         which = "held-out" if held_out else "training"
         shown = ", ".join(dices[:6]) + (", ..." if len(dices) > 6 else "")
         caption = f"step {step}: {which} samples; Dice of these: {shown or 'none'}"

@@ -16,7 +16,16 @@ from statistics import median, quantiles
 from typing import Any
 
 from vitrail.errors import UserError
-from vitrail.report.metrics import Line, merge_lines, open_run, read_lines, read_recipe, select, split_sessions
+from vitrail.report.metrics import (
+    Line,
+    merge_lines,
+    name_metric,
+    open_run,
+    read_lines,
+    read_recipe,
+    select,
+    split_sessions,
+)
 from vitrail.report.units import compact, count, number_of, percent, plain
 
 _QUIET = 300.0  # seconds without a line after which a run without an end is taken for dead
@@ -61,6 +70,9 @@ def summarize(
         "loss": _last(train, "loss"),
         "eval": latest_eval(evals),
         "best_eval": _best_eval(evals, start),
+        "best_metric": start["best_metric"] if isinstance(start.get("best_metric"), str) else None,
+        "larger_is_better": start.get("larger_is_better") is True,
+        "initial": _describe_initial(lines),
         "started": _first_time(raw),
         "updated": _last_time(raw),
         "seconds": sum(s["seconds"] or 0.0 for s in sessions),
@@ -83,12 +95,15 @@ def summarize(
     facts["cost"] = _count_cost(facts, train, start, recipe)
     facts["warnings"] = warnings + _find_warnings(facts, lines)
     facts["verdict"] = _state_verdict(facts)
-    facts["score"] = describe_score(facts["eval"])
+    facts["score"] = describe_score(facts["eval"], facts["best_metric"])
     return strict(facts)
 
 
-def describe_score(found: dict[str, Any] | None) -> str:
-    """One phrase on the last evaluation; for a reconstruction the error stands beside the variance."""
+def describe_score(found: dict[str, Any] | None, first: str | None = None) -> str:
+    """One phrase on the last evaluation, beginning with the metric `first`; single classes are left to the table.
+
+    For a reconstruction the error stands beside the variance.
+    """
     if not found:
         return "no evaluation yet"
     metrics = found["metrics"]
@@ -101,7 +116,12 @@ def describe_score(found: dict[str, Any] | None) -> str:
             f"hidden voxels: mean squared error {plain(mse, 3)} against a variance of {plain(variance, 3)}, "
             f"ratio {ratio:.2f}"
         )
-    shown = [f"{name} {plain(value)}" for name, value in metrics.items()]
+    ordered = sorted(metrics.items(), key=lambda item: item[0] != first)  # the others keep their order
+    shown = [
+        f"{name_metric(name)} {plain(value)}"
+        for name, value in ordered
+        if name == first or not str(name).startswith("dice_")
+    ]
     return ", ".join(shown) or "an evaluation without metrics"
 
 
@@ -151,6 +171,21 @@ def _best_eval(evals: Sequence[Line], start: Line) -> dict[str, Any] | None:
             best = min(scored, key=lambda e: sign * number_of(e["metrics"][name]))
             return best | {"metric": name, "larger_is_better": sign < 0}
     return None
+
+
+def _describe_initial(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """The file that the weights were started from: how many tensors were taken in which way, and what was noted."""
+    found = select(lines, "init")
+    if not found:
+        return None
+    entries, notes = (found[-1].get(key) for key in ("entries", "notes"))
+    actions = [str(e.get("action")) for e in (entries if isinstance(entries, list) else []) if isinstance(e, dict)]
+    return {
+        "path": str(found[-1].get("path")),
+        "adapter": str(found[-1].get("adapter")),
+        "counts": {action: actions.count(action) for action in dict.fromkeys(actions)},
+        "notes": [str(note) for note in (notes if isinstance(notes, list) else [])],
+    }
 
 
 def _tidy_eval(line: Line) -> dict[str, Any]:

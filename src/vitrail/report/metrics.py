@@ -18,6 +18,14 @@ from vitrail.report.units import number_of
 Line = dict[str, Any]
 _REPEATED = {"train", "eval", "picture", "checkpoint", "skip"}  # events that belong to a step
 
+_NAMES = {
+    "mse": "mean squared error",
+    "mse_over_variance": "error / variance",
+    "memory_gib": "memory, GiB",
+    "mean_dice": "mean Dice",
+    "top5": "top-5 accuracy",
+}
+
 
 def open_run(run_dir: str | Path) -> Path:
     """The run folder as a path; refuses what is not one."""
@@ -105,10 +113,19 @@ def series(lines: Sequence[Line], name: str) -> tuple[list[float], list[float]]:
     return [p[0] for p in points], [p[1] for p in points]
 
 
+def name_metric(name: str) -> str:
+    """What a metric is called on the page."""
+    if name.startswith("dice_"):
+        return f"Dice of {name.removeprefix('dice_')}"
+    return _NAMES.get(name, name)
+
+
 def split_sessions(lines: Sequence[Line]) -> list[list[Line]]:
-    """The raw lines of each session; a session begins with its start event."""
+    """The raw lines of each session; a session begins with its start event, and `init` stands before it."""
     sessions: list[list[Line]] = []
     for line in lines:
+        if line["event"] == "init":
+            continue
         if line["event"] == "start" or not sessions:
             sessions.append([])
         sessions[-1].append(line)

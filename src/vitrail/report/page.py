@@ -73,6 +73,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "groups": sections.list_groups(lines),
         "data": sections.list_data(data),
         "skips": sections.list_skips(facts),
+        "initial": sections.list_initial(facts),
         "sessions": sections.list_sessions(facts),
         "checkpoints": sections.list_checkpoints(run, facts),
         "recipe": recipe_text,

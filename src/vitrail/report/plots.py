@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vitrail.report.metrics import Line, select, series
+from vitrail.report.metrics import Line, name_metric, select, series
 from vitrail.report.units import number_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ BLUE, ORANGE, GREEN, RED, PALE = "#1f6feb", "#d9730d", "#1a7f5a", "#c0362c", "#b
 _SIZE = (4.6, 2.55)  # inches; at 96 pixels an inch this is 442 pixels wide
 _FONT = 8.5
 _MOST_POINTS = 600
+_MOST_CLASSES = 8  # with a name each; of more, the lowest few are named
 _FAMILY = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
 _ROUND = [1, 2, 2.5, 5, 10]  # ticks at these times a power of ten
 _LOCK = threading.Lock()  # matplotlib's settings are global while a picture is written
@@ -82,6 +83,55 @@ def eval_against_mean(lines: Sequence[Line]) -> str | None:
     ax.set_ylim(0, 1.45 * max(values + variances, default=1.0) or 1.0)
     ax.set_ylabel("squared value", color=FAINT)
     _put_legend(ax)
+    return _save(figure)
+
+
+def score(lines: Sequence[Line]) -> str | None:
+    """The metric that the best checkpoint is chosen by, and where it was best; losses have curves of their own."""
+    name, larger = _best_metric(lines)
+    evals = select(lines, "eval")
+    if name in (None, "loss") or any("mse_over_variance" in row for row in _unfold(evals)):
+        return None
+    label = name_metric(name)
+    figure, ax = _make_axes(f"Evaluation: {label}", lines)
+    points: list[tuple[float, float]] = []
+    for weights, colour in (("raw", GREEN), ("ema", BLUE)):
+        steps, values = series(_unfold([e for e in evals if (e.get("weights") or "raw") == weights]), name)
+        if steps:
+            kind = "averaged weights" if weights == "ema" else "weights"
+            ax.plot(*_thin(steps, values), "o-", color=colour, markersize=3.5, linewidth=1.6, label=kind)
+            points += zip(steps, values, strict=True)
+    if not points:
+        return None
+    step, value = (max if larger else min)(points, key=lambda point: point[1])
+    words = f"best, {value:.4g} at step {step:.0f}"
+    ax.plot(step, value, "o", color=ORANGE, markersize=7, fillstyle="none", label=words, zorder=4)
+    ax.set_ylabel(f"{label}, {'higher' if larger else 'lower'} is better", color=FAINT, parse_math=False)
+    _put_legend(ax, place="best")
+    return _save(figure)
+
+
+def class_scores(lines: Sequence[Line]) -> str | None:
+    """Dice of each class, a thin line each; of many classes those that end lowest stand out."""
+    evals = select(lines, "eval")
+    rows = _unfold([e for e in evals if e.get("weights") == "ema"] or evals)
+    found = {name: series(rows, name) for name in dict.fromkeys(n for row in rows for n in row if _is_class(n))}
+    found = {name: points for name, points in found.items() if points[0]}
+    if not found:
+        return None
+    figure, ax = _make_axes("Evaluation: Dice of each class", lines)
+    lowest = sorted(found, key=lambda name: found[name][1][-1])
+    named = list(found) if len(found) <= _MOST_CLASSES else lowest[: _MOST_CLASSES - 2]
+    for name in sorted(found, key=lambda name: name in named):  # those with names lie above
+        style: Any = {"color": LINE}
+        if name in named:
+            shade = named.index(name) / max(len(named) - 1, 1) * 0.85
+            style = {"color": _shade("viridis", shade), "label": _tail(name.removeprefix("dice_"))}
+        steps, values = _thin(*found[name])
+        ax.plot(steps, values, "o-" if len(steps) < 30 else "-", markersize=2.5, linewidth=1.1, **style)
+    ax.set_ylim(0, 1.02)
+    ax.set_ylabel("Dice", color=FAINT)
+    _put_legend(ax, columns=2, size=7, place="best")
     return _save(figure)
 
 
@@ -165,6 +215,8 @@ def histogram(counts: Sequence[float], edges: Sequence[float]) -> str | None:
 CURVES: dict[str, Callable[[Sequence[Line]], str | None]] = {
     "Loss over the steps": loss_curve,
     "Evaluation against predicting the mean": eval_against_mean,
+    "Score over the steps": score,
+    "Dice of each class": class_scores,
     "Learning rate": learning_rate,
     "Gradient norm": gradient_norm,
     "Throughput and data wait": throughput,
@@ -284,6 +336,17 @@ def _put_legend(ax: Axes, columns: int = 1, size: float = 8, place: Any = "upper
     legend.get_frame().set(facecolor="white", edgecolor="none", alpha=0.85)
     for text in legend.get_texts():
         text.set(color=INK, parse_math=False)
+
+
+def _best_metric(lines: Sequence[Line]) -> tuple[Any, bool]:
+    """The metric that the run's best checkpoint is chosen by, None where it does not say, and whether it grows."""
+    start: Line = (select(lines, "start") or [{}])[-1]
+    name = start.get("best_metric")
+    return (name if isinstance(name, str) else None), start.get("larger_is_better") is True
+
+
+def _is_class(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("dice_")
 
 
 def _unfold(evals: Sequence[Line]) -> list[Line]:

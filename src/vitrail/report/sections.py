@@ -11,16 +11,11 @@ from typing import Any
 from vitrail.report import plots
 from vitrail.report.facts import describe_flops, describe_time, explain_no_mfu
 from vitrail.report.files import embed_image, find_inside, is_there, read_picture
-from vitrail.report.metrics import Line, select
+from vitrail.report.metrics import Line, name_metric, select
 from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
 Row = tuple[str, ...]
 _MOST_PICTURES = 5
-_NAMES = {
-    "mse": "mean squared error",
-    "mse_over_variance": "error / variance",
-    "memory_gib": "memory, GiB",
-}
 
 
 def list_tiles(facts: dict[str, Any]) -> list[Row]:
@@ -31,6 +26,8 @@ def list_tiles(facts: dict[str, Any]) -> list[Row]:
     ratio = number_of(metrics.get("mse_over_variance"))
     if math.isfinite(ratio):
         tiles.append(("Error / variance", f"{ratio:.2f}", "1 is predicting the mean; lower is better"))
+    elif facts["best_metric"] not in (None, "loss") and facts["best_metric"] in metrics:
+        tiles.append(_describe_best(facts, metrics[facts["best_metric"]]))
     elif math.isfinite(number_of(metrics.get("loss"))):
         tiles.append(("Evaluation loss", plain(metrics["loss"]), f"at step {count(found['step'])}"))
     tiles.append(("Training loss", plain(facts["loss"]), "last logged"))
@@ -42,6 +39,16 @@ def list_tiles(facts: dict[str, Any]) -> list[Row]:
     tiles.append(("Wall time", duration(facts["seconds"]), f"{compact(cost['samples'])} samples"))
     tiles.append(("Parameters", compact(facts["parameters"]), _describe_place(facts)))
     return tiles
+
+
+def _describe_best(facts: dict[str, Any], value: Any) -> Row:
+    """The metric that the best checkpoint is chosen by, of the last evaluation; beside it the best one."""
+    name, best = facts["best_metric"], facts["best_eval"]
+    label = name_metric(name)
+    remark = f"{'higher' if facts['larger_is_better'] else 'lower'} is better"
+    if best and best["metric"] == name and best["step"] != facts["eval"]["step"]:
+        remark = f"best {plain(best['metrics'][name])} at step {count(best['step'])}; {remark}"
+    return label[:1].upper() + label[1:], plain(value), remark
 
 
 def _describe_place(facts: dict[str, Any]) -> str:
@@ -110,7 +117,7 @@ def list_evals(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
     for line in reversed(evals):
         values = [plain(line["metrics"].get(name)) for name in names]
         rows.append((count(line.get("step")), str(line.get("weights") or MISSING), *values, count(line.get("samples"))))
-    return ["step", "weights", *(_NAMES.get(name, name) for name in names), "samples"], rows
+    return ["step", "weights", *map(name_metric, names), "samples"], rows
 
 
 def list_groups(lines: Sequence[Line]) -> list[Row]:
@@ -129,6 +136,16 @@ def list_groups(lines: Sequence[Line]) -> list[Row]:
         for group in groups
         if isinstance(group, dict)
     ]
+
+
+def list_initial(facts: dict[str, Any]) -> list[Row]:
+    """What the run started from, where that was not random numbers alone; and what was noted about it."""
+    initial = facts["initial"]
+    if initial is None:
+        return []
+    counts = ", ".join(f"{count(number)} {action}" for action, number in initial["counts"].items())
+    place = f"{initial['path']} ({initial['adapter']})"
+    return [("Started from", f"{place}: {counts}" if counts else place, "; ".join(initial["notes"]))]
 
 
 def list_sessions(facts: dict[str, Any]) -> list[Row]:

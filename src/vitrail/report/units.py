@@ -22,7 +22,7 @@ def number_of(value: Any) -> float:
 
 def plain(value: Any, digits: int = 4) -> str:
     """A number with so many significant digits and no prefix: 0.4321, 12.3, 2e-05; whole parts stay whole: 1176."""
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return MISSING
     number = number_of(value)
     if not math.isfinite(number):

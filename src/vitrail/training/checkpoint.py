@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
+from vitrail.report.facts import strict
 from vitrail.training.collective import gather_json, share_json
 from vitrail.training.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
 
@@ -179,6 +180,8 @@ class Checkpoints:
         if metric is not None and self.is_better(metric):
             self.best = (metric, step)
         keep_step = self.best[1] if self.best else None
+        if "metrics" in manifest:  # a score that does not exist, of a class that never occurs, is no number of JSON
+            manifest = manifest | {"metrics": strict(manifest["metrics"])}
         job = threading.Thread(target=self._write, args=(step, staged, manifest, keep_step), daemon=True)
         self._thread = job
         job.start()

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader
+from vitrail.data.sampler import Sampler
 from vitrail.draws import Draws
 from vitrail.models.model import Model
 from vitrail.objectives.objective import Objective
@@ -16,11 +18,21 @@ from vitrail.training.ema import forget_gathered
 
 
 class Evaluator:
-    """Measures a model on samples 0..n-1 of the validation data, always the same ones."""
+    """Measures a model on samples 0..n-1 of the validation data, always the same ones.
+
+    Where each item is one labelled crop, all of them are the most: more would count some twice. `note` says so where it happens.
+    """
 
     def __init__(self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int):
         self.objective, self.loader, self.seed = objective, loader, seed
         self.samples, self.batch = samples, batch
+        self.note: str | None = None
+        # Without labels, repeats of an item differ in what is hidden.
+        labelled = getattr(getattr(objective, "config", None), "labels", None)
+        most = count_once(getattr(loader, "sampler", None)) if labelled else None
+        if most is not None and samples > most:
+            self.samples = most
+            self.note = f"eval.samples: {samples}, but there are {most} held-out items, each one crop: all are measured"
 
     @torch.no_grad()
     def metrics(self, model: Model, *, tick: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -58,3 +70,13 @@ class Evaluator:
     def _run(self, model: Model, batch: Batch) -> tuple[torch.Tensor, Any]:
         inputs, targets = self.objective.prepare(batch, Draws(self.seed, batch.counters), evaluating=True)
         return model(**inputs), targets
+
+
+def count_once(sampler: Any) -> int | None:
+    """Samples of the first pass, where it visits every item once and each item is one crop; None for other data."""
+    if not isinstance(sampler, Sampler):
+        return None
+    whole = all(extent.shape == sampler.crop for extent in sampler.extents)
+    shares = np.diff(sampler.cumulative, prepend=0.0)
+    alike = np.allclose(shares, shares[0])  # with other weights some come more often than others, as was asked for
+    return sampler.epoch if whole and alike and sampler.reuse == 1 else None

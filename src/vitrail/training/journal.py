@@ -7,6 +7,7 @@ from typing import Any
 
 from vitrail.errors import UserError
 from vitrail.recipe import Recipe
+from vitrail.report.units import plain
 from vitrail.training.checkpoint import checkpoint_name
 from vitrail.training.progress import Progress
 from vitrail.training.runfolder import RunFolder
@@ -45,7 +46,7 @@ class Journal:
         self._draw_points("train", fields, fields["step"])
 
     def metrics(self, metrics: dict[str, float], *, step: int, weights: str, samples: int) -> None:
-        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        text = ", ".join(f"{name} {plain(value)}" for name, value in metrics.items())
         self.note(f"step {step}, held out: {text}")
         self.log("eval", step=step, weights=weights, metrics=metrics, samples=samples)
         self._draw_points("eval", metrics, step)

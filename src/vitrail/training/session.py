@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.errors import RunFailed, UserError
-from vitrail.recipe import Recipe, unsafe_changes
+from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
 from vitrail.training.collective import on_chief, share_json, together
@@ -81,7 +81,8 @@ class Session:
         self.parts = build_model(recipe, place)
         self.initial: Report | None = None  # what a new run starts from, other than random numbers
         if recipe.init and not on_chief(lambda: bool(list_checkpoints(self.run_dir / "checkpoints")), place.control):
-            self.initial = together(lambda: load_initial(self.parts.model, recipe.init), place.control)
+            names = getattr(recipe.objective, "names", None)
+            self.initial = together(lambda: load_initial(self.parts.model, recipe.init, names), place.control)
         self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
         self.checkpoints = Checkpoints(
@@ -93,7 +94,7 @@ class Session:
             larger_is_better=self.metric_name in self.objective.larger_is_better,
         )
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective)
-        self.notes: list[str] = []
+        self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
         self.folder: RunFolder | None = None  # rank 0 has one, from here on
         on_chief(self.open_folder, place.control)
         self.last_metrics: tuple[int, dict[str, float]] | None = None
@@ -416,13 +417,21 @@ def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
             continue
     if stored is None and (run_dir / "recipe.yaml").is_file():
         stored = recipe_yaml.read(run_dir / "recipe.yaml")
-    changes = unsafe_changes(stored, recipe.to_tree()) if stored else []
+    changes = unsafe_changes(in_words_of_today(stored), recipe.to_tree()) if stored else []
     if changes:
         shown = "; ".join(f"{key}: {old!r} became {new!r}" for key, old, new in changes[:10])
         raise UserError(
             f"{run_dir} was begun with another recipe ({shown}); go back to it, "
             "or start beside it with --fresh or another run.name"
         )
+
+
+def in_words_of_today(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe with keys that came later at their defaults, which mean what was meant before they came."""
+    try:
+        return load_recipe(stored).to_tree()
+    except UserError:  # it names what is no more: the differences are shown as they are
+        return stored
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -168,7 +168,7 @@ def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
     if not hasattr(model, "classes"):
         raise UserError(f"objective.kind: {objective.kind!r} needs a model with classes, not {model.kind!r}")
     given, ignore, wanted = objective.names, getattr(objective, "ignore", None), model.classes or None
-    told = train.class_names(ignore)
+    told = () if given and train.labels == "voxel" else train.class_names(ignore)
     if given is None and not told and wanted is None:
         raise UserError(
             f"data.train: the labels of {recipe.data.train[0].path} do not name their classes; "
@@ -183,7 +183,7 @@ def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
             f"set it to {len(names)} or leave it out"
         )
     for dataset in (train, data.valid):
-        if dataset is None:
+        if dataset is None or (given and dataset.labels == "voxel"):
             continue
         found = dataset.class_names(ignore)
         strange = [name for name in found if name not in names]

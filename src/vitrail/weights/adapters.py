@@ -4,7 +4,7 @@ Names are brought to one vocabulary (see names.py); what is then done with a ten
 positions, tokens) follows from its name there. Adapters:
 - timm: timm's ViTs, DINO, DINOv2 and DINOv3, and encoders of facebookresearch/mae
 - mae: facebookresearch/mae with its decoder
-- hf: ViT, ViTMAE and DINOv2 of Hugging Face transformers, of versions 4 and 5
+- hf: ViT, ViTMAE, DINOv2 and DINOv3 of Hugging Face transformers, of versions 4 and 5
 - dit: facebookresearch/DiT
 - monai: MONAI's UNETR
 - vitrail: a run or checkpoint of this library, or a file with its names
@@ -25,14 +25,20 @@ from vitrail.weights.files import Weights
 from vitrail.weights.names import IGNORED, NEVER, TABLES, rename
 from vitrail.weights.own import translate_own
 from vitrail.weights.pieces import Made, Piece
+from vitrail.weights.report import Action
 from vitrail.weights.target import Target, Translation, is_superposed, place_patch_embed, rope_inflation
 
 WHOLE = "converted as a whole"  # a file whose tensors cannot be told apart in the result
+# Tokens that are not turned stand where coordinates are 0. Patches among themselves see distances alone.
+PREFIX_OF_DINOV3 = (
+    "DINOv3's class token and registers stand at the centre of the image, the model's at its first patch, so that they "
+    "see the patches turned otherwise"
+)
 
 
-def translate(weights: Weights, target: Target, adapter: str) -> Translation:
+def translate(weights: Weights, target: Target, adapter: str, names: tuple[str, ...] | None = None) -> Translation:
     if adapter == "vitrail":
-        return translate_own(weights, target)
+        return translate_own(weights, target, names)
     if adapter == "monai":
         return _monai(weights, target)
     return _foreign(weights, target, adapter)
@@ -59,8 +65,8 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
         out.notes.append(
             f"such files do not say how many heads there are: the {target.encoder.heads} of the model were taken"
         )
-    halves = _rope_of_dinov3(weights, target, out)
-    _positions(weights, found, target, out)
+    halves = _rotations(weights, found, target, out)
+    _positions(weights, found, target, out, turned=halves)
     file_patch = (
         tuple(weights.shapes[found["patch_embed.proj.weight"]][2:]) if "patch_embed.proj.weight" in found else ()
     )
@@ -73,7 +79,7 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
         if ours.startswith("encoder.patch_embed.proj."):
             place_patch_embed(name, ours, target, out)
         elif found_part := re.fullmatch(r"(.*\.attn)\.q\.(weight|bias)", ours):
-            _join_heads(found, new, found_part, target, out)
+            _join_heads(found, new, found_part, target, out, halves=halves)
         elif re.fullmatch(r".*\.attn\.[kv]\.(weight|bias)", ours):
             continue  # with its q
         elif ".attn.qkv." in ours and ours in target.parameters:
@@ -93,12 +99,18 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
     return out
 
 
-def _join_heads(found: dict[str, str], new: str, parts: re.Match[str], target: Target, out: Translation) -> None:
+def _join_heads(
+    found: dict[str, str], new: str, parts: re.Match[str], target: Target, out: Translation, *, halves: bool
+) -> None:
     ours = f"{parts.group(1)}.qkv.{parts.group(2)}"
-    names = [found.get(re.sub(r"\.attn\.q\.", f".attn.{letter}.", new)) for letter in "qkv"]
-    if ours in target.parameters and all(names):
-        make = partial(pieces.head_major, head_width=target.head_width(ours))
-        out.pieces[ours] = Piece(tuple(map(str, names)), make)
+    q, k, v = (found.get(re.sub(r"\.attn\.q\.", f".attn.{letter}.", new)) for letter in "qkv")
+    if ours not in target.parameters or q is None or v is None:
+        return
+    make = partial(pieces.head_major, head_width=target.head_width(ours), halves=halves)
+    if k is not None:
+        out.pieces[ours] = Piece((q, k, v), make)
+    elif ours.endswith("bias"):  # keys without one, as DINOv3's
+        out.pieces[ours] = Piece((q, v), lambda q, v: make(q, torch.zeros_like(q), v))
 
 
 def _is_packed(ours: str, shape: tuple[int, ...], target: Target) -> bool:
@@ -134,45 +146,94 @@ def _check_settings(weights: Weights, target: Target, out: Translation) -> None:
             told.append(f"{key} is {settings[key]} in config.json, the model has {ours} heads; set that number")
     if settings.get("hidden_act", "gelu") != "gelu" and target.config.mlp == "gelu":
         out.wrong.append(f"its activation is {settings['hidden_act']!r}, the model's is the exact GELU")
+    # DINOv2's gates are SiLU whatever hidden_act says, DINOv3's are what it says.
+    gate = settings.get("hidden_act", "gelu") if settings.get("model_type") == "dinov3_vit" else "silu"
+    if target.config.mlp == "swiglu" and gate not in ("silu", "swish"):
+        out.wrong.append(f"its gates are {gate!r}, the model's SiLU")
     eps = settings.get("layer_norm_eps")
     if isinstance(eps, int | float) and not math.isclose(eps, target.config.eps):
         out.notes.append(f"its norms have eps {eps:g}, the model's {target.config.eps:g}; encoder.eps sets it")
 
 
-def _rope_of_dinov3(weights: Weights, target: Target, out: Translation) -> bool:
-    """Whether a file's rotations pair channel i with i + K/2, as those of DINOv3 do."""
+def _rotations(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> bool:
+    """Whether a file's rotations pair channel i with i + K/2, as those of DINOv3 do.
+
+    Few files tell of rotations: timm and Hugging Face compute DINOv3's anew. So a file without positions is DINOv3's
+    where it has what DINOv3 has, and is otherwise refused where the model would have to know.
+    """
     name = next((n for n in weights.shapes if re.fullmatch(r"rope(?:_embed)?\.periods", n)), None)
-    if name is None:
+    if name is None and "pos_embed" in found:
+        if found.get("blocks.0.attn.q.bias", "").endswith("q_bias"):
+            out.problems.append(
+                "its queries have a bias of their own beside fused weights, as EVA's do, and some of those turn "
+                "queries and keys besides their positions, which no file tells"
+            )
+        return False
+    settings = weights.settings or {}
+    alike = {"cls_token", "registers", "blocks.0.ls1.gamma", "blocks.0.ls2.gamma"} <= set(found)
+    if name is None and not alike and settings.get("model_type") != "dinov3_vit":
+        if target.positions in ("rope", "none"):
+            out.problems.append(
+                "the file holds no positions, and does not tell whether its model turns queries and keys (rope); of "
+                "such files DINOv3's are known, by their class token, registers and layer scales"
+            )
         return False
     if target.positions != "rope":
-        out.problems.append(
-            f"the file turns queries and keys (rope); set positions: rope instead of {target.positions}"
-        )
+        what = "the file turns" if name is not None else "the file is taken for DINOv3, which turns"
+        out.problems.append(f"{what} queries and keys (rope); set positions: rope instead of {target.positions}")
         return True
-    if target.ndim != 2 and not is_superposed(target):
+    if target.ndim != 2 and not (target.ndim == 3 and is_superposed(target)):
         out.problems.append(rope_inflation(target))
-    periods = weights.read(name).double()
+    told = settings.get("rope_theta")
+    theta, first = float(told) if isinstance(told, int | float) else 100.0, 1.0
     head_width = target.encoder.width // target.encoder.heads
-    if 4 * len(periods) != head_width:
-        out.wrong.append(f"its heads are {4 * len(periods)} wide, the model's {head_width}; set heads to fit")
-        return True
-    base = float(periods[1] / periods[0]) ** len(periods) if len(periods) > 1 else target.config.theta
-    if not math.isclose(base, target.config.theta, rel_tol=1e-2):
-        out.problems.append(f"its rotations have theta {base:.4g}, the model's {target.config.theta:g}; set theta")
-    scale = getattr(target.config, "rope_scale", 1.0)
-    wanted = 4 * math.pi / (target.grid[-1] * float(periods[0])) if target.grid else None
-    if wanted is None or not math.isclose(scale, wanted, rel_tol=1e-3):
+    if name is not None:
+        periods = weights.read(name).double()
+        if 4 * len(periods) != head_width:
+            out.wrong.append(f"its heads are {4 * len(periods)} wide, the model's {head_width}; set heads to fit")
+            return True
+        first = float(periods[0])
+        if len(periods) > 1:
+            theta = float(periods[-1] / periods[0]) ** (len(periods) / (len(periods) - 1))
+    elif told is None:
+        out.notes.append("the file does not tell its rotations: it was taken for DINOv3, whose theta is 100")
+    if head_width % 4:
+        out.wrong.append(f"DINOv3's heads are a multiple of 4 wide, the model's {head_width}; set heads to fit")
+    _compare_with_dinov3(theta, first, target, out)
+    return True
+
+
+def _compare_with_dinov3(theta: float, first: float, target: Target, out: Translation) -> None:
+    """Its coordinates go from -1 to 1 over the whole image, whatever its size; ours count patches."""
+    c = target.config
+    if not math.isclose(theta, c.theta, rel_tol=2e-2):
+        out.problems.append(f"its rotations have theta {theta:.4g}, the model's {c.theta:g}; set theta: {theta:.4g}")
+    if target.grid is None:
         out.notes.append(
             "its rotations span the whole image, the model's go by patch: equal where rope_scale is 4 pi over the "
-            f"number of patches along an axis ({'unknown' if wanted is None else f'{wanted:.4g}'} here, not {scale:g})"
+            f"number of patches along an axis (it is {c.rope_scale:g})"
         )
-    return True
+        return
+    plane = target.grid[-2:]
+    wanted = 4 * math.pi / (plane[-1] * first)
+    if len(set(plane)) > 1:
+        out.problems.append(
+            f"its rotations span every axis alike, the model's go by patch, and its {' x '.join(map(str, plane))} "
+            "patches are no square; use a square shape"
+        )
+    elif not math.isclose(c.rope_scale, wanted, rel_tol=1e-3):
+        out.problems.append(
+            f"its rotations span the whole image, the model's go by patch: with {plane[-1]} patches along an axis they "
+            f"are equal where rope_scale is {wanted:.6g}, not {c.rope_scale:g}; set rope_scale: {wanted:.6g}"
+        )
+    if c.cls_token or c.registers:
+        out.problems.append(PREFIX_OF_DINOV3)
 
 
 # ---------------------------------------------------------------- positions and tokens before the patches
 
 
-def _positions(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> None:
+def _positions(weights: Weights, found: dict[str, str], target: Target, out: Translation, *, turned: bool) -> None:
     cls, registers, table = (found.get(n) for n in ("cls_token", "registers", "pos_embed"))
     counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
     skip, grid = 0, None
@@ -184,7 +245,7 @@ def _positions(weights: Weights, found: dict[str, str], target: Target, out: Tra
     _first_tokens(cls, registers, counts, table if skip else None, skip, target, out)
     if grid is not None and table is not None:
         _table(weights, table, grid, skip, "encoder", target, out)
-    elif table is None and target.positions in ("sincos", "learned"):
+    elif table is None and target.positions in ("sincos", "learned") and not turned:
         out.problems.append(f"the file holds no positions, but the model adds {target.positions} ones; set positions")
     decoder = found.get("decoder.pos_embed")
     if decoder is None or grid is None:
@@ -291,7 +352,13 @@ def _monai(weights: Weights, target: Target) -> Translation:
         state = convert({name: weights.read(name) for name in weights.shapes}, target.model.config)
     except (KeyError, RuntimeError, ValueError) as error:
         return Translation(wrong=[f"it is not the UNETR that the model is ({error})"])
-    out = Translation({name: Piece((), partial(Made, tensor, "permuted")) for name, tensor in state.items()})
+    kernel = state.get("decoder.image.conv1.weight")
+    if kernel is not None and kernel.shape[1] != target.channels:
+        wrong = f"it is of {kernel.shape[1]} channels, the model of {target.channels}; set channels: {kernel.shape[1]}"
+        return Translation(wrong=[f"{wrong}, as its convolutions are not shared by other channels"])
+    out = Translation({name: Piece((), partial(Made, *_monai_made(name, tensor))) for name, tensor in state.items()})
+    heads = target.encoder.heads
+    out.notes.append(f"such files do not say how many heads there are: the {heads} of the model were taken")
     table, parameter = state.get("encoder.pos_embed.table"), target.parameters.get("encoder.pos_embed.table")
     if table is not None and parameter is not None and table.shape != parameter.shape and target.grid is not None:
         grid = pieces.square_grid(len(table), target.ndim, target.grid)
@@ -302,3 +369,11 @@ def _monai(weights: Weights, target: Target) -> Translation:
             out.pieces["encoder.pos_embed.table"] = Piece((), make)
     out.ignored = dict.fromkeys(weights.shapes, WHOLE)
     return out
+
+
+def _monai_made(name: str, tensor: Tensor) -> tuple[Tensor, Action, str]:
+    if not name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
+        return tensor, "copied", ""
+    if name.endswith("bias") and not tensor.any():
+        return tensor, "copied", "0: the file's layer has no bias"
+    return tensor, "permuted", "rows to (head; q, k, v)"

@@ -3,10 +3,11 @@
 Tensors are read one at a time, when they are asked for, so that no rank needs room for the whole model.
 """
 
+import argparse
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,13 @@ class Weights:
     read: Callable[[str], Tensor]
     config: Any = None  # of a vitrail run: the config of its model
     settings: dict[str, Any] | None = None  # config.json beside a Hugging Face file
+    classes: tuple[str, ...] | None = None  # of a vitrail run that classifies: their names, in order
     notes: list[str] = field(default_factory=list)
 
     def renamed(self, names: Mapping[str, str]) -> "Weights":
         """The same tensors under other names: new name -> name in the file."""
         shapes = {new: self.shapes[old] for new, old in names.items()}
-        return Weights(self.path, shapes, lambda new: self.read(names[new]), self.config, self.settings, self.notes)
+        return replace(self, shapes=shapes, read=lambda new: self.read(names[new]))
 
 
 def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
@@ -142,7 +144,9 @@ def _open_folder(path: Path) -> Weights:
 
 def _open_torch(path: Path) -> Weights:
     def load(**options: Any) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True, **options)
+        # Training scripts keep their arguments beside the weights: a plain record, whose making runs no code.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True, **options)
 
     try:
         try:
@@ -220,5 +224,9 @@ def _open_run(path: Path) -> Weights:
             kept.update(load(list(shapes)))  # each load reads the metadata again
         return kept[name] if name in kept else load([name])[name]
 
-    note = f"{'averaged' if prefix == 'ema.' else 'plain'} weights of step {manifest['step']}"
-    return Weights(str(path), shapes, read, config=recipe.model, notes=[note])
+    notes = [f"{'averaged' if prefix == 'ema.' else 'plain'} weights of step {manifest['step']}"]
+    if fitted := manifest.get("statistics"):
+        mean, std = (", ".join(f"{value:.4g}" for value in fitted[key]) for key in ("mean", "std"))
+        notes.append(f"the run's images were normalised by mean {mean} and std {std}")
+    classes = getattr(recipe.objective, "names", None)
+    return Weights(str(path), shapes, read, config=recipe.model, classes=classes, notes=notes)

@@ -5,7 +5,7 @@ load whose result would compute something else than the file's model is refused 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ from vitrail.weights.pieces import Made, Piece
 from vitrail.weights.report import Entry, Report
 from vitrail.weights.target import Target, Translation
 
-CLASSES = ("head.", "label_embed.", "decoder.out.")  # layers whose size is the number of classes
 NOT_THERE, NO_PLACE = "the file does not have it", "the model has no place for it"
 # Parts of an encoder that files of plain images cannot have, and that may start anew.
 NEW = r"(encoder|decoder)\.(size_embed|rope_turns|patch_embed\.(variable|aggregate|group_aggregate))\b.*"
@@ -33,16 +32,21 @@ def load_weights(
     given: str | Path | Mapping[str, Tensor],
     *,
     adapter: str = "auto",
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     head: bool | Literal["auto"] = True,
     strict: bool = True,
+    names: Sequence[str] | None = None,
 ) -> Report:
     """Copy weights from a file, a run folder or a state dict into a (plain or sharded) model.
 
     `adapter` names where the weights come from, "auto" finds out. `only` keeps to parts of the model, such as
-    ["encoder"]. `head`: false starts the classifier anew, "auto" does so where the number of classes differs.
+    ["encoder"]. `head`: false starts the classifier anew, "auto" does so where its classes differ.
     Not `strict`: tensors without a counterpart on either side are left out; wrong shapes are still refused.
+    `names` are the model's classes, label 0 first: rows of a run's classifier are then matched by name.
     """
+    if not isinstance(head, bool) and head != "auto":
+        raise UserError(f"head: {head!r} is unknown; use true, false or auto")
+    only = (only,) if isinstance(only, str) else tuple(only)
     try:
         weights, target = open_weights(given), Target(model)
     except UserError:
@@ -50,29 +54,45 @@ def load_weights(
     except ValueError as error:
         raise UserError(str(error)) from None
     adapter = _choose(weights, adapter)
-    told = translate(weights, target, adapter)
+    told = translate(weights, target, adapter, None if names is None else tuple(names))
     _check_size(told, target, weights)
-    entries = _plan(weights, target, told, only=tuple(only), head=head)
+    entries = _plan(weights, target, told, only=only, head=head)
     if not only or "decoder" in only:
         told.problems += told.decoder
-    problems = [*told.wrong, *((told.problems + _gaps(entries)) if strict else [])]
+    # Beside what is wrong, gaps say nothing: tensors that do not fit would be among them.
+    gaps = [] if told.wrong else _gaps(entries, told, target)
+    problems = [*told.wrong, *((told.problems + gaps) if strict else [])]
     if problems:
         more = [f"and {len(problems) - 6} more"] if len(problems) > 6 else []
         hint = "" if told.wrong or not strict else "; strict: false loads what fits all the same"
+        if hint and any("; set " in problem for problem in problems):
+            hint = "; or, where the model is meant to be another, strict: false loads what fits"
         raise UserError(
             f"{weights.path} ({adapter}) was not loaded into the {_kind(model)}: {'; '.join(problems[:6] + more)}{hint}"
         )
-    for entry in entries:
-        if entry.action not in ("skipped", "unused"):
-            _copy(target.parameters[entry.name], _make(told.pieces[entry.name], weights), entry, weights)
+    filled = [entry for entry in entries if entry.action not in ("skipped", "unused")]
+    for entry in filled:  # all of them, before the first number of the model is overwritten
+        if not _make(told.pieces[entry.name], weights).value.isfinite().all():
+            where = ", ".join(entry.sources) or entry.name
+            raise UserError(f"{weights.path}: {where} holds values that are not finite; use another file")
+    for entry in filled:
+        _copy(target.parameters[entry.name], _make(told.pieces[entry.name], weights))
     notes = (*weights.notes, *told.notes, *(() if strict else told.problems))
     return Report(weights.path, adapter, tuple(entries), notes)
 
 
-def load_initial(model: nn.Module, init: Any) -> Report:
-    """What the section `init` of a recipe asks for."""
+def load_initial(model: nn.Module, init: Any, names: Sequence[str] | None = None) -> Report:
+    """What the section `init` of a recipe asks for; `names` are the classes of its objective."""
     try:
-        return load_weights(model, init.path, adapter=init.adapter, only=init.only, head=init.head, strict=init.strict)
+        return load_weights(
+            model,
+            init.path,
+            adapter=init.adapter,
+            only=init.only,
+            head=init.head,
+            strict=init.strict,
+            names=names,
+        )
     except UserError as error:
         raise UserError(f"init: {error}") from None
 
@@ -126,10 +146,16 @@ def _plan(
         reason = ""
         if only and not any(_below(name, part) for part in only):
             reason = f"only {', '.join(only)} was asked for"
-        elif head is False and name.startswith(CLASSES):
+        elif head is False and target.by_class(name):
             reason = "head: false"
+        elif name in told.skipped:
+            reason = told.skipped[name]
         elif piece is None:
             reason = NOT_THERE
+        elif told.classes and target.by_class(name):
+            reason = "; ".join(told.classes)
+            if head is True and (wrong := f"{reason}; head: false starts the classifier anew") not in told.wrong:
+                told.wrong.append(wrong)
         if piece is None or reason:
             entries.append(Entry("skipped", name, shape, note=reason))
             left |= {source: reason for source in (piece.sources if piece else ()) if source not in used}
@@ -140,12 +166,12 @@ def _plan(
             told.wrong.append(f"{name}: {str(error).splitlines()[0]}")
             continue
         found = tuple(made.value.shape)
-        if found != shape and name.startswith(CLASSES) and head == "auto":
+        if found != shape and target.by_class(name) and head == "auto":
             reason = f"{found[0]} classes in the file, {shape[0]} in the model"
             entries.append(Entry("skipped", name, shape, note=reason))
             left |= dict.fromkeys(piece.sources, reason)
         elif found != shape:
-            hint = "; head: false starts it anew" if name.startswith(CLASSES) else ""
+            hint = "; head: false starts it anew" if target.by_class(name) else ""
             told.wrong.append(f"{name} is {_size(found)} in the file and {_size(shape)} in the model{hint}")
         else:
             entries.append(Entry(made.action, name, shape, piece.sources, made.note))
@@ -176,7 +202,30 @@ def _left_over(target: Target, told: Translation, only: tuple[str, ...]) -> dict
     return left
 
 
-def _gaps(entries: list[Entry]) -> list[str]:
+# Keys of the encoder that parameters belong to, and their value in a model without them.
+KEYS = (
+    (r".*\.mlp\.(?:gate|packed)\..*", "mlp: swiglu", "mlp: gelu"),
+    (r".*\.attn\.norm_qk\..*", "qk_norm: true", "qk_norm: false"),
+    (r".*\.ls[12]\.gamma", "layer_scale: 1.0", "layer_scale: null"),
+    (r".*\.input_norm\..*", "input_norm: true", "input_norm: false"),
+    (r".*\.patch_embed\.norm_\w+\..*", "patch_norm: true", "patch_norm: false"),
+    (r".*\bnorm[12]?\.bias", "norm: layer", "norm: rms"),
+    (r".*\.(?:attn|mlp|patch_embed)\..*bias", "bias: true", "bias: false"),
+)
+
+
+def _keys(names: Iterable[str], *, there: bool) -> str:
+    """The keys that would give the model such parameters, or not."""
+    found = dict.fromkeys(
+        with_it if there else without
+        for name in names
+        for pattern, with_it, without in [next((k for k in KEYS if re.fullmatch(k[0], name)), ("", "", ""))]
+        if pattern
+    )
+    return f"; set {', '.join(found)}" if found else ""
+
+
+def _gaps(entries: list[Entry], told: Translation, target: Target) -> list[str]:
     """Parts that would be filled in part; parts that the file or the model has nothing of are no gap."""
     filled = {entry.name.partition(".")[0] for entry in entries if entry.action not in ("skipped", "unused")}
     problems = []
@@ -189,10 +238,11 @@ def _gaps(entries: list[Entry]) -> list[str]:
         and not re.fullmatch(NEW, entry.name)
     ]
     if missing:
-        problems.append(f"the file does not have {_some(missing)}")
+        problems.append(f"the file does not have {_some(missing)}{_keys(missing, there=False)}")
     extra = [entry.name for entry in entries if entry.action == "unused" and entry.note == NO_PLACE]
     if extra:
-        problems.append(f"the model has no place for {_some(extra)}")
+        ours = [n for n, piece in told.pieces.items() if n not in target.parameters and {*piece.sources} & {*extra}]
+        problems.append(f"the model has no place for {_some(extra)}{_keys(ours, there=True)}")
     return problems
 
 
@@ -205,12 +255,8 @@ def _make(piece: Piece, weights: Weights, *, meta: bool = False) -> Made:
     return piece.make(*(weights.read(name).float() for name in piece.sources))
 
 
-def _copy(parameter: nn.Parameter, made: Made, entry: Entry, weights: Weights) -> None:
+def _copy(parameter: nn.Parameter, made: Made) -> None:
     """This rank's part of a parameter."""
-    if not made.value.isfinite().all():
-        raise UserError(
-            f"{weights.path}: {', '.join(entry.sources)} holds values that are not finite; use another file"
-        )
     local, offset = local_shard(parameter.detach())
     window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
     if local.numel():

@@ -10,6 +10,7 @@ Rules = list[tuple[str, str]]
 
 _BLOCK: Rules = [  # of timm-like blocks, after "blocks.N."
     (r"gamma_([12])", r"ls\1.gamma"),
+    (r"attn\.([qkv])_bias", r"attn.\1.bias"),  # beside fused weights, where keys have no bias
     (r"attn\.q_norm\.", "attn.norm_qk.q."),
     (r"attn\.k_norm\.", "attn.norm_qk.k."),
     (r"mlp\.w12\.", "mlp.packed."),
@@ -53,13 +54,15 @@ _HF_LAYER: Rules = [
     (r"layer_scale([12])\.lambda1", r"ls\1.gamma"),
 ]
 _HF = r"(?:vit\.|dinov2\.|dinov2_with_registers\.)?"
+_HF_BLOCKS = _HF + r"(?:encoder\.layer|layers|layer|model\.layer)"  # the last two are DINOv3's
 HF: Rules = [
     (_HF + r"embeddings\.cls_token", "cls_token"),
     (_HF + r"embeddings\.position_embeddings", "pos_embed"),
     (_HF + r"embeddings\.register_tokens", "registers"),
     (_HF + r"embeddings\.patch_embeddings\.projection\.(.*)", r"patch_embed.proj.\1"),
-    (_HF + r"(?:encoder\.layer|layers)\.(\d+\..*)", r"blocks.\1"),
-    (_HF + r"layernorm\.(.*)", r"norm.\1"),
+    (_HF + r"embeddings\.patch_embeddings\.(weight|bias)", r"patch_embed.proj.\1"),
+    (_HF_BLOCKS + r"\.(\d+\..*)", r"blocks.\1"),
+    (_HF + r"(?:layernorm|norm)\.(.*)", r"norm.\1"),
     (r"classifier\.(.*)", r"head.\1"),
     (r"decoder\.mask_token", "decoder.mask_token"),
     (r"decoder\.decoder_pos_embed", "decoder.pos_embed"),
@@ -85,7 +88,7 @@ NEVER: Rules = [(r".*bias_mask", "it only marks that keys have no bias"), (r".*n
 IGNORED: Rules = [
     *NEVER,
     (r"(?:.*embeddings\.)?mask_token", "it stands in for hidden patches in pre-training"),
-    (r"rope(?:_embed)?\.(?:periods|freqs|inv_freq)", "rotations are computed here"),
+    (r"rope(?:_embed)?\.periods", "rotations are computed here"),
     (r"(?:.*\.)?pooler\..*", "a layer on the class token that this library does not have"),
     (r"(?:dino_head|ibot_head|head_dist|dist_token).*", "a head of pre-training"),
 ]
@@ -97,7 +100,7 @@ SIGNATURES: dict[str, tuple[list[str], list[str]]] = {  # names that a file of t
         [r"decoder_blocks\..*", r"blocks\.0\.mlp\.linear1\.weight"],
     ),
     "mae": ([r"blocks\.0\.attn\.qkv\.weight", r"decoder_blocks\.0\.attn\.qkv\.weight"], []),
-    "hf": ([_HF + r"(?:encoder\.layer|layers)\.0\.attention\.(?:attention\.query|q_proj)\.weight"], []),
+    "hf": ([_HF_BLOCKS + r"\.0\.attention\.(?:attention\.query|q_proj)\.weight"], []),
     "dit": ([r"x_embedder\.proj\.weight", r"blocks\.0\.adaLN_modulation\.1\.weight"], []),
     "monai": ([r"vit\.blocks\.0\.mlp\.linear1\.weight", r"encoder1\..*"], []),
 }

@@ -16,9 +16,12 @@ from vitrail.weights.pieces import Made, Piece
 from vitrail.weights.target import Target, Translation, is_superposed, place_patch_embed, rope_inflation
 
 
-def translate_own(weights: Weights, target: Target) -> Translation:
+def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | None = None) -> Translation:
+    """`names` are the classes of the model that is filled, where they are known."""
     out = Translation()
     config = weights.config
+    if config is not None and config.ndim > target.ndim:
+        return Translation(wrong=[f"a run of {config.ndim} axes cannot fill a model of {target.ndim}"])
     source = None if config is None else encoder_of(config)
     other_kind = config is not None and config.kind != target.model.config.kind
     for name in weights.shapes:
@@ -27,7 +30,7 @@ def translate_own(weights: Weights, target: Target) -> Translation:
         else:
             out.pieces[name] = Piece((name,))
     if source is None:
-        out.notes.append(f"no recipe beside the file: the model's {target.encoder.heads} heads were taken")
+        out.notes.append(_assumed(target))
         for name in ("encoder.pos_embed.table", "decoder.pos_embed.table"):
             if name in out.pieces and name in target.parameters and target.grid is not None:
                 rows = weights.shapes[name][0]
@@ -36,6 +39,8 @@ def translate_own(weights: Weights, target: Target) -> Translation:
                 out.pieces[name] = Piece((name,), make)
         return out
     _compare_makes(source, config.ndim, target, out)
+    if not other_kind:
+        _compare_classes(weights, names, target, out)
     patch = per_axis(source.patch, config.ndim)
     for name in [n for n in out.pieces if n.startswith("encoder.patch_embed.proj.")]:
         del out.pieces[name]
@@ -50,7 +55,7 @@ def translate_own(weights: Weights, target: Target) -> Translation:
     if row is not None and source.positions == "sincos":
         out.pieces["encoder.pos_embed.cls"] = Piece((), partial(Made, torch.zeros(row.shape)))
     for name in [n for n in out.pieces if re.match(r"(decoder\.head|final\.proj)\.", n)]:
-        if patch != target.patch:
+        if patch != target.patch and not target.by_class(name):
             out.pieces[name] = Piece((name,), partial(pieces.voxel_rows, old=patch, new=target.patch))
     return out
 
@@ -69,15 +74,90 @@ def _compare_makes(source: Any, ndim: int, target: Target, out: Translation) -> 
     theirs, ours = source.positions, target.positions
     if theirs != ours and not (ours == "learned" and theirs in table):
         out.problems.append(f"the run's positions are {theirs}, the model's {ours}; set positions: {theirs}")
-    if theirs == ours == "rope" and ndim == 2 and target.ndim == 3 and not is_superposed(target):
-        out.problems.append(rope_inflation(target))
-    if theirs == ours == "rope" and not math.isclose(source.theta, target.config.theta):
-        out.problems.append(f"the run's theta is {source.theta:g}, the model's {target.config.theta:g}; set theta")
+    if theirs == ours == "rope":
+        _compare_rotations(source, ndim, target, out)
     if theirs == ours == "sincos" and ndim != target.ndim:
         out.problems.append(
             f"sin-cos positions of {ndim} axes are not those of {target.ndim}; set positions: learned, which then "
             "starts with the run's own, repeated over the new axis"
         )
+    # Both kinds of tokens are rows of one parameter, which may fit and mean something else.
+    had, has = (source.cls_token, source.registers), (target.config.cls_token, target.config.registers)
+    if had != has:
+        said = f"cls_token: {str(had[0]).lower()} and registers: {had[1]}"
+        out.problems.append(f"the run has {said}, the model {str(has[0]).lower()} and {has[1]}; set {said}")
+        for name in ("encoder.prefix_tokens", "encoder.pos_embed.cls"):
+            out.skipped[name] = "the run's tokens before the patches are others"
+
+
+def _compare_rotations(source: Any, ndim: int, target: Target, out: Translation) -> None:
+    c = target.config
+    inflated = target.ndim == ndim + 1 and is_superposed(target) and source.rope == "axial"
+    if target.ndim != ndim and not inflated:
+        out.problems.append(
+            rope_inflation(target)
+            if source.rope == "axial"
+            else f"superposed rotations of {ndim} axes are not those of {target.ndim}"
+        )
+    elif source.rope != c.rope and not inflated:
+        out.problems.append(f"the run's rotations are {source.rope}, the model's {c.rope}; set rope: {source.rope}")
+    for key in ("theta", "rope_scale"):
+        had, has = getattr(source, key), getattr(c, key)
+        if not math.isclose(had, has):
+            out.problems.append(f"the run's {key} is {had:g}, the model's {has:g}; set {key}: {had:.10g}")
+
+
+def _assumed(target: Target) -> str:
+    """What a file with this library's names, and no recipe, does not tell."""
+    c = target.config
+    positions = c.positions
+    if positions == "rope":
+        positions = f"rope ({c.rope}, theta {c.theta:g}, rope_scale {c.rope_scale:g})"
+    taken = {
+        "heads": target.encoder.heads,
+        "patch": " x ".join(map(str, target.patch)),
+        "positions": positions,
+        "residual": c.residual,
+        "eps": f"{c.eps:g}",
+        "tokens": c.tokens.kind,
+        "cls_token": str(c.cls_token).lower(),
+        "registers": c.registers,
+        **({"pool": target.model.config.pool} if hasattr(target.model.config, "pool") else {}),
+        **({"variables": ", ".join(c.variables.known)} if c.variables is not None else {}),
+    }
+    said = ", ".join(f"{key} {value}" for key, value in taken.items())
+    return f"no recipe beside the file: the model's own settings were taken ({said}) and the order of its classes"
+
+
+def _compare_classes(weights: Weights, names: tuple[str, ...] | None, target: Target, out: Translation) -> None:
+    """Rows of the classifier by the classes' names; the same number of classes does not make them the same."""
+    pools = [getattr(config, "pool", None) for config in (weights.config, target.model.config)]
+    if pools[0] != pools[1]:
+        out.classes.append(f"the run's classifier saw pool: {pools[0]}, the model's sees {pools[1]}")
+    theirs, ours = weights.classes, names
+    rows = [name for name in out.pieces if target.by_class(name) and name in target.parameters]
+    if theirs == ours or not rows:
+        return
+    if theirs is None or ours is None:
+        known = f"the run's are {_list(theirs)}" if theirs is not None else f"the model's are {_list(ours or ())}"
+        out.notes.append(f"classes were matched by number, as the names of one side are not known; {known}")
+    elif sorted(theirs) != sorted(ours):
+        out.classes.append(f"the run's classes are {_list(theirs)}, the model's {_list(ours)}")
+    else:
+        order = [theirs.index(name) for name in ours]
+        for name in rows:
+            null = [len(order)] if name.startswith("label_embed.") else []  # the row of no class, which is the last
+            out.pieces[name] = Piece((name,), partial(_picked, order=order + null))
+
+
+def _picked(rows: Tensor, *, order: list[int]) -> Made:
+    if len(rows) != len(order):
+        raise ValueError(f"it has {len(rows)} rows for {len(order)} classes")
+    return Made(rows[torch.tensor(order, device=rows.device)], "permuted", "rows by the classes' names")
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _own_table(ours: str, positions: str, old: tuple[int, ...] | None, target: Target, out: Translation) -> None:

@@ -11,6 +11,8 @@ from vitrail.layers.patches import grid_of, per_axis
 from vitrail.weights import pieces
 from vitrail.weights.pieces import Made, Piece
 
+CLASSES = ("head.", "label_embed.", "decoder.out.")  # layers whose size is the number of classes
+
 
 class Target:
     """The parts of a model that matter here: its parameters, and the make of its encoder."""
@@ -30,6 +32,10 @@ class Target:
         self.grid = None if shape is None else grid_of(per_axis(shape, self.ndim), self.patch)
         self.positions: str = self.config.positions
 
+    def by_class(self, name: str) -> bool:
+        """Whether a parameter has a row for each class."""
+        return name.startswith(CLASSES) or (name.startswith("decoder.head.") and hasattr(self.model.config, "classes"))
+
     def head_width(self, name: str) -> int:
         """Of the attention that a parameter belongs to."""
         return self.model.get_submodule(name.rpartition(".attn.")[0] + ".attn").head_width
@@ -44,6 +50,8 @@ class Translation:
     problems: list[str] = field(default_factory=list)  # refused unless strict is off
     wrong: list[str] = field(default_factory=list)  # refused always
     decoder: list[str] = field(default_factory=list)  # problems that matter only where a decoder is filled, too
+    classes: list[str] = field(default_factory=list)  # why the classifier cannot be the file's
+    skipped: dict[str, str] = field(default_factory=dict)  # parameters that start anew, and why
     notes: list[str] = field(default_factory=list)
 
 
