@@ -125,7 +125,7 @@ def test_dinov2(tmp_path: Path, gated: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @torch.no_grad()
 def test_dinov3(tmp_path: Path, gated: bool) -> None:
-    """Class token and registers stand at the centre of its image: equal where coordinates are given from there."""
+    """Class token and registers stand at the centre of its image, for which there is rope_origin."""
     act = "silu" if gated else "gelu"
     config = transformers.DINOv3ViTConfig(
         **SMALL, image_size=32, patch_size=8, num_register_tokens=3, use_gated_mlp=gated, hidden_act=act
@@ -137,18 +137,15 @@ def test_dinov3(tmp_path: Path, gated: bool) -> None:
     expected = theirs(pixel_values=images).last_hidden_state[:, 4:]
     theirs.save_pretrained(tmp_path)
     for given in (theirs.state_dict(), tmp_path):
-        ours = empty(ViTConfig(**make))
-        with pytest.raises(UserError, match="stand at the centre of the image"):
-            load_weights(ours, given)
-        report = load_weights(ours, given, strict=False)
+        with pytest.raises(UserError, match="set rope_origin: centre"):
+            load_weights(empty(ViTConfig(**make)), given)
+        ours = empty(ViTConfig(**make, rope_origin="centre"))
+        report = load_weights(ours, given)
         assert report.adapter == "hf"
         assert not report["skipped"]
         assert report.names("unused") == ["embeddings.mask_token"]
-        inputs = ours.inputs(images)
-        inputs["coordinates"] = (
-            inputs["coordinates"] - 12.0
-        )  # the centre of 4 x 4 patches is 1.5 patches from the first
-        torch.testing.assert_close(ours(**inputs), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)
+    make["rope_origin"] = "centre"
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_theta": 50.0}))
     with pytest.raises(UserError, match="set theta: 50"):

@@ -252,9 +252,9 @@ def test_what_no_tree_can_be() -> None:
         AdaptiveTokens(length=40).check((32, 32), (6, 6))
     with pytest.raises(ValueError, match=r"length 400 is more than .* at most 64 leaves"):
         AdaptiveTokens(length=400).check((16, 16), (4, 4))
+    c = MAEConfig(encoder=EncoderConfig(size="Ti/16"), decoder=DecoderConfig(kind="linear"), channels=1, shape=64)
     with pytest.raises(UserError, match=r"linear.*Set objective.on=all"):
-        c = MAEConfig(encoder=EncoderConfig(size="Ti/16"), decoder=DecoderConfig(kind="linear"), channels=1, shape=64)
         ReconstructConfig().build(c, Statistics((0.0,), (1.0,)))
+    c = MAEConfig(encoder=EncoderConfig(size="Ti/1"), channels=1, shape=8)
     with pytest.raises(UserError, match="more than one value"):
-        c = MAEConfig(encoder=EncoderConfig(size="Ti/1"), channels=1, shape=8)
         ReconstructConfig(target="patch").build(c, Statistics((0.0,), (1.0,)))

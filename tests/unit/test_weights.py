@@ -647,6 +647,7 @@ def test_a_register_is_no_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
     before = target.encoder.prefix_tokens.detach().clone()
     message = refusal(target, source.state_dict())
     assert "cls_token: false and registers: 1, the model true and 0; set cls_token: false and registers: 1" in message
+    assert "no place" not in refusal(vit(positions="sincos", cls_token=False), source.state_dict())
     report = load_weights(target, source.state_dict(), strict=False)
     assert report.names("skipped") == ["encoder.prefix_tokens"]
     assert torch.equal(target.encoder.prefix_tokens, before)

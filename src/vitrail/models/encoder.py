@@ -39,8 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "G": {"width": 1664, "depth": 48, "heads": 16, "hidden": 8192},
 }
 
-# Parameters of the encoder that are tables and tokens, not weight matrices; and the tokenizers of variables: decay would
-# shrink those that no batch carries, which have no gradient to hold against it.
+# Parameters of the encoder that are tables and tokens, not weight matrices; and the tokenizers of variables: decay
+# would shrink those that no batch carries, which have no gradient to hold against it.
 SPARED = [
     "prefix_tokens",
     "pos_embed.table",
@@ -75,6 +75,7 @@ class EncoderConfig:
     theta: float = 100.0  # longest wavelength of rope over 2 pi, in patches
     rope: Literal["axial", "superposed"] = "axial"  # superposed: as with one axis fewer, and learned turns on the first
     rope_scale: float = 1.0  # of coordinates; DINOv3's weights want 4 pi over the patches along an axis
+    rope_origin: Literal["first", "centre"] = "first"  # where tokens before the patches stand: first patch, or centre
     cls_token: bool = False
     cls_position: bool = True  # with learned positions, the class token has one too
     registers: int = 0
@@ -295,6 +296,12 @@ class Encoder(nn.Module):
         learned, has_cls = c.positions == "learned", c.cls_token and c.cls_position
         self.pos_embed = LearnedPositions(c.width, self.patch, shape, cls=has_cls) if learned else None
         self.rope_turns = rope_turns(c, ndim, c.width // c.heads)
+        if c.rope_origin == "centre" and shape is None:
+            raise ValueError("rope_origin: centre needs the size of the input: set model.shape")
+        # In patches from the first; coordinates stay as they are, since patches see only distances among themselves.
+        self.origin = [0.0] * ndim
+        if c.rope_origin == "centre" and shape is not None:
+            self.origin = [(s / p - 1) / 2 for s, p in zip(shape, self.patch, strict=True)]
         self.input_norm = make_norm(c.norm, c.width, c.eps) if c.input_norm else None
         self.blocks = nn.ModuleList(block(c.block()) for _ in range(c.depth))
         self.norm = make_norm(c.norm, c.width, c.eps) if norm else None
@@ -306,7 +313,10 @@ class Encoder(nn.Module):
         """
         if self.config.positions != "rope":
             return None
-        patches = nn.functional.pad(self.to_patches(coordinates) * self.config.rope_scale, (0, 0, prefix, 0))
+        patches = self.to_patches(coordinates)
+        if any(self.origin):
+            patches = patches - torch.tensor(self.origin, device=patches.device)
+        patches = nn.functional.pad(patches * self.config.rope_scale, (0, 0, prefix, 0))
         if turns is None:
             return rope_table(patches, head_width, self.config.theta)
         return inflated_rope_table(patches, head_width, self.config.theta, turns)

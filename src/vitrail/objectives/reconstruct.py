@@ -37,8 +37,8 @@ class ReconstructConfig:
             raise UserError(f"objective.kind: 'reconstruct' trains model.kind 'mae', not {model.kind!r}")
         if model.decoder.kind == "linear" and self.on == "hidden":
             raise UserError(
-                "objective.on: 'hidden' teaches nothing with model.decoder.kind 'linear': its mask tokens see no visible "
-                "token. Set objective.on=all, or another decoder"
+                "objective.on: 'hidden' teaches nothing with model.decoder.kind 'linear': its mask tokens see no "
+                "visible token. Set objective.on=all, or another decoder"
             )
         if self.target == "patch" and num_voxels(model.patch) * ((model.channels or 1) if model.parts == 1 else 1) < 2:
             raise UserError(

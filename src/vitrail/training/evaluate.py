@@ -20,7 +20,8 @@ from vitrail.training.ema import forget_gathered
 class Evaluator:
     """Measures a model on samples 0..n-1 of the validation data, always the same ones.
 
-    Where each item is one labelled crop, all of them are the most: more would count some twice. `note` says so where it happens.
+    Where each item is one labelled crop, all of them are the most: more would count some twice. `note` says so where
+    it happens.
     """
 
     def __init__(self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int):

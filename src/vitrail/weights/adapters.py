@@ -32,7 +32,7 @@ WHOLE = "converted as a whole"  # a file whose tensors cannot be told apart in t
 # Tokens that are not turned stand where coordinates are 0. Patches among themselves see distances alone.
 PREFIX_OF_DINOV3 = (
     "DINOv3's class token and registers stand at the centre of the image, the model's at its first patch, so that they "
-    "see the patches turned otherwise"
+    "see the patches turned otherwise; set rope_origin: centre"
 )
 
 
@@ -226,7 +226,7 @@ def _compare_with_dinov3(theta: float, first: float, target: Target, out: Transl
             f"its rotations span the whole image, the model's go by patch: with {plane[-1]} patches along an axis they "
             f"are equal where rope_scale is {wanted:.6g}, not {c.rope_scale:g}; set rope_scale: {wanted:.6g}"
         )
-    if c.cls_token or c.registers:
+    if (c.cls_token or c.registers) and c.rope_origin != "centre":
         out.problems.append(PREFIX_OF_DINOV3)
 
 

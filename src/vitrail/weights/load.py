@@ -216,6 +216,9 @@ KEYS = (
 
 def _keys(names: Iterable[str], *, there: bool) -> str:
     """The keys that would give the model such parameters, or not."""
+    names = set(names)
+    # A norm without its weight, too, is no RMSNorm.
+    names = sorted(n for n in names if not (n.endswith(".bias") and n.removesuffix("bias") + "weight" in names))
     found = dict.fromkeys(
         with_it if there else without
         for name in names

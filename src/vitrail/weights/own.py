@@ -87,7 +87,7 @@ def _compare_makes(source: Any, ndim: int, target: Target, out: Translation) -> 
         said = f"cls_token: {str(had[0]).lower()} and registers: {had[1]}"
         out.problems.append(f"the run has {said}, the model {str(has[0]).lower()} and {has[1]}; set {said}")
         for name in ("encoder.prefix_tokens", "encoder.pos_embed.cls"):
-            out.skipped[name] = "the run's tokens before the patches are others"
+            out.skipped[name] = out.ignored[name] = "the run's tokens before the patches are others"
 
 
 def _compare_rotations(source: Any, ndim: int, target: Target, out: Translation) -> None:
@@ -101,6 +101,11 @@ def _compare_rotations(source: Any, ndim: int, target: Target, out: Translation)
         )
     elif source.rope != c.rope and not inflated:
         out.problems.append(f"the run's rotations are {source.rope}, the model's {c.rope}; set rope: {source.rope}")
+    if source.rope_origin != c.rope_origin and (c.cls_token or c.registers):
+        out.problems.append(
+            f"the run's rope_origin is {source.rope_origin}, the model's {c.rope_origin}; "
+            f"set rope_origin: {source.rope_origin}"
+        )
     for key in ("theta", "rope_scale"):
         had, has = getattr(source, key), getattr(c, key)
         if not math.isclose(had, has):
@@ -126,7 +131,8 @@ def _assumed(target: Target) -> str:
         **({"variables": ", ".join(c.variables.known)} if c.variables is not None else {}),
     }
     said = ", ".join(f"{key} {value}" for key, value in taken.items())
-    return f"no recipe beside the file: the model's own settings were taken ({said}) and the order of its classes"
+    classes = ", and the order of its classes" if any(map(target.by_class, target.parameters)) else ""
+    return f"no recipe beside the file: the model's own settings were taken ({said}){classes}"
 
 
 def _compare_classes(weights: Weights, names: tuple[str, ...] | None, target: Target, out: Translation) -> None:
