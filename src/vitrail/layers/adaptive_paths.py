@@ -1,6 +1,7 @@
 """Where to find faster ways: the Triton kernels of adaptive patching, for tensors that they can work on."""
 
 import importlib
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -22,5 +23,9 @@ def _load(device: torch.device) -> Any | None:
     try:
         module = importlib.import_module("vitrail.layers.adaptive_kernels")
         return module if module.probe(device) else None
-    except Exception:  # no Triton, no C compiler, an old card: nothing is lost but time
+    except ModuleNotFoundError:  # no Triton
+        return None
+    except Exception as error:  # no C compiler, an old card: nothing is lost but time
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        warnings.warn(f"adaptive patching goes without its GPU kernels, more slowly ({reason})", stacklevel=3)
         return None
