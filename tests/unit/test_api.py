@@ -92,7 +92,8 @@ def test_an_mae_from_python(ndim: int, decoder: Any) -> None:
     )
     config.check()
     model = MAE(config)
-    objective = ReconstructConfig().build(config, Statistics((0.0,), (1.0,)))
+    on: Any = "all" if decoder == "linear" else "hidden"
+    objective = ReconstructConfig(on=on).build(config, Statistics((0.0,), (1.0,)))
     batch = Batch([0, 1], torch.randn(2, 1, *(16,) * ndim))
     inputs, targets = objective.prepare(batch, Draws(0, batch.counters))
     loss = objective.loss(model(**inputs), targets)

@@ -336,7 +336,7 @@ def evaluator_of(dataset: Dataset, samples: int, seed: int = 0) -> Evaluator:
     sampler = dataset.sampler(seed=seed, lanes=1, reuse=1)
     reader = dataset.reader(sampler, lanes=1, cache_bytes=0)
     loader = Loader(sampler, reader, device=torch.device("cpu"), workers=1, prefetch=1)
-    objective: Any = None
+    objective: Any = SimpleNamespace(config=SimpleNamespace(labels="item"))
     return Evaluator(objective, loader, seed=0, samples=samples, batch=4)
 
 

@@ -306,11 +306,11 @@ def loader_of(sampler: Sampler, batch: int, rank: int, world: int, *, step: int 
     place = Place(World(rank=rank, size=world), torch.device("cpu"), 1, None, None, None, None)
     reader = types.SimpleNamespace(lanes=None)
 
-    def make_reader(_sampler, *, lanes, cache_bytes):
+    def make_reader(_sampler, *, lanes, cache_bytes, labelling):
         reader.lanes = lanes
         return reader
 
-    data = DataParts(types.SimpleNamespace(reader=make_reader), None, None, batch)  # type: ignore[arg-type]
+    data = DataParts(types.SimpleNamespace(reader=make_reader, labels=None), None, None, batch)  # type: ignore[arg-type]
     return make_loader(CONFIG, place, data, sampler, step=step, samples=samples)  # type: ignore[arg-type]
 
 
