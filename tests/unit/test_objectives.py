@@ -164,7 +164,7 @@ def test_classify_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("smooth", [(0.0, 1e-6), (1e-5, 1e-5)])
 def test_the_loss_is_monais(shape: tuple[int, ...], squared: bool, smooth: tuple[float, float]) -> None:
-    losses = pytest.importorskip("monai.losses")
+    losses = pytest.importorskip("monai.losses", reason="MONAI is the reference here: pip install monai")
     logits, labels = numbers(0, 3, 4, *shape).requires_grad_(), labels_like(1, 3, 3, *shape)  # class 3 never occurs
     options = {"softmax": True, "to_onehot_y": True}
     settings = options | {"squared_pred": squared, "smooth_nr": smooth[0], "smooth_dr": smooth[1]}

@@ -45,7 +45,7 @@ def drawn(rng: np.random.Generator, case: int, tissue: torch.Tensor) -> np.ndarr
 
 @pytest.mark.usefixtures("small_slabs")
 def test_2d_edges_are_those_of_opencv(tissue: torch.Tensor) -> None:
-    cv2 = pytest.importorskip("cv2")
+    cv2 = pytest.importorskip("cv2", reason='OpenCV is the reference here: pip install "vitrail[adaptive]"')
     rng, edges = np.random.default_rng(0), 0
     for case in range(60):
         image = drawn(rng, case, tissue)
@@ -63,7 +63,7 @@ def test_2d_edges_are_those_of_opencv(tissue: torch.Tensor) -> None:
 
 
 def test_without_opencv_the_score_is_the_same(tissue: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cv2")
+    pytest.importorskip("cv2", reason='OpenCV is the reference here: pip install "vitrail[adaptive]"')
     images = tissue[0, 0, :6].unflatten(0, (2, 3))  # [2, 3, 64, 64]
     noise = torch.tensor([[0.6, 0.3, 0.5], [0.9, 0.99, 0.5]])
     for kind, given in (

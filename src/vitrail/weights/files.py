@@ -31,7 +31,7 @@ NESTED = (
     "weights",
 )
 WRAPPERS = ("module.", "_orig_mod.", "teacher.backbone.", "student.backbone.", "backbone.", "model.", "net.")
-WHOLE = 4 << 30  # bytes of a run's weights up to which they are read at once
+READ_AT_ONCE = 4 << 30  # bytes of a run's weights up to which they are read at once
 
 
 @dataclass
@@ -220,7 +220,7 @@ def _open_run(path: Path) -> Weights:
     kept: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
-        if not kept and 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) <= WHOLE:
+        if not kept and 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) <= READ_AT_ONCE:
             kept.update(load(list(shapes)))  # each load reads the metadata again
         return kept[name] if name in kept else load([name])[name]
 
