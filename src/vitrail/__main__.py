@@ -1,6 +1,6 @@
 """`python -m vitrail` is `vitrail`."""
 
-from vitrail.cli import main
+from vitrail.cli import console
 
 if __name__ == "__main__":
-    main()
+    console()

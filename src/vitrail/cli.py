@@ -19,6 +19,9 @@ import vitrail
 from vitrail.errors import RunFailed, UserError
 
 
+INTERRUPTED = 130  # by the keyboard, twice in a training
+
+
 class Verbs(TyperGroup):
     """Turns what a verb raises into a sentence and an exit code; a traceback is left for bugs alone."""
 
@@ -38,7 +41,7 @@ class Verbs(TyperGroup):
             _tell(f"{error.name} is not installed; {remedy(error.name)}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            raise typer.Exit(130) from error
+            raise typer.Exit(INTERRUPTED) from error
         except BrokenPipeError as error:
             # Python flushes once more at exit, and would complain there.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,8 +69,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 
 
+def console() -> None:
+    """The entry of the process."""
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            # Past the interpreter's own end: threads of readers and kernels that still run may abort the process there.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console entry."""
+    """Run a verb; raises SystemExit."""
     app(args=None if arguments is None else list(arguments), prog_name="vitrail")
 
 
