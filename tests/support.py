@@ -92,7 +92,8 @@ def parameters(run_dir: Path, weights: str = "raw", checkpoint: int | None = Non
 
 def environment(**extra: str) -> dict[str, str]:
     """For child processes: one thread, no launcher variables of our own."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
     paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **extra}
 

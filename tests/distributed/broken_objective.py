@@ -29,9 +29,11 @@ class Broken(Reconstruct):
         super().__init__(*arguments)
         self.broken, self.bad = broken, False
 
-    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
+    def prepare(
+        self, batch: Batch, draws: Draws, *, evaluating: bool = False, **options: Any
+    ) -> tuple[dict[str, Any], Any]:
         self.bad = not evaluating and not set(self.broken.bad).isdisjoint(batch.counters)
-        return super().prepare(batch, draws, evaluating=evaluating)
+        return super().prepare(batch, draws, evaluating=evaluating, **options)
 
     def loss(self, output: Tensor, targets: Any) -> Loss:
         loss = super().loss(output, targets)

@@ -385,7 +385,8 @@ SECTIONS = {
     "model: mae": "MAEConfig",
     "encoder": "EncoderConfig",
     "decoder": "DecoderConfig",
-    "mask": "BlockMask",  # it has every key of the others
+    "mask": "BlockMask",  # it has every key of random, tube and grid
+    "mask: stratified": "StratifiedMask",
     "tokens: adaptive": "AdaptiveTokens",
     "score": "CannyScore",
     "score: registered": "RegisteredScore",
@@ -412,6 +413,9 @@ SECTIONS = {
     "schedule": "CosineConfig",
     "ema": "EMA",
     "parallel": "Parallel",
+    "parallel.prefetch": "Prefetch",
+    "parallel.recompute": "Recompute",
+    "parallel.chunk": "Chunk",
     "precision": "Precision",
     "checkpoint": "Checkpoint",
     "eval": "Eval",

@@ -28,7 +28,7 @@ from vitrail.layers.modulation import (
 from vitrail.layers.patches import grid_coordinates, patchify, unpatchify
 from vitrail.models.dit import DiT, DiTConfig
 from vitrail.models.inputs import make_inputs
-from vitrail.parallel.parallelize import recomputed
+from vitrail.parallel.recompute import recomputed
 
 SMALL = DiTConfig(width=24, depth=2, heads=2, patch=2, channels=3, classes=5, shape=(8, 12))
 DITAN = DiTConfig(size="0.5B/2", width=24, depth=2, heads=2, hidden=40, channels=3, classes=5, shape=(8, 12))

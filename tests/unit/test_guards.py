@@ -199,7 +199,9 @@ def test_ranks_agree_although_the_dead_have_left_their_words() -> None:
 
         def join(rank: int, names: dict[int, str] = names) -> None:
             time.sleep(0.05 * (rank == 1))  # rank 0 meets the old token of rank 1 first
-            names[rank] = agree_on_attempt(store, World(rank=rank, size=2, launched=True), timedelta(seconds=LONG))
+            names[rank] = agree_on_attempt(
+                store, World(rank=rank, size=2, launcher="torchrun"), timedelta(seconds=LONG)
+            )
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
         for thread in threads:
@@ -213,7 +215,7 @@ def test_ranks_agree_although_the_dead_have_left_their_words() -> None:
 
 def test_a_rank_that_never_comes_is_told() -> None:
     with pytest.raises(UserError, match=r"rank 0 waited 0 s for the 2 processes"):
-        agree_on_attempt(dist.HashStore(), World(size=2, launched=True), timedelta(seconds=0.05))
+        agree_on_attempt(dist.HashStore(), World(size=2, launcher="torchrun"), timedelta(seconds=0.05))
 
 
 # ---------------------------------------------------------------- run folder

@@ -397,12 +397,24 @@ def test_defaults(fakes):
         "init": None,
         "ema": None,
         "parallel": {
-            "strategy": "FULL_SHARD",
+            "strategy": None,
             "group": None,
+            "replicate": None,
+            "shard": None,
+            "reshard": None,
             "tensor": 1,
             "context": 1,
             "pipeline": 1,
+            "ulysses": None,
+            "schedule": "1F1B",
+            "stages": None,
+            "split": "measured",
+            "wrap": 1,
+            "bucket_mib": None,
+            "prefetch": {"forward": 0, "backward": 1},
+            "offload": False,
             "recompute": "none",
+            "chunk": {"mlp": None, "head": None},
             "compile": "auto",
             "attention": "auto",
         },
@@ -482,8 +494,10 @@ def test_batches_and_switches(fakes):
         False,
     ]
     assert refusal("parallel.compile=1") == "parallel.compile: expected auto, true or false, got 1"
-    assert refusal("parallel.tensor=2") == "parallel.tensor: expected 1, the only value in this version, got 2"
-    assert refusal("parallel.pipeline=true").startswith("parallel.pipeline: expected 1, ")
+    assert load("parallel.tensor=2", "parallel.context=-1").parallel.tensor == 2
+    expected = "parallel.tensor: expected a number of ranks above 0, or -1 for all that the other axes leave"
+    assert refusal("parallel.tensor=0") == f"{expected}, got 0"
+    assert refusal("parallel.pipeline=true").startswith("parallel.pipeline: expected a number of ranks")
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "-x", "a b", "é", "x" * 129, "a\n"])

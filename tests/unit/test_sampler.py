@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from vitrail.data.sampler import Extent, Sample, Sampler, permute
 from vitrail.launch.world import World
+from vitrail.layers.parts import WHOLE
+from vitrail.parallel.mesh import Layout
 from vitrail.training.setup import DataParts, Place, make_loader
 
 
@@ -304,14 +306,16 @@ CONFIG = types.SimpleNamespace(
 
 def loader_of(sampler: Sampler, batch: int, rank: int, world: int, *, step: int = 0, samples: int = 0):
     place = Place(World(rank=rank, size=world), torch.device("cpu"), 1, None, None, None, None)
-    reader = types.SimpleNamespace(lanes=None)
+    reader = types.SimpleNamespace(lanes=None, crop=(8, 8))
 
     def make_reader(_sampler, *, lanes, cache_bytes, labelling):
         reader.lanes = lanes
         return reader
 
     data = DataParts(types.SimpleNamespace(reader=make_reader, labels=None), None, None, batch)  # type: ignore[arg-type]
-    return make_loader(CONFIG, place, data, sampler, step=step, samples=samples)  # type: ignore[arg-type]
+    flow = types.SimpleNamespace(layout=Layout(world, 1, reshard=False), data_rank=rank, part=WHOLE)
+    objective = types.SimpleNamespace(slab=lambda crop, part: None)
+    return make_loader(CONFIG, place, data, sampler, objective, flow, step=step, samples=samples)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

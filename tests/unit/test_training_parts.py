@@ -18,8 +18,10 @@ from vitrail.cost.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.data.batch import Batch
 from vitrail.errors import UserError
 from vitrail.layers.init import init_rules, initialise
+from vitrail.layers.parts import WHOLE, Part
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
 from vitrail.models.model import Model
+from vitrail.parallel.mesh import Layout
 from vitrail.recipe import load_recipe
 from vitrail.training import evaluate, meters
 from vitrail.training.ema import EMA
@@ -32,7 +34,9 @@ from vitrail.training.optimizer import (
     make_groups,
     named_state,
     restore_state,
-    set_rate,
+)
+from vitrail.training.optimizer import (
+    step as take_step,
 )
 from vitrail.training.schedule import ConstantConfig, CosineConfig, LinearConfig
 
@@ -236,7 +240,7 @@ def test_the_first_rule_that_matches_decides(model: Model) -> None:
     )
     groups = make_groups(model, SGDConfig(weight_decay=0.05, groups=rules))
     optimizer = SGDConfig().build(groups)
-    set_rate(optimizer, 1e-2)
+    take_step(optimizer, 1e-2)
     for group in optimizer.param_groups:
         for name in group["names"]:
             if "blocks.0." in name:  # the decoder's too
@@ -245,7 +249,7 @@ def test_the_first_rule_that_matches_decides(model: Model) -> None:
                 assert group["lr"] == pytest.approx(1e-3), name
             else:
                 assert group["lr"] == pytest.approx(1e-2), name
-    by_parameter = {id(p): n for g in optimizer.param_groups for n, p in zip(g["names"], g["params"], strict=True)}
+    by_parameter = {id(p): n for g in optimizer.param_groups for n, p in zip(g["names"], g["sources"], strict=True)}
     assert by_parameter == {id(p): n for n, p in model.named_parameters()}
 
 
@@ -280,8 +284,7 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
         generator = torch.Generator().manual_seed(number)
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        set_rate(optimizer, 1e-2)
-        optimizer.step()
+        take_step(optimizer, 1e-2)
 
     for number in range(2):
         step(model, one, number)
@@ -305,7 +308,7 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
 
 def test_the_average_is_a_plain_recursion() -> None:
     module = nn.Linear(3, 2)
-    ema = EMA(module, decay=0.9)
+    ema = EMA(FlowOf(module), decay=0.9)
     plain = {n: p.detach().clone().double() for n, p in module.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 40):
@@ -324,7 +327,7 @@ def test_a_young_average_forgets_its_start() -> None:
     """From 0 to 1: after 10 steps 0.999 alone would be at 0.01."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
-    ema = EMA(module, decay=0.999)
+    ema = EMA(FlowOf(module), decay=0.999)
     nn.init.ones_(module.weight)
     for step in range(1, 11):
         ema.update(step)
@@ -338,7 +341,7 @@ def test_a_young_average_forgets_its_start() -> None:
 
 def test_swapping_is_exact_and_comes_back() -> None:
     module = nn.Linear(4, 4)
-    ema = EMA(module, decay=0.5)
+    ema = EMA(FlowOf(module), decay=0.5)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1.2345678).add_(1e-7)
@@ -364,7 +367,7 @@ def test_swapping_is_exact_and_comes_back() -> None:
 
 def test_the_average_is_no_view_of_the_weights() -> None:
     module = nn.Linear(2, 2)
-    ema = EMA(module, decay=0.9)
+    ema = EMA(FlowOf(module), decay=0.9)
     before = ema.average["weight"].clone()
     with torch.no_grad():
         module.weight.zero_()
@@ -375,14 +378,29 @@ def test_the_average_is_no_view_of_the_weights() -> None:
 # ---------------------------------------------------------------- validation
 
 
+class FlowOf(SimpleNamespace):
+    """A plain module as a flow of one rank."""
+
+    def __init__(self, model: nn.Module, **facts: Any):
+        super().__init__(model=model, part=WHOLE, exchange=None, forget_gathered=lambda: None, **facts)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
 class CountingObjective:
     """Measures which samples it was given: their number, and a power of two for each."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def prepare(self, batch: Batch, draws: Any, *, evaluating: bool) -> tuple[dict[str, Any], Any]:
+    needs_whole = False
+
+    def prepare(
+        self, batch: Batch, draws: Any, *, evaluating: bool, part: Part, exchange: Any
+    ) -> tuple[dict[str, Any], Any]:
         assert evaluating
+        assert (part, exchange) == (WHOLE, None)
         assert draws.counters == batch.counters
         return {"x": torch.tensor(batch.counters, dtype=torch.float64)}, None
 
@@ -403,16 +421,14 @@ def test_each_validation_sample_counts_once_at_every_world_size(
     """The ranks one after another; forwards are collective, so each rank must run as many as any other."""
     tables, calls = [], set()
     loader = SimpleNamespace(load=lambda counters: Batch(list(counters), torch.zeros(len(counters), 1)))
+    monkeypatch.setattr(evaluate, "dist", SimpleNamespace(all_reduce=lambda t: tables.append(t.clone())))
     for rank in range(world):
-        fake = SimpleNamespace(
-            get_rank=lambda rank=rank: rank, get_world_size=lambda: world, all_reduce=lambda t: tables.append(t.clone())
-        )
-        monkeypatch.setattr(evaluate, "dist", fake)
         objective, ticks = CountingObjective(), []
         evaluator = evaluate.Evaluator(objective, loader, seed=0, samples=samples, batch=batch)  # type: ignore[arg-type]
         model = nn.Identity()
         model.forward = lambda x: x  # type: ignore[method-assign]
-        evaluator.metrics(model, tick=lambda ticks=ticks: ticks.append(1))  # type: ignore[arg-type]
+        flow = FlowOf(model, data_rank=rank, layout=Layout(world, 1, reshard=False))
+        evaluator.metrics(flow, tick=lambda ticks=ticks: ticks.append(1))  # type: ignore[arg-type]
         assert model.training
         assert len(ticks) == objective.calls
         calls.add(objective.calls)

@@ -1,5 +1,7 @@
-"""Where a process finds itself, and how the living ones agree on an attempt."""
+"""Where a process finds itself under every launcher, and how the living ones agree on an attempt."""
 
+import contextlib
+import socket
 import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -7,27 +9,147 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vitrail.errors import UserError
-from vitrail.launch.world import World, agree_on_attempt, find_world, share_of_cores, usable_cores
-from vitrail.parallel.mesh import layout_of
-from vitrail.training import session
+from vitrail.launch import mpi, slurm, world
+from vitrail.launch.variables import port_for
+from vitrail.launch.world import (
+    World,
+    agree_on_attempt,
+    find_local_master,
+    find_master,
+    find_world,
+    is_chief,
+    share_of_cores,
+    usable_cores,
+)
 
-LAUNCHED = {
+TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "1",
+    "GROUP_WORLD_SIZE": "2",
 }
+SHELL = {  # of sbatch or salloc, as Slurm 22.05 writes it
+    "SLURM_JOB_ID": "17",
+    "SLURM_NTASKS": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_NODELIST": "node[01-03,07]",
+}
+SRUN = SHELL | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "node[01-03,07]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "1337196545",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+OTHER = {"rank": 3, "size": 4, "local_rank": 1, "local_size": 2}
 
 
-def test_alone_or_launched() -> None:
-    assert find_world({}) == World()
-    assert find_world(LAUNCHED) == World(rank=3, size=4, local_rank=1, local_size=2, launched=True)
-    with pytest.raises(UserError, match="not MASTER_PORT: start with torchrun"):
-        find_world({name: value for name, value in LAUNCHED.items() if name != "MASTER_PORT"})
+@pytest.mark.parametrize(
+    ("env", "expected", "note"),
+    [
+        ({}, World(), "alone: no launcher was found"),
+        ({"WORLD_SIZE": "1"}, World(), "alone"),
+        (SHELL, World(), "alone: in Slurm job 17, but not started by srun"),
+        (SHELL | {"SLURM_STEP_ID": "4294967290"}, World(), "alone: in Slurm job 17"),
+        (TORCHRUN, World(**OTHER, launcher="torchrun"), "torchrun: 4 processes, 2 on this host (RANK is set)"),
+        (SRUN | TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, World(**OTHER, launcher="torchrun"), "torchrun: 4"),
+        (SRUN, World(5, 7, 1, 2, "slurm"), "srun: 7 processes, 2 on this host (SLURM_STEP_ID is set)"),
+        (SRUN | {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}, World(6, 7, 0, 1, "slurm"), "srun"),
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMIX_RANK": "5"}, World(5, 7, 1, 2, "slurm"), "srun"),
+        (OPEN_MPI, World(**OTHER, launcher="mpi"), "mpirun: 4 processes, 2 on this host (OMPI_COMM_WORLD_RANK is set)"),
+        (SRUN | OPEN_MPI, World(**OTHER, launcher="mpi"), "mpirun"),  # mpirun's helpers are tasks of Slurm
+        (SRUN | MPICH, World(**OTHER, launcher="mpi"), "mpirun"),
+        (SHELL | MPICH, World(**OTHER, launcher="mpi"), "mpirun"),
+        (MPICH, World(**OTHER, launcher="mpi"), "mpirun"),
+        (CRAY, World(**OTHER, launcher="mpi"), "mpirun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, World(launcher="mpi"), "mpirun: 1 process, 1 on this host"),
+    ],
+)
+def test_every_launcher_is_found(env: dict[str, str], expected: World, note: str) -> None:
+    found = find_world(env)
+    assert found == expected
+    assert found.note.startswith(note)
+    assert found.launched == (expected.launcher != "alone")
+    assert is_chief(env) == (expected.rank == 0)
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (without(TORCHRUN, "MASTER_PORT"), "not MASTER_PORT: start with torchrun"),
+        ({"LOCAL_RANK": "0"}, "not RANK, WORLD_SIZE"),
+        (TORCHRUN | {"RANK": "4"}, "rank 4 of 4 processes cannot be"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 of 2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "8 processes on this host are more than the 4"),
+        (TORCHRUN | {"RANK": "one"}, "RANK='one': expected a whole number"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http': expected a whole number"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not"),
+        (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "started 7 processes, and each started a torchrun"),
+        (OPEN_MPI | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "started 4 processes, and each started a torchrun"),
+        (SRUN | without(TORCHRUN, "GROUP_WORLD_SIZE"), "WORLD_SIZE=4, but srun or mpirun started 7"),
+        (SRUN | {"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but slurm started 7 processes"),
+        (SRUN | {"SLURM_PROCID": "7"}, "srun: rank 7 of 7"),
+        (SRUN | {"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x'"),
+        (without(SRUN, "SLURM_PROCID", "SLURM_LOCALID"), "not SLURM_PROCID, SLURM_LOCALID: start with srun"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), "not OMPI_COMM_WORLD_LOCAL_RANK: start with mpirun"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_SIZE but not OMPI_COMM_WORLD_RANK"),
+        ({"PMI_RANK": "1"}, "PMI_RANK but not PMI_SIZE"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "not MPI_LOCALRANKID and MPI_LOCALNRANKS"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n"}, "nothing says how many"),
+    ],
+)
+def test_half_a_set_or_a_contradiction_is_refused(env: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        find_world(env)
+
+
+def test_who_speaks_even_where_the_environment_is_wrong() -> None:
+    assert is_chief(without(SRUN, "SLURM_LOCALID") | {"SLURM_PROCID": "0"})
+    assert not is_chief(without(SRUN, "SLURM_LOCALID"))
+    assert not is_chief(without(TORCHRUN, "MASTER_PORT"))
+    assert is_chief({"WORLD_SIZE": "8"})
+
+
+# ---------------------------------------------------------------- devices and cores
+
+
+def test_a_process_takes_its_own_gpu() -> None:
+    assert World(**OTHER, launcher="torchrun").device_index(8, {}) == 1
+    assert World().device_index(1, {}) == 0
+    bound = World(rank=7, size=16, local_rank=7, local_size=8, launcher="slurm")
+    assert bound.device_index(1, {"ROCR_VISIBLE_DEVICES": "7"}) == 0  # srun --gpus-per-task=1
+    assert bound.device_index(8, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == 7
+    for found in (World(**OTHER, launcher="torchrun"), World(**OTHER, launcher="mpi")):
+        with pytest.raises(UserError, match=r"rank 3: 2 processes were started on this host, but 1 GPU is visible"):
+            found.device_index(1, {})
+    with pytest.raises(UserError, match=r"2 GPUs are visible to them.*at most 2 a host"):
+        bound.device_index(2, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_cores_are_divided_among_the_ranks_of_a_host() -> None:
@@ -35,9 +157,155 @@ def test_cores_are_divided_among_the_ranks_of_a_host() -> None:
     assert share_of_cores(World(size=64, local_size=64)) == max(1, usable_cores() // 64)
 
 
+def test_cores_that_a_launcher_has_divided_are_not_divided_again() -> None:
+    assert find_world(SRUN).cores is None
+    assert find_world(SRUN | {"SLURM_CPUS_PER_TASK": "1"}).cores == 1
+    assert find_world(SRUN | {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1,0x2"}).cores == usable_cores()
+    bound = find_world(OPEN_MPI | {"OMPI_MCA_orte_bound_at_launch": "1"})
+    assert share_of_cores(bound) == usable_cores()
+
+
+# ---------------------------------------------------------------- lists of hosts
+
+
+def test_lists_of_hosts_as_slurm_writes_them() -> None:
+    assert slurm.expand_hosts("node[01-03,07],gpu5") == ["node01", "node02", "node03", "node07", "gpu5"]
+    assert slurm.expand_hosts("r[1-2]n[08-10]-ib") == [f"r{r}n{n}-ib" for r in (1, 2) for n in ("08", "09", "10")]
+    assert slurm.expand_hosts("frontier[09999-10000]") == ["frontier09999", "frontier10000"]
+    assert slurm.expand_hosts("host") == ["host"]
+    assert slurm.expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert slurm.expand_counts("x") == []
+
+
+@pytest.mark.parametrize("text", ["", "node[1-", "node]", "node[3-1]", "node[a-b]", "node[]", "a,,b", "n[0-99999999]"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"SLURM_STEP_NODELIST.*set MASTER_ADDR"):
+        slurm.first_host({"SLURM_STEP_NODELIST": text})
+
+
+@st.composite
+def host_lists(draw) -> tuple[str, list[str]]:
+    """A list as Slurm shortens it, and the hosts it stands for."""
+    text, hosts = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        prefix = draw(st.from_regex(r"[a-z][a-z0-9-]{0,4}[a-z]", fullmatch=True))
+        if draw(st.booleans()):
+            text.append(prefix)
+            hosts.append(prefix)
+            continue
+        width, ranges = draw(st.integers(1, 4)), []
+        for _ in range(draw(st.integers(1, 3))):
+            low = draw(st.integers(0, 10**width - 1))
+            high = draw(st.integers(low, min(low + 5, 10**width - 1)))
+            ranges.append(f"{low:0{width}}" + (f"-{high:0{width}}" if high > low else ""))
+            hosts += [f"{prefix}{n:0{width}}" for n in range(low, high + 1)]
+        text.append(f"{prefix}[{','.join(ranges)}]")
+    return ",".join(text), hosts
+
+
+@given(host_lists())
+def test_every_list_of_hosts_expands_to_its_hosts(case: tuple[str, list[str]]) -> None:
+    assert slurm.expand_hosts(case[0]) == case[1]
+
+
+@given(st.text(alphabet="ab01[]-, ", max_size=12))
+def test_no_text_breaks_the_reader_of_hosts(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert all(slurm.expand_hosts(text))
+
+
+# ---------------------------------------------------------------- where rank 0 listens
+
+
+def test_the_master_of_each_launcher() -> None:
+    assert find_master(find_world(TORCHRUN), TORCHRUN) == ("localhost", 1)
+    job = port_for("17.0")
+    assert 20000 <= job < 32000
+    assert find_master(find_world(SRUN), SRUN) == ("node01", job)
+    assert port_for("17.1") != job
+    given_ = {"MASTER_ADDR": "node01-ib", "MASTER_PORT": "5000"}
+    assert find_master(find_world(SRUN | given_), SRUN | given_) == ("node01-ib", 5000)
+    one = SRUN | {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "1",
+    }
+    assert find_master(find_world(one), one) == ("localhost", job)  # the node that started it may be another
+    assert find_master(find_world(OPEN_MPI), OPEN_MPI) is None  # mpi4py tells
+    assert find_master(find_world(OPEN_MPI | given_), OPEN_MPI | given_) == ("node01-ib", 5000)
+
+
+def test_a_master_that_cannot_be_is_refused() -> None:
+    for env in (SRUN, OPEN_MPI):
+        wrong = env | {"MASTER_ADDR": "localhost", "MASTER_PORT": "5000"}
+        with pytest.raises(UserError, match=r"MASTER_ADDR=localhost, but .* several hosts"):
+            find_master(find_world(wrong), wrong)
+    with pytest.raises(UserError, match="MASTER_PORT=70000: expected a port"):
+        find_master(find_world(SRUN), SRUN | {"MASTER_PORT": "70000"})
+    with pytest.raises(UserError, match="nothing says where rank 0 listens: install mpi4py"):
+        find_local_master(find_world(OPEN_MPI), OPEN_MPI)
+
+
+def test_processes_of_one_host_need_no_mpi4py() -> None:
+    local = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    host, port = find_local_master(find_world(local), local)
+    assert (host, port) == ("localhost", port_for("PMIX_NAMESPACE=1337196545"))
+    assert find_local_master(find_world(local), local | {"MASTER_PORT": "5000"}) == ("localhost", 5000)
+    assert mpi.job_name({}).startswith("parent=")
+
+
+def test_mpi_carries_the_address_as_bytes_and_is_ended_at_once() -> None:
+    calls = []
+
+    class Communicator:
+        def Get_size(self) -> int:
+            return 2
+
+        def Bcast(self, message: list, root: int) -> None:
+            assert message[1] == "BYTE"
+            assert root == 0
+            message[0][: len(b"node01 4000")] = b"node01 4000"
+
+    fake = types.SimpleNamespace(
+        Is_initialized=lambda: False,
+        Init=lambda: calls.append("init"),
+        Finalize=lambda: calls.append("end"),
+        COMM_WORLD=Communicator(),
+        BYTE="BYTE",
+    )
+    assert mpi.tell(fake, "node01 4000", 0, 2) == "node01 4000"
+    assert mpi.tell(fake, "", 1, 2).split("\0")[0] == "node01 4000"
+    assert mpi.tell(fake, "", 1, 4) is None  # of another MPI: each process sees itself alone
+    assert calls == ["init", "end"] * 3
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port {port} of .* is in use .* set MASTER_PORT"):
+            world._open_store("localhost", port, World(rank=0, size=2, launcher="slurm"))
+
+
+def test_a_rank_0_that_is_not_there_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(world, "MEETING", timedelta(seconds=1))
+    with socket.socket() as free:
+        free.bind(("", 0))  # taken, but nobody listens
+        port = free.getsockname()[1]
+        with pytest.raises(UserError, match=rf"rank 1 could not reach rank 0 at localhost:{port} within 1 s"):
+            world._open_store("localhost", port, World(rank=1, size=2, launcher="slurm"))
+    with pytest.raises(UserError, match=r"'no-such-host\.invalid', has no address here"):
+        world._resolve("no-such-host.invalid", 1, patience=0)
+
+
+# ---------------------------------------------------------------- attempts
+
+
 def agree(store: dist.Store, size: int) -> set[str]:
     with ThreadPoolExecutor(size) as pool:
-        worlds = [World(rank=rank, size=size, launched=True) for rank in range(size)]
+        worlds = [World(rank=rank, size=size, launcher="torchrun") for rank in range(size)]
         return set(pool.map(lambda world: agree_on_attempt(store, world, timedelta(seconds=60)), worlds))
 
 
@@ -56,6 +324,8 @@ def test_a_rank_that_stays_away_is_an_error() -> None:
 
 def test_a_restart_finds_the_folder_that_the_first_attempt_chose(tmp_path: Path, monkeypatch) -> None:
     """`--fresh` under torchrun --max-restarts must not begin anew with every restart."""
+    from vitrail.training import session
+
     recipe = types.SimpleNamespace(run_dir=tmp_path / "run")
     place = types.SimpleNamespace(root_store=dist.HashStore())
     (tmp_path / "run").mkdir()
@@ -68,14 +338,3 @@ def test_a_restart_finds_the_folder_that_the_first_attempt_chose(tmp_path: Path,
 
     assert process() == process() == tmp_path / "run-2"
     assert session.choose_folder(recipe, place, fresh=False) == tmp_path / "run"
-
-
-def test_layouts() -> None:
-    assert layout_of("FULL_SHARD", None, 8) == (1, 8, True)
-    assert layout_of("SHARD_GRAD_OP", None, 8) == (1, 8, False)
-    assert layout_of("HYBRID_SHARD", 2, 8) == (4, 2, True)
-    assert layout_of("NO_SHARD", None, 8) == layout_of("DDP", None, 8) == (8, 1, False)
-    with pytest.raises(UserError, match="choose one of 1, 2, 4, 8"):
-        layout_of("HYBRID_SHARD", 3, 8)
-    with pytest.raises(UserError, match=r"parallel\.group is missing"):
-        layout_of("HYBRID_SHARD", None, 8)

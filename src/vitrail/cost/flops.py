@@ -3,11 +3,13 @@
 Tokens that a masked autoencoder hides are charged to nobody; padding of adaptive tokens is, since its length is fixed.
 
 MFU divides what the model needs (training = 3 x forward) by the peak; HFU also counts what the hardware does besides:
-the recomputed forward of checkpointed blocks, and the flash backward, which does 2.5 times its forward.
+what checkpointed blocks compute again, and the flash backward, which does 2.5 times its forward. A block's last linear
+layer is not computed again where nothing reads its output, whatever is recomputed.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # Dense bf16 peaks in TFLOP/s; the first name found in the device's own name decides, so variants stand before families.
 # Whole words only: an RTX A1000 is no A100.
@@ -31,18 +33,35 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 @dataclass(frozen=True)
+class Again:
+    """What of the blocks' forward is run a second time: in which share of them, and which roles are not."""
+
+    share: float = 1.0
+    kept: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Flops:
     """Forward FLOPs of one sample by kind: linear layers and attention inside blocks, and all that is outside them."""
 
     linear: float = 0.0
     attention: float = 0.0
     outside: float = 0.0
+    roles: Mapping[str, float] = field(default_factory=dict)  # of linear, the part of each role
+    last: float = 0.0  # of linear, layers that end a block, whose output its backward does not need
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.linear + other.linear, self.attention + other.attention, self.outside + other.outside)
+        return Flops(
+            self.linear + other.linear,
+            self.attention + other.attention,
+            self.outside + other.outside,
+            {r: self.roles.get(r, 0.0) + other.roles.get(r, 0.0) for r in (*self.roles, *other.roles)},
+            self.last + other.last,
+        )
 
     def __mul__(self, factor: float) -> "Flops":
-        return Flops(self.linear * factor, self.attention * factor, self.outside * factor)
+        roles = {role: part * factor for role, part in self.roles.items()}
+        return Flops(self.linear * factor, self.attention * factor, self.outside * factor, roles, self.last * factor)
 
     @property
     def forward(self) -> float:
@@ -53,23 +72,44 @@ class Flops:
         """Model FLOPs of a training step: what MFU counts."""
         return 3 * self.forward
 
-    def hardware(self, *, recompute: bool) -> float:
+    def hardware(self, *, recompute: bool | Again) -> float:
         """What the device really computes in a training step: what HFU counts."""
-        again = self.linear + self.attention if recompute else 0.0
-        return 3 * (self.linear + self.outside) + 3.5 * self.attention + again
+        again = Again(share=float(recompute)) if isinstance(recompute, bool) else recompute
+        kept = sum(self.roles.get(role, 0.0) for role in again.kept)
+        if "fc2" in again.kept:  # not counted twice
+            kept -= self.last
+        attention = 0.0 if "attention" in again.kept else self.attention
+        extra = again.share * (self.linear - self.last - kept + attention)
+        return 3 * (self.linear + self.outside) + 3.5 * self.attention + extra
 
 
-def self_block_flops(*, tokens: int, width: int, kv_width: int, hidden: int, gated: bool) -> Flops:
-    projections = 2 * width * width + 2 * width * kv_width
-    return Flops(
-        linear=2.0 * tokens * (projections + (3 if gated else 2) * width * hidden),
-        attention=4.0 * width * tokens * tokens,
-    )
+def self_block_flops(
+    *, tokens: int, width: int, kv_width: int, hidden: int, gated: bool, last_read: bool = False
+) -> Flops:
+    """`last_read`: the block scales its branches before it adds them, so its backward reads what fc2 gave."""
+    roles = {
+        "qkv": 2.0 * tokens * (width * width + 2 * width * kv_width),
+        "proj": 2.0 * tokens * width * width,
+        **_mlp(tokens, width, hidden, gated),
+    }
+    return _block(roles, 4.0 * width * tokens * tokens, last_read)
 
 
-def cross_block_flops(*, queries: int, memory: int, width: int, hidden: int, gated: bool) -> Flops:
-    per_query = 2 * width * width + (3 if gated else 2) * width * hidden
-    return Flops(
-        linear=2.0 * (queries * per_query + memory * 2 * width * width),
-        attention=4.0 * width * queries * memory,
-    )
+def cross_block_flops(
+    *, queries: int, memory: int, width: int, hidden: int, gated: bool, last_read: bool = False
+) -> Flops:
+    roles = {
+        "qkv": 2.0 * width * width * (queries + 2 * memory),
+        "proj": 2.0 * queries * width * width,
+        **_mlp(queries, width, hidden, gated),
+    }
+    return _block(roles, 4.0 * width * queries * memory, last_read)
+
+
+def _mlp(tokens: int, width: int, hidden: int, gated: bool) -> dict[str, float]:
+    return dict.fromkeys((("gate",) if gated else ()) + ("fc1", "fc2"), 2.0 * tokens * width * hidden)
+
+
+def _block(roles: dict[str, float], attention: float, last_read: bool) -> Flops:
+    last = 0.0 if last_read else roles["fc2"]
+    return Flops(linear=sum(roles.values()), attention=attention, roles=roles, last=last)

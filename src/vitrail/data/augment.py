@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from vitrail.layers.parts import Slab
+
 
 @cache
 def orientations(crop: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -16,14 +18,31 @@ def orientations(crop: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int
     return [(p, f) for p in permutations for f in flips]
 
 
-def orient(values: Tensor, codes: list[int]) -> Tensor:
-    """Turn each sample of [B, C, *S] by its code: only transposes and flips, so every intensity is kept."""
+def window(code: int, slab: Slab) -> tuple[slice, ...]:
+    """The region of the crop as it lies in the file that is a slab of it once it is turned by the code."""
+    permutation, flips = orientations(slab.size)[code]
+    start, stop = slab.rows.start, slab.rows.stop
+    if 0 in flips:
+        start, stop = slab.size[0] - stop, slab.size[0] - start
+    along = permutation[0]  # the axis of the file that becomes the first one
+    return tuple(slice(start, stop) if axis == along else slice(0, size) for axis, size in enumerate(slab.size))
+
+
+def orient(values: Tensor, codes: list[int], slab: Slab | None = None) -> Tensor:
+    """Turn each sample of [B, C, *S] by its code: only transposes and flips, so every intensity is kept.
+
+    Of slabs the values are flat [B, C, voxels]: each lies in its file along an axis of its own.
+    """
+    if slab is not None and not any(codes):
+        return values.unflatten(2, slab.shape)
     if not any(codes):
         return values
-    table = orientations(tuple(values.shape[2:]))
+    size = tuple(values.shape[2:]) if slab is None else slab.size
     turned = []
     for sample, code in zip(values, codes, strict=True):
-        permutation, flips = table[code]
+        permutation, flips = orientations(size)[code]
+        if slab is not None:
+            sample = sample.unflatten(1, [w.stop - w.start for w in window(code, slab)])
         sample = sample.permute(0, *[axis + 1 for axis in permutation])
         turned.append(sample.flip([axis + 1 for axis in flips]) if flips else sample)
     return torch.stack(turned)

@@ -6,19 +6,22 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from vitrail.layers.parts import Slab
+
 
 @dataclass
 class Batch:
     """Samples on a device, in the data's own type until an objective normalises them."""
 
     counters: list[int]  # the samples' places in the global order: the key of every draw
-    values: Tensor  # [B, C, *crop]
+    values: Tensor  # [B, C, *crop], or a slab of it
     labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], the class of each voxel
     variables: tuple[str, ...] = ()  # names of the channels, in their order
+    slab: Slab | None = None  # what the values are of each crop, where other ranks hold the rest; labels are whole
 
     def narrow(self, start: int, stop: int) -> "Batch":
         labels = None if self.labels is None else self.labels[start:stop]
-        return Batch(self.counters[start:stop], self.values[start:stop], labels, self.variables)
+        return Batch(self.counters[start:stop], self.values[start:stop], labels, self.variables, self.slab)
 
     def __len__(self) -> int:
         return len(self.counters)

@@ -2,7 +2,8 @@
 
 Blocks are decoded once and shared by all threads; a block that another thread is already reading is waited for, not
 read twice. Room for a block is made before it is read, so that the limit of memory holds; where there is none, because
-other threads are filling it, just the crop is read. Labels of voxels are read, kept and cut together with the image.
+other threads are filling it, just the crop is read. Labels of voxels are read, kept and cut together with the image;
+where only a window of the crop is asked for, they are still those of the whole crop.
 """
 
 import math
@@ -33,7 +34,7 @@ class Block(NamedTuple):
     """A window of an item as its source gave it."""
 
     values: np.ndarray  # [C, *S]
-    labels: np.ndarray | None  # [*S], where voxels have labels
+    labels: np.ndarray | None  # [*S], where voxels have labels; of a larger window, where values are of a slab
 
     @property
     def nbytes(self) -> int:
@@ -66,18 +67,27 @@ class Reader:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def read_into(self, out: np.ndarray, sample: Sample, labels: np.ndarray | None = None) -> None:
-        """Write the sample's crop, unturned, into out [C, *crop]; and the labels of its voxels into labels [*crop]."""
+    def read_into(
+        self,
+        out: np.ndarray,
+        sample: Sample,
+        labels: np.ndarray | None = None,
+        window: tuple[slice, ...] | None = None,
+    ) -> None:
+        """Write the sample's crop, unturned, into out [C, *crop]; and the labels of its voxels into labels [*crop].
+
+        Of the image just a `window` of the crop, if there is one.
+        """
+        whole = tuple(slice(0, size) for size in self.crop)
+        window = whole if window is None else window
         block = self._block(sample) if self.whole_blocks else None
         if block is not None:
-            window = tuple(
-                slice(s - b.start, s - b.start + c)
-                for s, b, c in zip(sample.start, sample.block, self.crop, strict=True)
-            )
-            crop = Block(block.values[(slice(None), *window)], None if block.labels is None else block.labels[window])
+            first = [s - b.start for s, b in zip(sample.start, sample.block, strict=True)]
+            inside, around = _shift(window, first), _shift(whole, first)
+            crop = Block(block.values[(slice(None), *inside)], None if block.labels is None else block.labels[around])
         else:
-            region = tuple(slice(s, s + c) for s, c in zip(sample.start, self.crop, strict=True))
-            crop = self._read(sample, region)
+            inside, around = _shift(window, sample.start), _shift(whole, sample.start)
+            crop = self._read(sample, inside, around)
         if labels is not None:
             assert crop.labels is not None
             assert crop.labels.shape == labels.shape
@@ -88,7 +98,7 @@ class Reader:
         if out.dtype.kind == "f" and not np.isfinite(out).all():
             name = self.sources[sample.source].items[sample.item].name
             where = tuple(int(i) for i in np.argwhere(~np.isfinite(out))[0])
-            position = [s + w for s, w in zip(sample.start, where[1:], strict=True)]
+            position = [s + w.start + i for s, w, i in zip(sample.start, window, where[1:], strict=True)]
             variable = self.sources[sample.source].variables[where[0]]
             raise UserError(
                 f"{name}: variable {variable!r} is NaN or infinite at voxel {position} of the region that is read; "
@@ -102,11 +112,11 @@ class Reader:
             raise UserError(f"{item.name} has no class; give every item one, or leave it out")
         return self._classes[sample.source][item.label]
 
-    def _read(self, sample: Sample, region: tuple[slice, ...]) -> Block:
-        """A window of the sample's item: voxels, and labels of the very same window."""
+    def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...]) -> Block:
+        """A window of the sample's item: voxels of one region, labels of another."""
         source: Any = self.sources[sample.source]
         values = source.read(sample.item, region)
-        return Block(values, None if self.label_dtype is None else source.read_labels(sample.item, region))
+        return Block(values, None if self.label_dtype is None else source.read_labels(sample.item, labelled))
 
     def _check_labels(self, crop: np.ndarray, sample: Sample) -> None:
         """Refuse a value that no class has, here where its place can be told."""
@@ -142,7 +152,7 @@ class Reader:
             future, _ = self._blocks[name]
         if mine:
             try:
-                future.set_result(self._read(sample, sample.block))
+                future.set_result(self._read(sample, sample.block, sample.block))
             except BaseException as error:
                 with self._lock:
                     del self._blocks[name]
@@ -169,6 +179,10 @@ class Reader:
                 break
             self._bytes -= self._blocks.pop(name)[1]
         return self._bytes + size <= self.cache_bytes
+
+
+def _shift(window: tuple[slice, ...], by: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(w.start + b, w.stop + b) for w, b in zip(window, by, strict=True))
 
 
 def _label_dtype(source: Any) -> np.dtype:

@@ -9,6 +9,8 @@ head width), so that any even split over ranks keeps heads whole. Head counts ar
 Shapes: B batch, N and M tokens, D width, H heads, G key-value groups (G divides H), K head width.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +49,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | KeyMask | None = N
 class SelfAttention(nn.Module):
     """Fused, head-major projections; grouped-query heads and normalised queries and keys as options."""
 
+    token_inputs: ClassVar[int] = 1  # so many of the first arguments are tokens
+    columns: ClassVar[tuple[str, ...]] = ("qkv",)  # layers whose outputs, heads, can be shared out
+    row: ClassVar[str] = "proj"  # the layer whose inputs are these
+    attend = staticmethod(attend)  # another one where keys lie on several ranks
+
     def __init__(self, *, width: int, heads: int, kv_heads: int, qk_norm: bool, bias: bool, eps: float):
         super().__init__()
         self.head_width = width // heads
@@ -61,12 +68,17 @@ class SelfAttention(nn.Module):
         k, v = groups[..., -2, :], groups[..., -1, :]  # B N G K
         if self.norm_qk is not None:
             q, k = self.norm_qk(q, k)
-        out = attend(rotate(q, rope), rotate(k, rope), v, mask=mask)
+        out = self.attend(rotate(q, rope), rotate(k, rope), v, mask=mask)
         return self.proj(out.flatten(2))
 
 
 class CrossAttention(nn.Module):
     """Queries from one set of tokens, keys and values from another; `kv` rows are (group; key, value; head width)."""
+
+    token_inputs: ClassVar[int] = 2
+    columns: ClassVar[tuple[str, ...]] = ("q", "kv")
+    row: ClassVar[str] = "proj"
+    attend = staticmethod(attend)
 
     def __init__(self, *, width: int, heads: int, qk_norm: bool, bias: bool, eps: float):
         super().__init__()
@@ -88,7 +100,7 @@ class CrossAttention(nn.Module):
         k, v = self.kv(memory).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)  # B M H K
         if self.norm_qk is not None:
             q, k = self.norm_qk(q, k)
-        out = attend(rotate(q, rope), rotate(k, memory_rope), v, mask=mask)
+        out = self.attend(rotate(q, rope), rotate(k, memory_rope), v, mask=mask)
         return self.proj(out.flatten(2))
 
 

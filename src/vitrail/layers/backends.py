@@ -49,6 +49,7 @@ class Call(NamedTuple):
     width: int  # of a head
     masked: bool
     needs_grad: bool
+    partial: bool = False  # over some of the keys, to be merged with the others by their log-sum-exp: ring attention
 
 
 class Machine(NamedTuple):
@@ -109,6 +110,7 @@ _WIDEST = {"cudnn": 128, "flash": 256, "ck": 256, "flash3": 256, "flash4": 256, 
 _FLASH4_WIDTHS = (16, 64, 72, 96, 128)
 _HALF_ONLY = ("cudnn", "flash", "ck", "flash3", "flash4", "varlen")
 _NO_MASK = ("flash", "ck", "flash3", "flash4", "xformers")
+_NO_PARTS = ("flex", "flash3", "xformers")  # whose backward cannot be given the log-sum-exp over all keys
 
 
 def _padded(width: int) -> int:
@@ -117,6 +119,8 @@ def _padded(width: int) -> int:
 
 def refusal(name: str, call: Call) -> str | None:
     """Why a backend cannot take a call, None if it can."""
+    if call.partial and name in _NO_PARTS:
+        return "cannot attend to the keys part by part, as ring attention does"
     if name in ("math", "reference"):
         return None
     if call.device == "cpu":  # flash there takes every type, width and mask

@@ -30,6 +30,11 @@ class BlockConfig:
     layer_scale: float | None
     residual: Literal["pre", "post"] = "pre"  # x + f(norm(x)), or x + norm(f(x))
 
+    @property
+    def scales(self) -> bool:
+        """Whether something stands between a branch and the sum, whose backward reads what the branch gave."""
+        return self.layer_scale is not None or self.residual == "post"
+
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
     return nn.LayerNorm(width, eps=eps) if kind == "layer" else nn.RMSNorm(width, eps=eps)

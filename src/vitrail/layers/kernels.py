@@ -4,6 +4,8 @@
 - a mask says which keys may be seen, the same for every query and head, so nothing of size N x M is ever made
   (but by math and reference, which make the scores themselves)
 - masked keys and values must be finite: their weight is 0, and 0 times NaN is NaN
+- run() computes with all keys; run_part() with some of them, giving also the log-sum-exp by which parts are merged, and
+  run_part_backward() the gradients of a part, given the output and the log-sum-exp over all keys
 """
 
 import math
@@ -309,3 +311,249 @@ def run(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, mask: KeyMask |
     if padding:
         out = out[..., :width]
     return blank(out, mask)
+
+
+# ---------------------------------------------------------------- some of the keys
+
+
+def run_part(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None) -> tuple[Tensor, Tensor]:
+    """Attention to some of the keys by the first backend of `order`: [B, N, H, K] and log-sum-exp [B, H, N].
+
+    A sample that sees none of them gives 0 and minus infinity. The log-sum-exp has fp32 or more, and so may the output.
+    """
+    name, width = order[0], q.shape[-1]
+    scale = 1 / math.sqrt(width)
+    q, k, v = _widened(name, q, k, v)
+    out, lse = _part_kernel(name, q, k)[0](q, k, v, mask, scale)
+    out = out[..., :width]
+    if mask is not None:
+        out = blank(out, mask)
+        lse = lse.masked_fill(~mask.filled[:, None, None], float("-inf"))
+    return out, lse
+
+
+def run_part_backward(
+    order: tuple[str, ...],
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: KeyMask | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What some of the keys add to the gradient of q, and the gradients of these keys and values.
+
+    `out` and `lse` are those over all keys: the weights exp(score - lse) are then the right ones in each part.
+    """
+    name, width, groups = order[0], q.shape[-1], k.shape[2]
+    scale = 1 / math.sqrt(width)
+    grad, q, k, v, out = _widened(name, grad, q, k, v, out)
+    dq, dk, dv = _part_kernel(name, q, k)[1](grad, q, k, v, out, lse, mask, scale)
+    if dk.shape[2] != groups:  # heads that the kernel wanted repeated
+        dk, dv = (t.unflatten(2, (groups, -1)).sum(dim=3, dtype=lse.dtype) for t in (dk, dv))
+    dq, dk, dv = (blank(t[..., :width], mask) for t in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def _widened(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Heads as wide as the kernel wants them; zeros change no score."""
+    plain = name in ("math", "reference") or tensors[0].device.type == "cpu"
+    padding = 0 if plain else -tensors[0].shape[-1] % MULTIPLE
+    return tuple(F.pad(t, (0, padding)) for t in tensors) if padding else tensors
+
+
+def _part_kernel(name: str, q: Tensor, k: Tensor) -> tuple[Any, Any]:
+    # cuDNN takes no single query or key (https://github.com/pytorch/pytorch/issues/138529): a line of scores is small.
+    line = name == "cudnn" and (q.shape[1] == 1 or k.shape[1] == 1)
+    if line or name in ("math", "reference"):
+        return _part_plain, _part_plain_backward
+    if q.device.type == "cpu":
+        return _part_cpu, _part_cpu_backward
+    return {
+        "cudnn": (_part_cudnn, _part_cudnn_backward),
+        "flash": (_part_flash, _part_flash_backward),
+        "ck": (_part_flash, _part_flash_backward),
+        "efficient": (_part_efficient, _part_efficient_backward),
+        "varlen": (_part_varlen, _part_varlen_backward),
+        "flash4": (_part_flash4, _part_flash4_backward),
+    }[name]
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.transpose(1, 2) for t in tensors)  # B N H K <-> B H N K
+
+
+def _bias(mask: KeyMask | None, dtype: torch.dtype) -> Tensor | None:
+    """[B, 1, 1, M], to be added to scores. Rows start at multiples of 16 elements, as the efficient kernel wants."""
+    if mask is None:
+        return None
+    keys = mask.valid.shape[1]
+    bias = torch.zeros(mask.valid.shape[0], -(-keys // 16) * 16, dtype=dtype, device=mask.valid.device)[:, :keys]
+    return bias.masked_fill_(~mask.valid, float("-inf"))[:, None, None]
+
+
+def _part_plain(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    k, v = share_heads(q, k, v)
+    scores = _scores(q, k, mask, scale)
+    lse = scores.logsumexp(dim=-1)
+    return torch.einsum("bhnm,bmhk->bnhk", (scores - lse[..., None]).exp(), v.to(scores.dtype)), lse
+
+
+def _part_plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = share_heads(q, k, v)
+    weights = (_scores(q, k, mask, scale) - lse[..., None]).exp()  # B H N M
+    grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
+    dv = torch.einsum("bhnm,bnhk->bmhk", weights, grad)
+    mean = (grad * out).sum(dim=-1).transpose(1, 2)  # B H N
+    slope = weights * (torch.einsum("bnhk,bmhk->bhnm", grad, v) - mean[..., None]) * scale
+    return torch.einsum("bhnm,bmhk->bnhk", slope, k), torch.einsum("bhnm,bnhk->bmhk", slope, q), dv
+
+
+def _scores(q: Tensor, k: Tensor, mask: KeyMask | None, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bnhk,bmhk->bhnm", q.to(wide), k.to(wide)) * scale
+    return scores if mask is None else scores.masked_fill(~mask.valid[:, None, None], float("-inf"))
+
+
+def _part_cpu(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = _heads_first(q, *share_heads(q, k, v))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, False, attn_mask=_bias(mask, q.dtype), scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _part_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, ...]:
+    grad, q, k, v, out = _heads_first(grad, q, *share_heads(q, k, v), out)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return _heads_first(*kernel(grad, q, k, v, out, lse, 0.0, False, attn_mask=_bias(mask, q.dtype), scale=scale))
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of random numbers that kernels want in their backward, though they draw none."""
+    zero = torch.zeros((), dtype=torch.int64, device=q.device)
+    return zero, zero
+
+
+def _no_dropout_flash(q: Tensor) -> tuple[Tensor, Tensor]:
+    if torch.version.hip is not None:
+        return _no_dropout(q)
+    zeros = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)
+    return zeros, zeros[:0]
+
+
+def _part_flash(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    assert mask is None  # refused otherwise
+    q, k, v = _heads_first(q, k, v)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
+    return out.transpose(1, 2), lse
+
+
+def _part_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, ...]:
+    queries, keys, state = q.shape[1], k.shape[1], _no_dropout_flash(q)
+    grad, q, k, v, out = _heads_first(grad, q, k, v, out)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return _heads_first(
+        *kernel(grad, q, k, v, out, lse.contiguous(), None, None, queries, keys, 0.0, False, *state, scale=scale)
+    )
+
+
+def _part_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    assert mask is None  # refused otherwise: there is a backward
+    q, k, v = _heads_first(q, k, v)
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = kernel(q, k, v, None, True, 0.0, False, False, scale=scale)[:2]
+    return out.transpose(1, 2), lse.view(q.shape[:3])  # it has a last dimension of 1
+
+
+def _part_cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, ...]:
+    queries, keys, state = q.shape[1], k.shape[1], _no_dropout(q)
+    grad, q, k, v, out = _heads_first(grad, q, k, v, out)
+    lse = lse.contiguous()[..., None]
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    return _heads_first(
+        *kernel(grad, q, k, v, out, lse, *state, None, None, None, queries, keys, 0.0, False, scale=scale)
+    )
+
+
+def _part_efficient(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = _heads_first(q, *share_heads(q, k, v))
+    bias = _bias(mask, q.dtype)
+    bias = None if bias is None else bias.expand(*q.shape[:3], -1)
+    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)[:2]
+    return out.transpose(1, 2), lse[:, :, : q.shape[2]]  # it comes padded
+
+
+LSE_MULTIPLE = 32  # rows of the log-sum-exp in the efficient kernel on NVIDIA; those beyond the end are infinite
+
+
+def _part_efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, ...]:
+    state = _no_dropout(q)
+    grad, q, k, v, out = _heads_first(grad, q, *share_heads(q, k, v), out)
+    bias = _bias(mask, q.dtype)
+    bias = None if bias is None else bias.expand(*q.shape[:3], -1)
+    if torch.version.hip is None:
+        lse = F.pad(lse, (0, -lse.shape[2] % LSE_MULTIPLE), value=float("inf"))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
+    grads = kernel(grad, q, k, v, bias, out, lse.contiguous(), *state, 0.0, wanted, False, scale=scale)
+    return _heads_first(*grads[:3])
+
+
+def _part_varlen(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    assert mask is not None  # refused otherwise
+    batch, queries = q.shape[:2]
+    arguments, _ = _packed(q, k, v, mask)
+    out, lse = torch.ops.aten._flash_attention_forward(*arguments, 0.0, False, False, scale=scale)[:2]
+    return out.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)  # lse is [H, B*N]
+
+
+def _part_varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert mask is not None
+    (flat, *keys_values, starts, ends, queries, keys), packing = _packed(q, k, v, mask)
+    lse = lse.transpose(0, 1).flatten(1).contiguous()
+    given = (grad.flatten(0, 1).contiguous(), flat, *keys_values, out.flatten(0, 1).contiguous(), lse)
+    state = _no_dropout_flash(q)
+    kernel = torch.ops.aten._flash_attention_backward
+    dq, *packed = kernel(*given, starts, ends, queries, keys, 0.0, False, *state, scale=scale)
+
+    def unpacked(t: Tensor) -> Tensor:
+        # The kernel leaves what lies behind the end unset.
+        rows = torch.where(packing.kept[:, None, None], t, 0)
+        return torch.empty_like(rows).index_copy_(0, packing.order, rows).unflatten(0, (q.shape[0], -1))
+
+    dk, dv = (unpacked(t) for t in packed)
+    return dq.unflatten(0, q.shape[:2]), dk, dv
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask) -> tuple[tuple[Any, ...], Packing]:
+    """Queries, packed keys and values, where samples begin in each, and the most of each in a sample."""
+    batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    packing = pack_keys(mask.valid) if mask.packing is None else mask.packing
+    k, v = (t.flatten(0, 1)[packing.order] for t in share_heads(q, k, v))
+    starts = torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=q.device)
+    return (q.flatten(0, 1).contiguous(), k, v, starts, packing.ends, queries, keys), packing
+
+
+def _part_flash4(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> tuple[Tensor, Tensor]:
+    assert mask is None  # refused otherwise
+    return _flash4(q, k, v, scale)
+
+
+def _part_flash4_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _flash4_backward(grad, q, k, v, out, lse.contiguous(), scale, deterministic)

@@ -1,6 +1,8 @@
 """Which tokens are hidden. Every kind gives each token a score from noise; the lowest scores stay visible.
 
-So the count of visible tokens is exact for every kind, and a mask is a pure function of the noise passed in.
+So the count of visible tokens is exact for every kind, and a mask is a pure function of the noise passed in. A
+stratified mask also has the same count in every slab of the grid, so that ranks which share the tokens of a sample by
+slabs find in their own slab whatever they compute with.
 """
 
 import math
@@ -30,6 +32,20 @@ class _MaskConfig:
     def __post_init__(self) -> None:
         if not 0 < self.ratio < 1:
             raise ValueError(f"ratio {self.ratio} must lie between 0 and 1")
+
+    @property
+    def strata(self) -> int:
+        """Equal shares of the tokens, in their order, that are masked by themselves."""
+        return 1
+
+    def counts(self, tokens: int, decode_ratio: float = 1.0) -> tuple[int, int]:
+        """How many tokens are visible, and how many of the hidden ones are predicted."""
+        each = tokens // self.strata
+        visible = num_visible(each, self.ratio)
+        return self.strata * visible, self.strata * max(1, round((each - visible) * decode_ratio))
+
+    def check(self, grid: tuple[int, ...]) -> None:
+        """Refuse a grid that this kind cannot mask."""
 
 
 @config
@@ -85,11 +101,41 @@ class GridMask(_MaskConfig):
         return out.flatten(1)
 
 
-MaskConfig = Annotated[RandomMask | BlockMask | TubeMask | GridMask, Field(discriminator="kind")]
+@config
+class StratifiedMask(_MaskConfig):
+    """Each token by itself, with the same count in every slab of the grid along its first axis."""
+
+    kind: Literal["stratified"] = "stratified"
+    slabs: int  # a constant of the recipe: a context size that divides it moves no patches between ranks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slabs < 1:
+            raise ValueError(f"slabs {self.slabs} must be at least 1")
+
+    @property
+    def strata(self) -> int:
+        return self.slabs
+
+    def check(self, grid: tuple[int, ...]) -> None:
+        if grid[0] % self.slabs:
+            fitting = [n for n in range(1, grid[0] + 1) if grid[0] % n == 0]
+            raise ValueError(
+                f"mask.slabs {self.slabs} does not divide the {grid[0]} patches along the first axis; "
+                f"use one of {', '.join(map(str, fitting))}, or another patch or crop"
+            )
+
+    def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:
+        """The rank of each token in its slab."""
+        return noise.unflatten(1, (self.slabs, -1)).argsort(dim=2, stable=True).argsort(dim=2).flatten(1)
+
+
+AnyMask = RandomMask | BlockMask | TubeMask | GridMask | StratifiedMask
+MaskConfig = Annotated[AnyMask, Field(discriminator="kind")]
 
 
 def make_mask(
-    c: RandomMask | BlockMask | TubeMask | GridMask,
+    c: AnyMask,
     noise: Tensor,
     grid: tuple[int, ...],
     valid: Tensor | None = None,
@@ -99,7 +145,8 @@ def make_mask(
     Of a sample with padding (valid is false there) the same share of its valid tokens is hidden; padding fills both
     sides up.
     """
-    keep = num_visible(math.prod(grid), c.ratio)
+    c.check(grid)
+    keep, _ = c.counts(math.prod(grid))
     score = c.score(noise, grid)
     order = noise.argsort(dim=1, stable=True)
     order = order.gather(1, score.gather(1, order).argsort(dim=1, stable=True))

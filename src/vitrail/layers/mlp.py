@@ -1,7 +1,7 @@
 """The two MLPs of vision transformers: GELU, and SwiGLU with gate and value as two layers (a split keeps pairs)."""
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ def swiglu_hidden(width: int, *, multiplier: float = 1.0, multiple_of: int = 256
 class MLP(nn.Module):
     """`approximate` is GELU's: "none" for the exact one, "tanh" for the approximation that DiT was trained with."""
 
+    token_inputs: ClassVar[int] = 1  # so many of the first arguments are tokens
+    columns: ClassVar[tuple[str, ...]] = ("fc1",)  # layers whose outputs, hidden channels, can be shared out
+    row: ClassVar[str] = "fc2"  # the layer whose inputs are these
+
     def __init__(self, *, width: int, hidden: int, bias: bool, approximate: Literal["none", "tanh"] = "none"):
         super().__init__()
         self.approximate = approximate
@@ -27,6 +31,10 @@ class MLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    token_inputs: ClassVar[int] = 1
+    columns: ClassVar[tuple[str, ...]] = ("gate", "fc1")
+    row: ClassVar[str] = "fc2"
+
     def __init__(self, *, width: int, hidden: int, bias: bool):
         super().__init__()
         self.gate = nn.Linear(width, hidden, bias=bias)

@@ -6,7 +6,7 @@ Shapes: B batch, N tokens, D width.
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +151,8 @@ class ModulatedBlock(nn.Module):
 
     It runs once a sample, not once a token. The condition passes unchanged; GELU is the tanh approximation.
     """
+
+    gathered: ClassVar[tuple[str, ...]] = ("modulation",)  # layers whose outputs can be computed apart and gathered
 
     def __init__(self, c: BlockConfig):
         super().__init__()

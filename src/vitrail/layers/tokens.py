@@ -1,12 +1,13 @@
 """Images as tokens, two ways behind one encoder: uniform patches, or the leaves of an adaptive tree.
 
 Tokens know where they are and how large (in voxels, fp32), which of them are padding, and the way back to voxels.
-With separate variables every variable has tokens of its own, and the sequence is variable by variable.
+With separate variables every variable has tokens of its own, and the sequence is variable by variable. Of a crop of
+which just a slab was read, the tokens know all their places, but only the slab's values.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.layers import trees
-from vitrail.layers.patches import grid_coordinates, grid_of, patchify, unpatchify
+from vitrail.layers.parts import WHOLE, Part, Slab, all_at_home, count_owners, cut
+from vitrail.layers.patches import gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
 from vitrail.layers.scores import CannyScore, GradientScore, VarianceScore
 from vitrail.layers.trees import Tree
 from vitrail.recipe import config, kinds
@@ -97,11 +99,18 @@ class AdaptiveTokens:
 TokensConfig = Annotated[UniformTokens | AdaptiveTokens, Field(discriminator="kind")]
 
 
+class Exchange(Protocol):
+    """How rows of values come from the ranks that read them (parallel/exchange.py)."""
+
+    def fetch(self, values: Tensor, index_by_part: list[Tensor]) -> Tensor:
+        """The rows that this rank asks for; the rows of all ranks count one rank after the other."""
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of a batch; with separate variables, N is variables x places."""
 
-    values: Tensor  # [B, N, P*C] voxels row-major, channels last; [B, V*N, P] with separate variables
+    values: Tensor  # [B, N, P*C] voxels row-major, channels last; [B, V*N, P] with separate variables; or a slab's
     coordinates: Tensor  # [B, N, ndim] centres in voxels from the crop's origin, fp32
     patch: tuple[int, ...]
     size: tuple[int, ...]  # of the images
@@ -109,6 +118,33 @@ class Tokens:
     valid: Tensor | None = None  # [B, N] false for padding; None: all are valid
     tree: Tree | None = None  # of adaptive tokens; [B*V] trees where each variable has its own
     separate: int = 1  # variables that have tokens of their own
+    slab: Slab | None = None  # of which alone there are values; None: of the whole images
+
+    @property
+    def number(self) -> int:
+        """All tokens of a sample."""
+        return self.coordinates.shape[1]
+
+    def take(self, index: Tensor, part: Part = WHOLE, exchange: Exchange | None = None) -> Tensor:
+        """Values [B, s, P*C] of a part of the tokens in a list [B, n]; every rank must be given the same list.
+
+        Of a slab, rows that another rank has read come through the exchange. Where every rank has read what it needs,
+        nothing is sent.
+        """
+        if self.slab is None:
+            return gather_tokens(self.values, cut(index, part, groups=self.separate))
+        if self.slab.part != part:
+            raise ValueError(f"part {part} of a list was asked for, but of the images there is part {self.slab.part}")
+        places, rows = self.number // self.separate, self.values.shape[1]
+        each = rows // self.separate  # places of a slab, row-major: whole planes of the grid
+        variable, place = index // places, index % places
+        row = place // each * rows + variable * each + place % each
+        wanted = [cut(row, Part(i, part.count), groups=self.separate) for i in range(part.count)]
+        if exchange is not None:
+            return exchange.fetch(self.values, wanted)
+        if not all_at_home(count_owners(wanted, rows)):
+            raise ValueError("values of tokens lie on other ranks; an exchange is needed to fetch them")
+        return gather_tokens(self.values, wanted[part.index] - part.index * rows)
 
     def paint(self, values: Tensor, *, merge: bool = False) -> Tensor:
         """Token values [B, N, P*K] back in their place: [B, K, *S].
@@ -144,19 +180,25 @@ def tokenize(
     separate: bool = False,
     scored: Tensor | None = None,
     draws: "Draws | None" = None,
+    slab: Slab | None = None,
 ) -> Tokens:
     """Tokens of images [B, C, *S].
 
-    Trees grow on `scored` (the data as they were read, default the images themselves); `draws` vary them.
+    Trees grow on `scored` (the data as they were read, default the images themselves); `draws` vary them. Where the
+    images are a slab of larger ones, there are coordinates of all tokens but only values of the slab's.
     """
     size, channels = tuple(images.shape[2:]), images.shape[1]
+    if slab is not None:
+        if slab.shape != size or not isinstance(c, UniformTokens):
+            raise ValueError(f"images of {list(size)} are no slab {slab} of uniform tokens; read them whole")
+        size = slab.size
     parts = channels if separate else 1
     if isinstance(c, UniformTokens):
         values = patchify(images.flatten(0, 1).unsqueeze(1) if separate else images, patch)  # B*V N P
         coordinates = grid_coordinates(size, patch, images.device).expand(len(images), -1, -1)
         if separate:
             values, coordinates = values.unflatten(0, (-1, parts)).flatten(1, 2), coordinates.repeat(1, parts, 1)
-        return Tokens(values, coordinates, patch, size, separate=parts)
+        return Tokens(values, coordinates, patch, size, separate=parts, slab=slab)
 
     c.check(size, patch)
     scored = images if scored is None else scored

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vitrail.cost.flops import Flops, self_block_flops
 from vitrail.layers.block import Block, BlockConfig, make_norm
 from vitrail.layers.patches import num_voxels
+from vitrail.layers.sequence import WHOLE, TokenSequence
 from vitrail.layers.variables import VariableHead
 from vitrail.models.encoder import (
     Encoder,
@@ -61,6 +62,7 @@ class TokenDecoder(nn.Module):
     """[B, prefix + N, encoder's width] -> [B, N, P*channels]. `c` None: no blocks, the last layer alone."""
 
     needs: ClassVar[tuple[str, ...]] = ("coordinates", "sizes", "valid", "variables")
+    sequence: TokenSequence = WHOLE
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class TokenDecoder(nn.Module):
         """What the encoder's derive() gave, and the rotation table at this head width."""
         if not self.blocks:
             return side
-        return side | {"decoder_rope": self.turn(side["coordinates"], self.prefix)}
+        return side | {"decoder_rope": self.sequence.table(self.turn(side["coordinates"], self.prefix))}
 
     def turn(self, coordinates: Tensor, prefix: int) -> Tensor | None:
         """The encoder's rotations, at this decoder's head width."""
@@ -110,13 +112,18 @@ class TokenDecoder(nn.Module):
             def run(x: Tensor, side: Side) -> Tensor:
                 return self.run_block(block, x, side, block_drop_path(side, first_block + index))
 
-            return Stage(f"blocks.{index}", run, (*self.needs, "drop_path"))
+            return Stage(f"blocks.{index}", run, (*self.needs, "drop_path"), (block,))
 
         return [
-            Stage("embed", self.place, self.needs),
+            Stage("embed", self.place, self.needs, self.placing),
             *[block_stage(block, i) for i, block in enumerate(self.blocks)],
-            Stage("head", self.predict, self.needs),
+            Stage("head", self.predict, self.needs, (self.norm, self.head)),
         ]
+
+    @property
+    def placing(self) -> tuple[nn.Module | nn.Parameter | None, ...]:
+        """What place() reads."""
+        return (self.embed, self.pos_embed, self.size_embed)
 
     def place(self, x: Tensor, side: Side) -> Tensor:
         if self.embed is None:
@@ -154,7 +161,14 @@ class TokenDecoder(nn.Module):
         if self.embed is None:
             return Flops(outside=outside)
         c, memory = self.block_config, tokens + self.prefix
-        one = self_block_flops(tokens=memory, width=c.width, kv_width=c.width, hidden=c.hidden, gated=c.mlp == "swiglu")
+        one = self_block_flops(
+            tokens=memory,
+            width=c.width,
+            kv_width=c.width,
+            hidden=c.hidden,
+            gated=c.mlp == "swiglu",
+            last_read=c.scales,
+        )
         outside += 2.0 * memory * self.embed.in_features * self.width
         if self.size_embed is not None:
             outside += 2.0 * tokens * self.size_embed.in_features * self.width

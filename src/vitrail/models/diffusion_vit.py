@@ -8,7 +8,6 @@
   the noise level well while it learns and sees other features when it samples; and random numbers are inputs here
 """
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
@@ -99,10 +98,9 @@ class DiffusionViT(Model):
 
     def stages(self) -> list[Stage]:
         embed, *rest = self.encoder.stages()
-        encoder = [Stage(embed.name, self.embed, (*embed.needs, "times")), *rest]
+        first = Stage(embed.name, self.embed, (*embed.needs, "times"), (*embed.uses, self.time_embed))
         decoder = self.decoder.stages(self.encoder.depth)
-        parts = (("encoder", encoder), ("decoder", decoder))
-        return [replace(stage, name=f"{part}.{stage.name}") for part, stages in parts for stage in stages]
+        return [*(s.within("encoder") for s in (first, *rest)), *(s.within("decoder") for s in decoder)]
 
     def embed(self, x: Tensor, side: Side) -> Tensor:
         x = self.encoder.embed(x, side)

@@ -185,9 +185,14 @@ class DiT(Model):
     def stages(self) -> list[Stage]:
         embed, *blocks = self.encoder.stages()
         return [
-            Stage("encoder.embed", self.embed, (*embed.needs, "times", "labels")),
-            *[Stage(f"encoder.{s.name}", s.run, s.needs) for s in blocks],
-            Stage("final", lambda x, side: self.final(x)),
+            Stage(
+                "encoder.embed",
+                self.embed,
+                (*embed.needs, "times", "labels"),
+                (*embed.uses, self.time_embed, self.label_embed),
+            ),
+            *[stage.within("encoder") for stage in blocks],
+            Stage("final", lambda x, side: self.final(x), uses=(self.final,)),
         ]
 
     def embed(self, x: Tensor, side: Side) -> Tensor:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops, self_block_flops
-from vitrail.layers.attention import key_mask
 from vitrail.layers.block import Block, BlockConfig, make_norm
 from vitrail.layers.init import Constant, Normal, Table, mark
 from vitrail.layers.mlp import swiglu_hidden
+from vitrail.layers.modulation import ModulatedBlock
 from vitrail.layers.patches import grid_coordinates, grid_of, num_voxels, per_axis
 from vitrail.layers.positions import inflated_rope_table, pairs_per_axis, rope_table, sincos
+from vitrail.layers.sequence import WHOLE, TokenSequence
 from vitrail.layers.tokens import AdaptiveTokens, TokensConfig, UniformTokens
 from vitrail.layers.variables import Ids, VariableEmbed, VariablesConfig
 from vitrail.models.model import Side, Stage, block_drop_path
@@ -256,6 +257,8 @@ class PatchEmbed(nn.Module):
 class Encoder(nn.Module):
     """The encoder that all models share; a model runs its stages()."""
 
+    sequence: TokenSequence = WHOLE
+
     def __init__(
         self,
         c: EncoderConfig,
@@ -334,14 +337,11 @@ class Encoder(nn.Module):
         return None
 
     def derive(self, side: Side) -> Side:
-        rope = self.rope(
-            side["coordinates"], prefix=self.prefix, head_width=self.width // self.heads, turns=self.rope_turns
-        )
-        return side | {"encoder_rope": rope, "encoder_mask": self.mask(side.get("valid"))}
-
-    def mask(self, valid: Tensor | None) -> Any:
-        """Which tokens may be attended to; those before the patches always."""
-        return None if valid is None else key_mask(nn.functional.pad(valid, (self.prefix, 0), value=True))
+        """What attention needs: rotations, and which tokens may be attended to."""
+        coordinates, valid = side["coordinates"], side.get("valid")
+        rope = self.rope(coordinates, prefix=self.prefix, head_width=self.width // self.heads, turns=self.rope_turns)
+        mask = self.sequence.keys(valid, prefix=self.prefix, tokens=coordinates.shape[1], alike=self.size_embed is None)
+        return side | {"encoder_rope": self.sequence.table(rope), "encoder_mask": mask}
 
     def describe(self, x: Tensor, side: Side, *, width: int, learned: "LearnedPositions | None", sizes: Any) -> Tensor:
         """Tokens with what tells them apart: their position and, where they differ, their size."""
@@ -377,15 +377,21 @@ class Encoder(nn.Module):
                     x, side["encoder_rope"], block_drop_path(side, first_block + index), side["encoder_mask"]
                 ),
                 ("coordinates", "valid", "drop_path"),
+                (block,),
             )
 
         stages = [
-            Stage("embed", self.embed, ("coordinates", "sizes", "valid", "variables")),
+            Stage("embed", self.embed, ("coordinates", "sizes", "valid", "variables"), self.embedding),
             *[run_block(block, i) for i, block in enumerate(self.blocks)],
         ]
         if (norm := self.norm) is not None:
-            stages.append(Stage("norm", lambda x, side: norm(x)))
+            stages.append(Stage("norm", lambda x, side: norm(x), uses=(norm,)))
         return stages
+
+    @property
+    def embedding(self) -> tuple[nn.Module | nn.Parameter | None, ...]:
+        """What embed() reads."""
+        return (self.patch_embed, self.size_embed, self.prefix_tokens, self.pos_embed, self.input_norm)
 
     def flops(self, tokens: int) -> Flops:
         """Forward of one sample with so many embedded tokens, of all known variables."""
@@ -396,6 +402,7 @@ class Encoder(nn.Module):
             kv_width=block.width // block.heads * block.kv_heads,
             hidden=block.hidden,
             gated=block.mlp == "swiglu",
+            last_read=block.scales or isinstance(self.blocks[0], ModulatedBlock),
         )
         positions = tokens
         if self.config.variables is not None and self.config.separate:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitrail.cost.flops import Flops, cross_block_flops, self_block_flops
 from vitrail.layers.block import Block, CrossBlock
 from vitrail.layers.init import Constant, Normal, initialise_here, mark
-from vitrail.layers.masks import MaskConfig, RandomMask, make_mask, num_visible
+from vitrail.layers.masks import MaskConfig, RandomMask, make_mask
 from vitrail.layers.patches import gather_tokens, grid_of, num_voxels, per_axis
 from vitrail.layers.tokens import AdaptiveTokens, Tokens
 from vitrail.layers.variables import VariableHead, pick
@@ -77,10 +77,7 @@ class MAEConfig:
     def token_counts(self, *, evaluating: bool = False) -> tuple[int, int]:
         """How many tokens of each variable are visible, and how many of the hidden ones are predicted."""
         tokens = self.encoder.tokens.count(self.size, self.patch)
-        visible = num_visible(tokens, self.mask.ratio)
-        hidden = tokens - visible
-        ratio = 1.0 if evaluating else self.decoder.decode_ratio
-        return visible, max(1, round(hidden * ratio))
+        return self.mask.counts(tokens, 1.0 if evaluating else self.decoder.decode_ratio)
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
@@ -90,6 +87,8 @@ class MAEConfig:
             d.check(e, self.ndim)
         if isinstance(e.tokens, AdaptiveTokens) and self.mask.kind != "random":
             raise ValueError(f"mask.kind {self.mask.kind!r} needs tokens on a grid; with adaptive ones use random")
+        if not isinstance(e.tokens, AdaptiveTokens):
+            self.mask.check(grid_of(self.size, self.patch))
         tokens = e.tokens.count(self.size, self.patch)
         visible, _ = self.token_counts()
         if visible < 1 or visible == tokens:
@@ -124,9 +123,8 @@ class MAE(Model):
         return self.decoder.derive(self.encoder.derive(side))
 
     def stages(self) -> list[Stage]:
-        encoder = [Stage(f"encoder.{s.name}", s.run, s.needs) for s in self.encoder.stages()]
-        decoder = [Stage(f"decoder.{s.name}", s.run, s.needs) for s in self.decoder.stages(self.encoder.depth)]
-        return [*encoder, *decoder]
+        encoder = [stage.within("encoder") for stage in self.encoder.stages()]
+        return [*encoder, *(stage.within("decoder") for stage in self.decoder.stages(self.encoder.depth))]
 
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder.blocks, *self.decoder.blocks]
@@ -182,11 +180,10 @@ def split_tokens(c: MAEConfig, noise: Tensor, tokens: Tokens) -> tuple[Tensor, T
 
     Each variable that has tokens of its own is masked by itself, so that all keep as many.
     """
-    if noise.shape != tokens.values.shape[:2]:
-        raise ValueError(
-            f"noise {list(noise.shape)} must have one number for each token, {list(tokens.values.shape[:2])}"
-        )
-    parts, number = tokens.separate, tokens.values.shape[1] // tokens.separate
+    expected = (len(tokens.coordinates), tokens.number)
+    if tuple(noise.shape) != expected:
+        raise ValueError(f"noise {list(noise.shape)} must have one number for each token, {list(expected)}")
+    parts, number = tokens.separate, tokens.number // tokens.separate
     grid = (number,) if tokens.tree is not None else grid_of(tokens.size, tokens.patch)
     valid = None if tokens.valid is None else tokens.valid.reshape(-1, number)
     mask = make_mask(c.mask, noise.reshape(-1, number), grid, valid)
@@ -206,50 +203,61 @@ class Decoder(TokenDecoder):
         block = CrossBlock if cross else Block
         super().__init__(None if linear else c.decoder, encoder, c.channels, shape=shape, block=block)
         self.cross = cross
-        self.mask = encoder.mask
         self.mask_token = mark(nn.Parameter(torch.empty(1, 1, self.width)), Constant(0.0) if linear else Normal(0.02))
         # A mask token must say which variable it stands for, where each has its own.
         separate = c.encoder.separate
         self.variable = mark(nn.Parameter(torch.empty(c.channels, self.width)), Normal(0.02)) if separate else None
 
     def derive(self, side: Side) -> Side:
-        """What belongs to memory (prefix and visible tokens) and to queries, where they are at hand."""
-        if "queries" not in side:
+        """Rotations and masks of memory (prefix and visible tokens) and of queries, where these are at hand."""
+        if "queries" not in side or not self.blocks:
             return side
-        asked = self.asked(side)
-        side = side | {"asked": asked, "num_queries": asked["coordinates"].shape[1]}
-        if not self.blocks:
-            return side
-        memory_rope, query_rope = self.turn(side["coordinates"], self.prefix), self.turn(asked["coordinates"], 0)
-        keys = side.get("valid")
-        if not self.cross:
+        asked, coordinates, valid = self.asked(side), side["coordinates"], side.get("valid")
+        memory_rope, query_rope = self.turn(coordinates, self.prefix), self.turn(asked["coordinates"], 0)
+        tokens = coordinates.shape[1]
+        if not self.cross:  # one sequence of both
             if memory_rope is not None and query_rope is not None:
                 query_rope = torch.cat([memory_rope, query_rope], dim=-3)
-            keys = None if keys is None else torch.cat([keys, asked["valid"]], dim=1)
-        return side | {"memory_rope": memory_rope, "query_rope": query_rope, "decoder_mask": self.mask(keys)}
+            parts = [(valid, coordinates), (side.get("query_valid"), asked["coordinates"])]
+            if any(part is not None for part, _ in parts):
+                valid = torch.cat([c.new_ones(c.shape[:2], dtype=torch.bool) if v is None else v for v, c in parts], 1)
+            tokens += asked["coordinates"].shape[1]
+        mask = self.sequence.keys(valid, prefix=self.prefix, tokens=tokens, alike=self.size_embed is None)
+        ropes = {"memory_rope": self.sequence.table(memory_rope), "query_rope": self.sequence.table(query_rope)}
+        return side | ropes | {"decoder_mask": mask}
 
     def asked(self, side: Side) -> Side:
         """Where mask tokens are put: a cross decoder asks for visible tokens like for hidden ones."""
-        names = {"coordinates": "queries", "sizes": "query_sizes", "valid": "query_valid"}
+        names = {"coordinates": "queries", "sizes": "query_sizes"}
+        if side.get("query_sizes") is not None:  # adaptive tokens, whose padding has no size
+            names["valid"] = "query_valid"
         asked = {name: side[query] for name, query in names.items() if side.get(query) is not None}
         if self.cross and side.get("predict_visible"):
             asked = {name: torch.cat([side[name], query], dim=1) for name, query in asked.items()}
         return asked
 
+    def num_queries(self, side: Side) -> int:
+        """Mask tokens; a cross decoder has some for visible tokens, too."""
+        return self.wanted(side) if self.cross else side["queries"].shape[1]
+
+    @property
+    def placing(self) -> tuple[nn.Module | nn.Parameter | None, ...]:
+        return (*super().placing, self.mask_token, self.variable)
+
     def run_block(self, block: nn.Module, x: Tensor, side: Side, drop_path: Tensor | None) -> Tensor:
         mask = side["decoder_mask"]
         if self.cross:
-            return block(x, side["num_queries"], side["query_rope"], side["memory_rope"], drop_path, mask)
+            return block(x, self.num_queries(side), side["query_rope"], side["memory_rope"], drop_path, mask)
         return block(x, side["query_rope"], drop_path, mask)
 
     def place(self, x: Tensor, side: Side) -> Tensor:
         """[memory; mask tokens at the coordinates asked for], with the decoder's own positions."""
-        masks = self.mask_token.to(x.dtype).expand(x.shape[0], side["num_queries"], -1)
+        masks = self.mask_token.to(x.dtype).expand(x.shape[0], self.num_queries(side), -1)
         if self.variable is not None:
             masks = torch.cat([self.name(part, side) for part in self.split(masks, side)], dim=1)
         if self.blocks:
             options: dict[str, Any] = {"width": self.width, "learned": self.pos_embed, "sizes": self.size_embed}
-            masks = self.describe(masks, side["asked"], **options)
+            masks = self.describe(masks, self.asked(side), **options)
         return torch.cat([super().place(x, side), masks], dim=1)
 
     def split(self, x: Tensor, side: Side) -> list[Tensor]:
@@ -282,10 +290,10 @@ class Decoder(TokenDecoder):
             # A cross decoder asks for visible tokens once more.
             sized = visible + (wanted if self.cross else predicted)
             outside += 2.0 * sized * self.size_embed.in_features * width
-        gated = c.mlp == "swiglu"
+        make: Any = {"width": width, "hidden": c.hidden, "gated": c.mlp == "swiglu", "last_read": c.scales}
         if self.cross:
-            one = cross_block_flops(queries=wanted, memory=memory, width=width, hidden=c.hidden, gated=gated)
+            one = cross_block_flops(queries=wanted, memory=memory, **make)
         else:
             tokens = memory + predicted
-            one = self_block_flops(tokens=tokens, width=width, kv_width=width, hidden=c.hidden, gated=gated)
+            one = self_block_flops(tokens=tokens, kv_width=width, **make)
         return one * len(self.blocks) + Flops(outside=outside) + head

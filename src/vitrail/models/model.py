@@ -7,12 +7,13 @@ weight decay spares. parallelize() and the trainer obey these lists.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops
+from vitrail.layers.sequence import WHOLE, TokenSequence
 from vitrail.models.inputs import make_inputs
 from vitrail.recipe.kinds import nearest
 
@@ -21,17 +22,27 @@ Side = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the flow: `run(x, side)`; `needs` names the side inputs that it reads, itself or through derive()."""
+    """One step of the flow: `run(x, side)`.
+
+    `needs` names the side inputs that it reads, itself or through derive(); `uses` are the modules and bare parameters
+    whose weights it reads (None for those that a model lacks), so that a pipeline knows what belongs to a stage.
+    """
 
     name: str
     run: Callable[[Tensor, Side], Tensor]
     needs: tuple[str, ...] = ()
+    uses: tuple[nn.Module | nn.Parameter | None, ...] = ()
+
+    def within(self, part: str) -> "Stage":
+        """The same step as one of a part of a model."""
+        return replace(self, name=f"{part}.{self.name}")
 
 
 class Model(nn.Module, ABC):
     """Base of all models: forward is the stages one after another."""
 
     config: Any  # the frozen config that the model was built from
+    sequence: TokenSequence = WHOLE  # where the other tokens of a sample are
     watching: dict[str, Tensor] | None = None  # a dict put here is filled with the size of activations by stage
 
     @abstractmethod

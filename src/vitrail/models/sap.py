@@ -74,8 +74,8 @@ class SAP(Model):
         return self.encoder.derive(side)
 
     def stages(self) -> list[Stage]:
-        encoder = [Stage(f"encoder.{s.name}", s.run, s.needs) for s in self.encoder.stages()]
-        return [*encoder, Stage("head", self.predict)]
+        encoder = [stage.within("encoder") for stage in self.encoder.stages()]
+        return [*encoder, Stage("head", self.predict, uses=(self.expand, self.head))]
 
     def predict(self, x: Tensor, side: Side) -> Tensor:
         x = self.expand(x[:, self.encoder.prefix :]).unflatten(-1, (self.voxels, -1))  # B N P F

@@ -10,6 +10,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
@@ -163,20 +164,18 @@ class UNETR(Model):
             return run_and_keep
 
         encoder = [
-            Stage(f"encoder.{s.name}", tapped(s.run), (*s.needs, "taps"))
-            if s.name in kept
-            else Stage(f"encoder.{s.name}", s.run, s.needs)
+            (replace(s, run=tapped(s.run), needs=(*s.needs, "taps")) if s.name in kept else s).within("encoder")
             for s in self.encoder.stages()
         ]
-        return [*encoder, *(Stage(f"decoder.{s.name}", s.run, s.needs) for s in self.decoder.stages(self.to_maps))]
+        return [*encoder, *(stage.within("decoder") for stage in self.decoder.stages(self.to_maps))]
 
     def to_maps(self, x: Tensor, side: Side) -> Tensor:
         """Tokens [B, N, D], with those before the patches, to maps [B, D, *grid]; variables are averaged."""
-        c = self.config
-        x = x[:, self.encoder.prefix :]
-        tree = side.get("tree")
+        c, tree = self.config, side.get("tree")
+        number = len(side.get("variables") or c.encoder.variables.known) if c.encoder.separate else 1  # type: ignore[union-attr]
+        places = c.encoder.tokens.count(size_of(c, side), self.encoder.patch)
+        x = self.sequence.whole(x[:, self.encoder.prefix :], groups=number, tokens=places)
         if c.encoder.separate:
-            number = len(side.get("variables") or c.encoder.variables.known)  # type: ignore[union-attr]
             x = x.unflatten(1, (number, -1))  # B V N D
             if tree is not None and len(tree.corner) != len(x):  # a tree for each variable
                 maps = tree.to_grid(x.flatten(0, 1), self.encoder.patch[0]).unflatten(0, (-1, number))
@@ -251,13 +250,14 @@ class SkipDecoder(nn.Module):
                 tap = STEPS - 2 - index  # the latest tap first
                 return self.ups[index](x, self.skips[tap](to_maps(side["taps"][tap], side)))
 
-            return Stage(f"up{index + 1}", run, ("taps", "size", "image", "tree", "variables"))
+            uses = (self.ups[index], self.skips[STEPS - 2 - index])
+            return Stage(f"up{index + 1}", run, ("taps", "size", "image", "tree", "variables"), uses)
 
         return [
             Stage("bottleneck", to_maps, ("size", "image", "tree", "variables")),
             *[join_tap(i) for i in range(STEPS - 1)],
-            Stage(f"up{STEPS}", self.join_image, ("image", "variables")),
-            Stage("out", lambda x, side: convolve(self.out, x)),
+            Stage(f"up{STEPS}", self.join_image, ("image", "variables"), (self.ups[-1], self.image)),
+            Stage("out", lambda x, side: convolve(self.out, x), uses=(self.out,)),
         ]
 
     def join_image(self, x: Tensor, side: Side) -> Tensor:
@@ -296,7 +296,7 @@ class PlainDecoder(nn.Module):
 
     def stages(self, to_maps: ToMaps) -> list[Stage]:
         def run_up(index: int) -> Stage:
-            return Stage(f"up{index + 1}", lambda x, side: rise(self.ups[index], x))
+            return Stage(f"up{index + 1}", lambda x, side: rise(self.ups[index], x), uses=(self.ups[index],))
 
         return [
             Stage("bottleneck", to_maps, ("size", "image", "tree", "variables")),
@@ -305,6 +305,7 @@ class PlainDecoder(nn.Module):
                 "out",
                 lambda x, side: cropped(convolve(self.out, x), size_of(self.config, side)),
                 ("size", "image", "tree"),
+                (self.out,),
             ),
         ]
 
@@ -335,7 +336,7 @@ class LinearDecoder(nn.Module):
             mode = _INTERPOLATION[self.config.ndim]
             return cropped(F.interpolate(maps, size=size, mode=mode), size_of(self.config, side))
 
-        return [Stage("head", run, ("size", "image", "tree", "variables"))]
+        return [Stage("head", run, ("size", "image", "tree", "variables"), (self.head,))]
 
     def blocks(self) -> list[nn.Module]:
         return []

@@ -14,6 +14,7 @@ from vitrail.layers.attention import CrossAttention
 from vitrail.layers.block import BlockConfig
 from vitrail.layers.init import Normal, initialise_here, mark
 from vitrail.layers.patches import per_axis
+from vitrail.layers.sequence import mask_of
 from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
 from vitrail.models.model import Model, Side, Stage, spread_drop_path
 from vitrail.recipe import config
@@ -68,20 +69,33 @@ class ViT(Model):
         return self.encoder.derive(side)
 
     def stages(self) -> list[Stage]:
-        return [*self.encoder.stages(), Stage("head", self.pool_and_classify, ("valid", "head_dropout"))]
+        return [
+            *self.encoder.stages(),
+            Stage("head", self.pool_and_classify, ("valid", "head_dropout"), (self.pool, self.head)),
+        ]
 
     def pool_and_classify(self, x: Tensor, side: Side) -> Tensor:
+        prefix, valid = self.encoder.prefix, side.get("valid")
         if self.config.pool == "cls":
             x = x[:, 0]
-        elif self.pool is not None:
-            x = self.pool(x, side["encoder_mask"])
+        elif self.config.pool == "mean":
+            x = self.mean(x[:, prefix:], valid)
         else:
-            x = x[:, self.encoder.prefix :]
-            x = mean_of_valid(x, side.get("valid")) if self.config.pool == "mean" else x
+            before, tokens = x[:, :prefix], self.sequence.whole(x[:, prefix:])
+            valid = None if valid is None else self.sequence.whole(valid)
+            mask = None if valid is None else mask_of(valid, prefix)
+            x = tokens if self.pool is None else self.pool(torch.cat([before, tokens], dim=1), mask)
         if side.get("head_dropout") is not None:
             kept = side["head_dropout"].to(x.dtype)  # [B, D]: 0, or 1 / (1 - rate)
             x = x * (kept.unsqueeze(1) if x.ndim == 3 else kept)
         return self.head(x)
+
+    def mean(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """[B, N, D] -> [B, D], padding left out."""
+        if valid is None:
+            return self.sequence.total(x.mean(dim=1)) / self.sequence.parts
+        weight = self.sequence.total(valid.sum(dim=1, keepdim=True).to(x.dtype))
+        return self.sequence.total(torch.where(valid.unsqueeze(-1), x, 0).sum(dim=1)) / weight.clamp(min=1)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
@@ -102,14 +116,6 @@ class ViT(Model):
         if self.pool is not None:
             head += self.pool.flops(tokens + self.encoder.prefix)
         return self.encoder.flops(tokens) + Flops(outside=head)
-
-
-def mean_of_valid(x: Tensor, valid: Tensor | None) -> Tensor:
-    """[B, N, D] -> [B, D], padding left out."""
-    if valid is None:
-        return x.mean(dim=1)
-    weight = valid.unsqueeze(-1).to(x.dtype)
-    return torch.where(valid.unsqueeze(-1), x, 0).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
 
 
 class AttentionPool(nn.Module):

@@ -15,9 +15,11 @@ from torch.nn import functional
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
+from vitrail.layers.parts import WHOLE, Part, Slab
 from vitrail.layers.patches import per_axis
-from vitrail.models.inputs import encoder_of, make_inputs
-from vitrail.objectives.objective import Loss, Objective, check_labels, check_names, normalise
+from vitrail.layers.tokens import Exchange
+from vitrail.models.inputs import encoder_of
+from vitrail.objectives.objective import Loss, Objective, check_labels, check_names, make_part, slab_of
 from vitrail.recipe import config
 
 
@@ -59,14 +61,19 @@ class Classify(Objective):
     def tokens_per_sample(self) -> int:
         return encoder_of(self.model).count_tokens(per_axis(self.model.shape, self.model.ndim))
 
-    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Tensor]:
-        inputs, _ = make_inputs(
-            self.model,
-            normalise(batch.values, self.statistics),
-            variables=batch.variables or None,
-            scored=batch.values,
-            draws=None if evaluating else draws,
-        )
+    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
+        return slab_of(self.model, crop, part)
+
+    def prepare(
+        self,
+        batch: Batch,
+        draws: Draws,
+        *,
+        evaluating: bool = False,
+        part: Part = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> tuple[dict[str, Any], Tensor]:
+        inputs, _ = make_part(self.model, batch, self.statistics, part, None if evaluating else draws)
         rate = getattr(self.model, "head_dropout", 0.0)
         if rate and not evaluating:
             kept = draws.uniform("head_dropout", encoder_of(self.model).width) >= rate

@@ -1,7 +1,11 @@
 """What a model is trained for: how a batch becomes inputs and targets, and how far outputs are from targets.
 
-An objective holds no parameters. `prepare` is computed alike on every rank that shares the batch, from the batch and
-its draws alone; `loss` returns a sum and a count, and the trainer divides by the count of all ranks and micro-batches.
+An objective holds no parameters. `prepare` is computed from the batch and its draws alone, alike on every rank that
+shares the batch; `loss` returns a sum and a count, and the trainer divides by the count of all ranks and micro-batches.
+
+Ranks that share a batch each take a part of its tokens (layers/parts.py): `prepare` gives the inputs and targets of
+that part. A model whose output is whole on every rank (classes, voxels) has whole targets; where the loss needs all
+tokens, `needs_whole` says so, and the caller joins the outputs of all parts with `join`.
 
 An objective that learns from labels says so in its config: `labels: ClassVar` is "item" (the class of each item) or
 "voxel" (of each voxel). Then the batch carries them, `names` (the classes, label 0 first; filled in from the data where
@@ -9,6 +13,7 @@ it is None) and, for voxels, `ignore` (a value that is not scored) are fields of
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +25,10 @@ from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
+from vitrail.layers.parts import WHOLE, Part, Slab, cut, mark_copies, real_rows
+from vitrail.layers.patches import per_axis
+from vitrail.layers.tokens import Exchange, Tokens, UniformTokens, tokenize
+from vitrail.models.inputs import encoder_of, make_inputs, variable_ids
 from vitrail.models.model import Model
 
 
@@ -34,10 +43,31 @@ class Objective(ABC):
     best_metric: ClassVar[str]  # the one that the best checkpoint is chosen by, unless the recipe names another
     larger_is_better: frozenset[str] = frozenset()  # those of the metrics that should grow; the others should shrink
     pictured: ClassVar[int] = 3  # samples in a picture
+    needs_whole: bool = False  # loss() and measure() need the output for all tokens, not just a part's
 
     @abstractmethod
-    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
-        """Keyword inputs of the model (`x` and side inputs) and whatever loss() needs to judge its output."""
+    def prepare(
+        self,
+        batch: Batch,
+        draws: Draws,
+        *,
+        evaluating: bool = False,
+        part: Part = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> tuple[dict[str, Any], Any]:
+        """Keyword inputs of the model (`x` and side inputs) and whatever loss() needs to judge its output.
+
+        `part` says which of the tokens these are for. What a batch of slabs lacks comes through the `exchange`; a
+        batch of whole samples needs none.
+        """
+
+    def join(self, outputs: Sequence[Tensor], targets: Any) -> Tensor:
+        """The output for whole samples of the outputs of all parts; `targets` are those of the whole samples."""
+        return outputs[0]
+
+    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
+        """All that prepare() needs of a crop for a part of its tokens; None: the whole crop."""
+        return None
 
     @abstractmethod
     def loss(self, output: Tensor, targets: Any) -> Loss: ...
@@ -61,6 +91,45 @@ class Objective(ABC):
     @abstractmethod
     def tokens_per_sample(self) -> int:
         """All tokens of a sample, hidden ones too: what tokens/s counts."""
+
+
+def slab_of(model: Any, crop: tuple[int, ...], part: Part) -> Slab | None:
+    """The slab of a crop that holds a part of its tokens, for models that see nothing but tokens on a grid."""
+    encoder = encoder_of(model)
+    if part.count == 1 or getattr(model, "wants_image", False) or not isinstance(encoder.tokens, UniformTokens):
+        return None
+    planes = crop[0] // per_axis(encoder.patch, model.ndim)[0]
+    return None if planes % part.count else Slab(part, crop)
+
+
+def make_part(
+    model: Any, batch: Batch, statistics: Statistics, part: Part, draws: Draws | None
+) -> tuple[dict[str, Any], Tokens]:
+    """Inputs of a model for a part of all tokens, in their order, and the tokens of the whole samples."""
+    images = normalise(batch.values, statistics)
+    if batch.slab is None:
+        variables = batch.variables or None
+        inputs, tokens = make_inputs(model, images, variables=variables, scored=batch.values, draws=draws)
+        inputs["x"] = cut(tokens.values, part, groups=tokens.separate)
+    else:
+        # Parts of a list of all tokens are slabs: what was read is what is needed.
+        encoder = encoder_of(model)
+        assert batch.slab.part == part
+        ids = variable_ids(model, batch.variables or None, images.shape[1])
+        separate = ids is not None and encoder.variables.aggregate == "none"
+        patch = per_axis(encoder.patch, model.ndim)
+        tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=batch.slab)
+        inputs = {"x": tokens.values, "coordinates": tokens.coordinates}
+        if ids is not None:
+            inputs["variables"] = ids
+        if getattr(model, "output", None) == "pixels":
+            inputs["size"] = tokens.size
+    for name in ("coordinates", "sizes", "valid"):
+        if inputs.get(name) is not None:
+            inputs[name] = cut(inputs[name], part, groups=tokens.separate)
+    real = real_rows(tokens.number, part, groups=tokens.separate, device=images.device)
+    valid = mark_copies(inputs.get("valid"), real, len(images))
+    return inputs if valid is None else inputs | {"valid": valid}, tokens
 
 
 def drop_path_table(draws: Draws, rates: list[float]) -> Tensor | None:

@@ -6,6 +6,7 @@
   intensities of the data ("raw") or within patches ("patch"): predicting the mean, or each patch's own, scores 1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,13 @@ from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
-from vitrail.layers.patches import gather_tokens, num_voxels
-from vitrail.layers.tokens import Tokens, tokenize
+from vitrail.layers.parts import WHOLE, Part, Slab, cut, join, mark_copies, part_size, real_rows
+from vitrail.layers.patches import num_voxels
+from vitrail.layers.tokens import Exchange, Tokens, tokenize
 from vitrail.models.inputs import variable_ids
 from vitrail.models.mae import MAE, MAEConfig, hide, split_tokens
 from vitrail.models.model import Model
-from vitrail.objectives.objective import Loss, Objective
+from vitrail.objectives.objective import Loss, Objective, slab_of
 from vitrail.recipe import config
 
 
@@ -54,7 +56,7 @@ class Targets:
     std: Tensor
     index: Tensor  # [B, m] which tokens these are
     num_visible: int  # so many of the first ones are visible tokens
-    tokens: Tokens  # all of the sample, in the data's own units
+    tokens: Tokens | None  # all of the sample, in the data's own units; None where these are targets of a part
     valid: Tensor | None = None  # [B, m] false for padding
 
 
@@ -69,7 +71,18 @@ class Reconstruct(Objective):
     def tokens_per_sample(self) -> int:
         return sum(self.model.token_counts(evaluating=True)) * self.model.parts
 
-    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
+    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
+        return slab_of(self.model, crop, part)
+
+    def prepare(
+        self,
+        batch: Batch,
+        draws: Draws,
+        *,
+        evaluating: bool = False,
+        part: Part = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> tuple[dict[str, Any], Targets]:
         encoder = self.model.encoder
         ids = variable_ids(self.model, batch.variables, batch.values.shape[1])
         tokens = tokenize(
@@ -78,54 +91,82 @@ class Reconstruct(Objective):
             self.model.patch,
             separate=encoder.separate,
             draws=None if evaluating else draws,
+            slab=batch.slab,
         )
-        visible, hidden = self.split(tokens, draws, evaluating)
-        every_token = self.config.on == "all"
-        index = torch.cat([visible, hidden], dim=1) if every_token else hidden
-        mean, std = self.per_token(tokens)
-
-        def normalised(index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            centre, spread = (t if t.ndim == 1 else gather_tokens(t, index) for t in (mean, std))
-            return (gather_tokens(tokens.values, index).float() - centre) / spread, centre, spread
-
+        everything = self.split(tokens, draws, evaluating)
+        visible, hidden = (cut(index, part, groups=tokens.separate) for index in everything)
         whole = {"coordinates": tokens.coordinates, "sizes": tokens.sizes, "valid": tokens.valid, "variables": ids}
         inputs = hide({name: t for name, t in whole.items() if t is not None}, visible, hidden)
-        inputs["x"] = normalised(visible)[0]
+        for name, index in zip(("valid", "query_valid"), everything, strict=True):
+            real = real_rows(index.shape[1], part, groups=tokens.separate, device=index.device)
+            valid = mark_copies(inputs.get(name), real, len(index))
+            if valid is not None:
+                inputs[name] = valid
+
+        # Each list is fetched once, and in the same order on every rank.
+        seen, asked = (
+            self.normalised(tokens.take(index, part, exchange), mine, tokens)
+            for index, mine in zip(everything, (visible, hidden), strict=True)
+        )
+        inputs["x"] = seen[0]
+        every_token = self.config.on == "all"
+        valid = inputs.get("query_valid")
         if every_token:
             inputs["predict_visible"] = True
-        values, centre, spread = normalised(index)
+            both = [(inputs.get("valid"), visible), (valid, hidden)]
+            if any(v is not None for v, _ in both):
+                valid = torch.cat([torch.ones_like(i, dtype=torch.bool) if v is None else v for v, i in both], dim=1)
+        values, centre, spread = (
+            torch.cat(pair, dim=1) if every_token and pair[0].ndim == 3 else pair[1]
+            for pair in zip(seen, asked, strict=True)
+        )
         if self.config.target == "patch":
             own_mean = values.mean(dim=-1, keepdim=True)
             own_std = (values.var(dim=-1, keepdim=True) + 1e-6).sqrt()
             values = (values - own_mean) / own_std
             centre, spread = centre + own_mean * spread, own_std * spread
-        seen = visible.shape[1] if every_token else 0
-        valid = None if tokens.valid is None else tokens.valid.gather(1, index)
-        return inputs, Targets(values, centre, spread, index, seen, tokens, valid)
+        index = torch.cat([visible, hidden], dim=1) if every_token else hidden
+        num_visible = visible.shape[1] if every_token else 0
+        kept = tokens if part.count == 1 else None
+        return inputs, Targets(values, centre, spread, index, num_visible, kept, valid)
 
     def split(self, tokens: Tokens, draws: Draws, evaluating: bool) -> tuple[Tensor, Tensor]:
         """Indices of the tokens that are seen and of those that are predicted, [B, n] and [B, m]."""
-        device, parts = tokens.values.device, tokens.separate
-        noise = draws.uniform("mask", tokens.values.shape[1]).to(device)
+        device, parts, mask = tokens.values.device, tokens.separate, self.model.mask
+        noise = draws.uniform("mask", tokens.number).to(device)
         visible, hidden = split_tokens(self.model, noise, tokens)
-        _, predicted = self.model.token_counts(evaluating=evaluating)
+        ratio = 1.0 if evaluating else self.model.decoder.decode_ratio
+        _, predicted = mask.counts(tokens.number // parts, ratio)
         if predicted < hidden.shape[1] // parts:
             noise = draws.uniform("decode", hidden.shape[1]).to(device)
             if tokens.valid is not None:
                 noise = torch.where(tokens.valid.gather(1, hidden), noise, 2.0)  # padding last
-            chosen = noise.unflatten(1, (parts, -1)).argsort(dim=2, stable=True)[..., :predicted].sort(dim=2).values
-            hidden = hidden.unflatten(1, (parts, -1)).gather(2, chosen).flatten(1, 2)
+            shares = parts * mask.strata  # as many are predicted of each
+            chosen = noise.unflatten(1, (shares, -1)).argsort(dim=2, stable=True)[..., : predicted // mask.strata]
+            hidden = hidden.unflatten(1, (shares, -1)).gather(2, chosen.sort(dim=2).values).flatten(1, 2)
         return visible, hidden
 
-    def per_token(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Mean and std for a token's features [P*C]; for separate variables one a token, [B, V*N, 1]."""
-        tables = [t.to(tokens.values.device) for t in self.statistics.tensors()]
+    def normalised(self, values: Tensor, index: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Values [B, n, P*C] to mean 0 and variance 1; with what takes them back.
+
+        That is a mean and a std for each feature [P*C]; for separate variables one a token, [B, n, 1].
+        """
+        mean, std = (t.to(values.device) for t in self.statistics.tensors())
         if not self.model.encoder.separate:
-            mean, std = (t.repeat(num_voxels(self.model.patch)) for t in tables)
+            mean, std = (t.repeat(num_voxels(self.model.patch)) for t in (mean, std))
         else:
-            batch, number = tokens.values.shape[0], tokens.values.shape[1] // tokens.separate
-            mean, std = (t.repeat_interleave(number)[None, :, None].expand(batch, -1, 1) for t in tables)
-        return mean, std
+            variable = (index // (tokens.number // tokens.separate)).unsqueeze(-1)
+            mean, std = mean[variable], std[variable]
+        return (values.float() - mean) / std, mean, std
+
+    def join(self, outputs: Sequence[Tensor], targets: Targets) -> Tensor:
+        """Visible tokens of all parts, where they are predicted, then the hidden ones."""
+        assert targets.tokens is not None
+        groups, seen = targets.tokens.separate, targets.num_visible
+        each = groups * part_size(seen // groups, len(outputs))
+        hidden = targets.index.shape[1] - seen
+        first, last = ([o[:, :each] for o in outputs], [o[:, each:] for o in outputs])
+        return torch.cat([join(first, seen, groups=groups), join(last, hidden, groups=groups)], dim=1)
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         squared = (output.float() - targets.values).square()
@@ -173,6 +214,7 @@ class Reconstruct(Objective):
         from vitrail.report.panels import reconstruction_panel
 
         skip, tokens = targets.num_visible, targets.tokens
+        assert tokens is not None
         index = targets.index[:, skip:, None].expand(-1, -1, output.shape[-1])
         mean, std = (t[:, skip:] if t.ndim == 3 else t for t in (targets.mean, targets.std))
         truth = tokens.values.float()

@@ -1,62 +1,59 @@
 """How a plain model becomes a parallel one. Models know nothing of this."""
 
-import warnings
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from vitrail.models.model import Model
-from vitrail.parallel.mesh import Layout
+from vitrail.parallel import chunk, float8, recompute, shard, tensor
+from vitrail.parallel.flow import Flow
+from vitrail.parallel.mesh import Layout, Mesh
+from vitrail.parallel.parted import PartedSequence
+from vitrail.parallel.pipeline import Pipeline
+from vitrail.recipe.sections import Parallel
 
 
 def parallelize(
     model: Model,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     layout: Layout,
+    c: Parallel,
     *,
-    recompute: bool,
-    compiled: bool,
+    device: torch.device,
     compute: torch.dtype,
     reduce: torch.dtype,
-) -> Model:
-    """Apply to a model on the meta device, in this order, because each step wraps the one before it:
+    compiled: bool,
+    float8_rows: int | None = None,
+    counts: Sequence[int] = (),
+) -> Flow:
+    """Apply to a model on the meta device, in this order, because each step builds on the one before it:
 
-    1. recompute: a block's forward is run again in the backward instead of keeping its activations
-    2. compile: block by block, so that one compilation serves all of them
-    3. shard: each block by itself, then what is left; fp32 masters, gathered in the compute type
+    1. pipeline: what the stages of this rank do not use is left out; `counts` says where the model is cut
+    2. tensor and context: layers of blocks are cut over tensor ranks, attention sees the keys of all context ranks
+    3. chunk: MLPs and heads of voxels run over pieces of the sequence
+    4. float8: products of linear layers of blocks, where the `float8_rows` that a pass sees make them pay
+    5. recompute: a block's forward, or parts of it, are run again in the backward instead of keeping their results
+    6. compile: block by block, so that one compilation serves all of them
+    7. shard: groups of blocks, then what is left; fp32 masters, gathered in the compute type
 
-    Each step keeps parameter names: blocks are changed in place, never wrapped.
+    Each step changes modules in place, never wraps them: parameters keep their names.
     """
-    for block in model.blocks():
-        if recompute:
-            block.forward = recomputed(block.forward)
-        if compiled:
+    sequence = PartedSequence(mesh, layout, model.blocks(), c.ulysses) if layout.parts > 1 else None
+    pipeline = Pipeline(model, c, mesh, list(counts), device) if layout.pipeline > 1 else None
+    blocks = model.blocks()
+    if sequence is not None:
+        tensor.apply(blocks, mesh["tensor"])
+        sequence.apply(model, blocks)
+    chunk.apply(model, c.chunk)
+    notes = []
+    if float8_rows is not None:
+        notes.append(str(float8.apply(model, device=device, rows=float8_rows)))
+    plan = recompute.apply(blocks, c.recompute)
+    if c.recompute not in ("none", "full"):
+        notes.append(f"parallel.recompute: {plan.text}")
+    if compiled:
+        for block in blocks:
             block.compile()
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute == torch.float32 else compute,
-        reduce_dtype=reduce,
-        cast_forward_inputs=False,  # it would round coordinates to the compute type
-    )
-    sharding: dict[str, Any] = {"mesh": mesh if layout.replicate > 1 else mesh["shard"], "mp_policy": policy}
-    # The warning is of in-place changes to a model's output, and nothing here makes any.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for block in model.blocks():
-        fully_shard(block, reshard_after_forward=layout.reshard, **sharding)
-    fully_shard(model, reshard_after_forward=False, **sharding)
-    return model
-
-
-def recomputed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Full activation checkpointing of one block; its random numbers are inputs, so none need restoring."""
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Replicas exchange gradients once a step, shards with every micro-batch (which bounds their memory)."""
-    model.set_requires_all_reduce(last)  # type: ignore[operator]
+    roots = [(model, blocks)] if pipeline is None else pipeline.roots()
+    shard.apply(roots, mesh, layout, c, compute=compute, reduce=reduce)
+    return Flow(model, mesh, layout, sequence, pipeline, again=plan.again, notes=notes)

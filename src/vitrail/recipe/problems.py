@@ -225,9 +225,10 @@ def check_across(recipe: Recipe) -> list[str]:
     """What is wrong between keys that are each right alone."""
     problems = []
     parallel, normalize = recipe.parallel, recipe.data.normalize
-    if parallel.group is not None and parallel.strategy != "HYBRID_SHARD":
+    strategy = parallel.strategy or "FULL_SHARD"
+    if parallel.group is not None and strategy != "HYBRID_SHARD":
         problems.append(
-            f"parallel.group: it is only for strategy HYBRID_SHARD, got {parallel.group} with {parallel.strategy}; "
+            f"parallel.group: it is only for strategy HYBRID_SHARD, got {parallel.group} with {strategy}; "
             "change the strategy or remove the group"
         )
     if not isinstance(normalize, str) and len(normalize.mean) != len(normalize.std):

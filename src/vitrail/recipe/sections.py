@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from vitrail.recipe.durations import Clock, Every, EveryOrOff, RunLength
 from vitrail.recipe.rules import Rule
@@ -27,8 +27,8 @@ def _batch(value: Any) -> int | str:
     raise ValueError
 
 
-def _only_one(value: Any) -> int:
-    if isinstance(value, bool) or value != 1 or not isinstance(value, int):
+def _ranks(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
         raise ValueError
     return value
 
@@ -55,7 +55,14 @@ Batch = Annotated[
         lambda: {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[1-9][0-9]*/rank$"}]},
     ),
 ]
-One = Annotated[int, Rule(_only_one, "1, the only value in this version", lambda: {"const": 1})]
+Ranks = Annotated[
+    int,
+    Rule(
+        _ranks,
+        "a number of ranks above 0, or -1 for all that the other axes leave",
+        lambda: {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]},
+    ),
+]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Sizes = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 Switch = Annotated[
@@ -78,6 +85,10 @@ Attention = Literal[
     "xformers",
     "reference",
 ]
+
+
+# What a block computes, by name: results that may be kept for the backward or computed again (layers/block.py).
+Role = Literal["qkv", "attention", "proj", "gate", "fc1", "fc2"]
 
 
 class Section(BaseModel):
@@ -161,17 +172,76 @@ class EMA(Section):
     decay: Share = Field(default=0.999, description="weight of the past at each step")
 
 
-class Parallel(Section):
-    """How the model and its state are spread over ranks."""
+class Recompute(Section):
+    """Which activations are computed again in the backward instead of kept; one of the keys decides."""
 
-    strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "DDP"] = "FULL_SHARD"
+    every: PositiveInt | None = Field(default=None, description="every n-th block in full")
+    keep: tuple[Role, ...] | None = Field(
+        default=None, description="every block but for the outputs of these roles, which are kept"
+    )
+    budget: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="of the memory that no recomputation needs; roles are chosen to stay below it"
+    )
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Recompute:
+        given = [name for name in ("every", "keep", "budget") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of every, keep and budget, not {' and '.join(given) or 'none of them'}")
+        return self
+
+
+class Prefetch(Section):
+    """How many groups of parameters are gathered ahead of the one that computes."""
+
+    forward: Annotated[int, Field(ge=0)] = Field(default=0, description="0 leaves it to the order of the calls")
+    backward: Annotated[int, Field(ge=0)] = Field(default=1, description="0 gathers each group when it is needed")
+
+
+class Chunk(Section):
+    """Parts of the model that see a sequence piece by piece, so that very long ones need less memory."""
+
+    mlp: PositiveInt | None = Field(default=None, description="tokens of a piece in the MLPs; null for all at once")
+    head: PositiveInt | None = Field(default=None, description="tokens of a piece in the heads that predict voxels")
+
+
+class Parallel(Section):
+    """How the model, its state and its sequences are spread over ranks."""
+
+    strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "DDP"] | None = Field(
+        default=None, description="a name for replicate, shard and reshard; FULL_SHARD unless these are given"
+    )
     group: PositiveInt | None = Field(
         default=None, description="ranks that share one copy of the model, with HYBRID_SHARD"
     )
-    tensor: One = 1
-    context: One = 1
-    pipeline: One = 1
-    recompute: Literal["none", "full"] = Field(default="none", description="full trades computation for memory")
+    replicate: Ranks | None = Field(default=None, description="copies of the model, instead of a strategy")
+    shard: Ranks | None = Field(default=None, description="ranks that share a copy, instead of a strategy")
+    reshard: bool | None = Field(
+        default=None, description="free gathered parameters after the forward, instead of a strategy"
+    )
+    tensor: Ranks = Field(default=1, description="ranks that share the heads and hidden channels of each block")
+    context: Ranks = Field(default=1, description="ranks that share the tokens of each sample")
+    pipeline: Ranks = Field(default=1, description="ranks that share the depth of the model")
+    ulysses: PositiveInt | None = Field(
+        default=None, description="context ranks that trade heads, the rest form rings; as many as heads allow if null"
+    )
+    schedule: Literal["1F1B", "GPipe", "interleaved"] = Field(default="1F1B", description="order of a pipeline's work")
+    stages: PositiveInt | None = Field(
+        default=None, description="pipeline stages a rank; 2 with interleaved, else 1, if null"
+    )
+    split: Literal["measured"] | tuple[PositiveInt, ...] = Field(
+        default="measured", description="where the pipeline is cut: by measured cost, or so many steps a stage"
+    )
+    wrap: PositiveInt = Field(default=1, description="blocks whose parameters are gathered and reduced together")
+    bucket_mib: PositiveInt | None = Field(
+        default=None, description="least gradients that replicas exchange at once, with DDP and NO_SHARD"
+    )
+    prefetch: Prefetch = Prefetch()
+    offload: bool = Field(default=False, description="keep parameters, gradients and optimizer state on the host")
+    recompute: Literal["none", "full"] | Recompute = Field(
+        default="none", description="trades computation for memory; full, or a choice"
+    )
+    chunk: Chunk = Chunk()
     compile: Switch = Field(default="auto", description="compile the blocks; auto does so where it helps")
     attention: Attention = Field(default="auto", description="kernel of attention; auto picks by shape and hardware")
 
@@ -179,7 +249,9 @@ class Parallel(Section):
 class Precision(Section):
     """Number formats."""
 
-    compute: Literal["auto", "bf16", "fp32"] = Field(default="auto", description="auto is bf16 on a GPU, fp32 on a CPU")
+    compute: Literal["auto", "bf16", "fp32", "float8"] = Field(
+        default="auto", description="auto is bf16 on a GPU, fp32 on a CPU; float8 is bf16 with float8 products"
+    )
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="format of gradients between ranks")
 
 

@@ -191,9 +191,13 @@ class Checkpoints:
     def _staged(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             local = tensor.to_local().detach().to("cpu", copy=True)
-            mesh = self.cpu_mesh if tensor.device_mesh.ndim == self.cpu_mesh.ndim else self.cpu_mesh["shard"]
             return DTensor.from_local(
-                local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                local,
+                self.cpu_mesh.like(tensor.device_mesh),
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
             )
         return tensor.detach().to("cpu", copy=True)
 

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
-from vitrail.training.optimizer import local
+from vitrail.parallel.flow import Flow
+from vitrail.parallel.gradients import local
 
 
 class EMA:
-    def __init__(self, model: nn.Module, decay: float):
+    def __init__(self, flow: Flow, decay: float):
         self.decay = decay
-        self.model = model
-        self.average: dict[str, Tensor] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.flow, self.model = flow, flow.model
+        self.average: dict[str, Tensor] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def update(self, steps: int) -> None:
@@ -39,11 +39,4 @@ class EMA:
             kept = mine.clone()
             mine.copy_(averaged)
             averaged.copy_(kept)
-        forget_gathered(self.model)
-
-
-def forget_gathered(model: nn.Module) -> None:
-    """Free gathered parameters that a forward without backward leaves behind: they would hide a change of shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        self.flow.forget_gathered()

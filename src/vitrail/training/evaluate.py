@@ -12,9 +12,8 @@ from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader
 from vitrail.data.sampler import Sampler
 from vitrail.draws import Draws
-from vitrail.models.model import Model
 from vitrail.objectives.objective import Objective
-from vitrail.training.ema import forget_gathered
+from vitrail.parallel.flow import Flow
 
 
 class Evaluator:
@@ -36,41 +35,51 @@ class Evaluator:
             self.note = f"eval.samples: {samples}, but there are {most} held-out items, each one crop: all are measured"
 
     @torch.no_grad()
-    def metrics(self, model: Model, *, tick: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The same numbers on every rank. Each rank runs as many batches as any other: forwards are collective."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        mine = list(range(rank, self.samples, world))
+    def metrics(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The same numbers on every rank. Each rank runs as many batches as any other: forwards are collective.
+
+        Ranks that share samples measure parts of them, or all measure the same: metrics are ratios of sums.
+        """
+        mine = list(range(flow.data_rank, self.samples, flow.layout.data))
         batches = [mine[i : i + self.batch] for i in range(0, len(mine), self.batch)]
-        rounds = math.ceil(math.ceil(self.samples / world) / self.batch)
+        rounds = math.ceil(math.ceil(self.samples / flow.layout.data) / self.batch)
         sums: dict[str, torch.Tensor] = {}
-        model.eval()
+        flow.model.eval()
         for number in range(rounds):
             counted = number < len(batches)
             batch = self.loader.load(batches[number] if counted else [0])
-            output, targets = self._run(model, batch)
+            output, targets = self._run(flow, batch)
+            if self.objective.needs_whole:
+                output = self.objective.join(flow.outputs(output), targets)
             measured = self.objective.measure(output, targets)
             for name, value in measured.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counted else 0)
             tick()
-        model.train()
-        forget_gathered(model)
+        flow.model.train()
+        flow.forget_gathered()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     @torch.no_grad()
-    def example(self, model: Model) -> tuple[Batch, torch.Tensor, Any]:
+    def example(self, flow: Flow) -> tuple[Batch, torch.Tensor, Any]:
         """The first samples with the model's output and targets, for a picture; the same on every rank."""
-        batch = self.loader.load(list(range(min(self.objective.pictured, self.samples))))
-        model.eval()
-        output, targets = self._run(model, batch)
-        model.train()
-        forget_gathered(model)
+        batch = self.loader.load(list(range(min(self.objective.pictured, self.samples))), whole=True)
+        flow.model.eval()
+        output, targets = self._run(flow, batch)
+        flow.model.train()
+        flow.forget_gathered()
+        if flow.part.count > 1:
+            draws = Draws(self.seed, batch.counters)
+            _, targets = self.objective.prepare(batch, draws, evaluating=True)
+            output = self.objective.join(flow.outputs(output), targets)
         return batch, output, targets
 
-    def _run(self, model: Model, batch: Batch) -> tuple[torch.Tensor, Any]:
-        inputs, targets = self.objective.prepare(batch, Draws(self.seed, batch.counters), evaluating=True)
-        return model(**inputs), targets
+    def _run(self, flow: Flow, batch: Batch) -> tuple[torch.Tensor, Any]:
+        inputs, targets = self.objective.prepare(
+            batch, Draws(self.seed, batch.counters), evaluating=True, part=flow.part, exchange=flow.exchange
+        )
+        return flow(**inputs), targets
 
 
 def count_once(sampler: Any) -> int | None:

@@ -1,5 +1,6 @@
 """What watches over a run: signals that ask it to stop, and a clock that ends it when it hangs."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -11,13 +12,30 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
+
+from vitrail.errors import RunFailed, UserError
+from vitrail.launch.world import find_world
+from vitrail.training.failures import (
+    Board,
+    Cause,
+    dump_collectives,
+    holds_store,
+    is_lost_connection,
+    keep_collectives,
+    say,
+    summary,
+    tell_launcher,
+    within,
+)
 
 SILENT = "has fallen silent (stopped, swapped out or lost)"
 NO_STORE = "the process that holds the shared store does not answer"
+STORE_GONE = "is gone, and with it the store that all ranks share: it was killed, ran out of memory or crashed"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
+FLIGHTS = "flight-recorder"  # folder of a run with the latest collectives of its ranks
 
 REQUEUE = 75  # exit code of a run that was stopped and can be continued
 
@@ -25,12 +43,24 @@ REQUEUE = 75  # exit code of a run that was stopped and can be continued
 @contextmanager
 def ready_to_stop() -> Iterator[None]:
     """While there is nothing to save yet (imports, connecting), a stop signal ends the process as a stopped run."""
-    previous = {number: signal.signal(number, lambda *_: os._exit(REQUEUE)) for number in STOP_SIGNALS}
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        # A launcher ends the other ranks with SIGTERM when one has failed: that must not look like a wish to go on.
+        os._exit(128 + number if number == signal.SIGTERM and _has_others() else REQUEUE)
+
+    previous = {number: signal.signal(number, leave) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _has_others() -> bool:
+    try:
+        return find_world().size > 1
+    except UserError:
+        return True
 
 
 class StopRequest:
@@ -59,24 +89,32 @@ class Watchdog:
     """Ends the process when no step has passed for max(`least` seconds, 10 median steps), and names the rank at fault.
 
     Two threads on every rank: one publishes its progress and listens to the next rank, the other judges. So a rank that
-    has fallen silent (stopped, swapped out) is found by the one before it within `least` seconds, in every phase; and
-    when all still talk but none moves, the rank that is furthest behind is the one that the rest wait for.
+    has fallen silent (stopped, swapped out) is found by the one before it within `least` seconds, in every phase, and
+    one that has died on the same host at once; and when all still talk but none moves, the rank that is furthest
+    behind is the one that the rest wait for. Whatever ends a rank, `explain` finds the first cause for it.
     """
 
     EXIT_CODE = 1
     MANY_STEPS = 10
     PATIENCE = 5.0  # seconds that the store may take to say who is to blame
+    SILENCE = 4.0  # seconds without a sign of life, once a connection was lost
+    GRACE = 10.0  # seconds to end by itself, once another rank has failed
     LEFT = b"left"  # what a rank says when it has ended in order
 
     def __init__(self, store: Any, rank: int, world: int, *, least: float = 60.0):
         self.store = store.clone() if world > 1 and hasattr(store, "clone") else store
         self.rank, self.world, self.least = rank, world, least
+        self.next = (rank + 1) % world
+        self.board = Board(self.store, rank)
         self.step, self.phase = -1, "start"
+        self.folder: Path | None = None  # of the run, once it has begun
         self._beat = time.monotonic()
         self._durations: deque[float] = deque(maxlen=50)
         self._allowance: float | None = None
         self._pause = min(1.0, least / 10)
         self._silence = 0.0  # seconds that the next rank has said nothing, while the store answered
+        self._cause: Cause | None = None  # the first failure, as soon as this rank knows of it
+        self._explained = False
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -88,10 +126,25 @@ class Watchdog:
                 thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=5)
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            told = self.explain(error)[0] if error is not None else None
+            if told is not error and told is not None:
+                raise told from error
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(timeout=5)
+            if error is not None and self.world > 1 and holds_store(self.rank):
+                within(self.PATIENCE, self._wait_for_others)  # they want to read why
+
+    def keep_traces(self, run_dir: Path) -> None:
+        """From now on there is a folder for what a hang leaves behind."""
+        self.folder = run_dir
+        if self.world > 1:
+            keep_collectives(run_dir / FLIGHTS)
 
     def beat(self, step: int, phase: str, *, allowance: float | None = None) -> None:
         """Progress was made. `allowance` is a longer limit for a phase that is known to be slow (compiling, say)."""
@@ -107,15 +160,90 @@ class Watchdog:
         usual = statistics.median(self._durations) if self._durations else 0.0
         return max(self.least, self.MANY_STEPS * usual)
 
+    # ------------------------------------------------------------ the end of a rank
+
+    def explain(self, error: BaseException) -> tuple[BaseException, str]:
+        """What to raise instead of an error, and its story; what another rank has said is not shown again."""
+        if self._explained or self.world == 1:
+            return error, summary(error)
+        self._explained = True
+        if is_lost_connection(error):
+            return self._follow()
+        text = summary(error).removeprefix(f"rank {self.rank}: ")
+        why = f"failed in {self.phase} of step {self.step}: {text}"
+        told = within(self.PATIENCE, lambda: self.board.tell(self.rank, why))
+        tell_launcher(f"rank {self.rank} {why}")
+        story = summary(error)
+        if not isinstance(error, UserError):
+            error.add_note(f"rank {self.rank} {why}")
+        elif not str(error).startswith("rank "):  # likely the same on all; if not, the survivors say whose it was
+            if self.rank != 0:
+                say(str(error), aloud=False)
+        elif told is not None and told.teller != self.rank:
+            first = told.why.partition(": ")[2]
+            if first and (first in text or text in first):
+                say(str(error), aloud=False)
+        return error, story
+
+    def _follow(self) -> tuple[BaseException, str]:
+        """This rank ends because another has: who, and why?"""
+        cause = self._find_cause()
+        if cause is None:
+            why = "lost touch with another rank, which has not said why; the first error of any rank may"
+            story, heard = f"rank {self.rank} {why}", True
+        else:
+            story = f"rank {self.rank} ended because {cause}"
+            heard = bool(within(self.PATIENCE, self.board.is_mouth))
+        tell_launcher(story)
+        say(story, aloud=heard)
+        return RunFailed(story), story
+
+    def _find_cause(self) -> Cause | None:
+        """The first failure, when others have had the time to tell or to be found silent."""
+        silence = max(self.SILENCE, 4 * self._pause)
+        deadline = time.monotonic() + silence + self.PATIENCE
+        while self._cause is None and time.monotonic() < deadline:
+            if within(self.PATIENCE, self._look) is None:
+                return Cause(0, STORE_GONE, self.rank) if self.rank and holds_store(0) else None
+            if self._silence > silence:
+                self._cause = self.board.tell(self.next, SILENT)
+            time.sleep(0.05)
+        return self._cause
+
+    def _look(self) -> bool:
+        """Read the first cause, or find that the next rank is one."""
+        self._cause = self._cause or self.board.read()
+        if self._cause is None and not self._has_left(self.next):
+            remains = self.board.find_dead(self.next)
+            if remains is not None:
+                self._cause = self.board.tell(self.next, remains)
+        return True
+
+    def _has_left(self, rank: int) -> bool:
+        name = f"beat/{rank}"
+        return self.store.check([name]) and self.store.get(name) == self.LEFT
+
+    def _wait_for_others(self) -> None:
+        deadline = time.monotonic() + self.PATIENCE
+        while time.monotonic() < deadline and not all(map(self._has_left, range(1, self.world))):
+            time.sleep(0.1)
+
+    # ------------------------------------------------------------ the two threads
+
     def _talk(self) -> None:
         """Publish this rank's progress and listen to the next rank; may block for as long as the store does."""
-        mine, other = f"beat/{self.rank}", f"beat/{(self.rank + 1) % self.world}"
+        mine, other = f"beat/{self.rank}", f"beat/{self.next}"
         heard: bytes | None = None
         changed = asked = time.monotonic()
+        introduced = False
         while not self._stop.wait(self._pause):
             try:
+                if not introduced:
+                    self.board.introduce()
+                    introduced = True
                 self.store.set(mine, json.dumps([self.step, self.phase, time.time()]))
                 told = self.store.get(other) if self.store.check([other]) else None
+                self._look()
             except Exception:  # the store's host is gone: its own end is reported by whoever started it
                 continue
             before, asked = asked, time.monotonic()
@@ -130,32 +258,46 @@ class Watchdog:
 
     def _watch(self) -> None:
         looked = time.monotonic()
+        known: float | None = None
         while not self._stop.wait(self._pause):
             before, looked = looked, time.monotonic()
             if looked - before > self._pause + 5:  # this process itself was stopped and goes on
                 self._beat = looked
+            if self._explained:  # it is about to end
+                continue
             if looked - self._beat > self.limit:
                 self._end(f"made no progress for {looked - self._beat:.0f} s", self._find_blame())
             if self._silence > self.least:
-                other = (self.rank + 1) % self.world
-                self._end(f"waited {self._silence:.0f} s for a sign of life", f"rank {other} {SILENT}")
+                self._end(f"waited {self._silence:.0f} s for a sign of life", f"rank {self.next} {SILENT}")
+            if self._cause is not None:
+                known = looked if known is None else known
+                if looked - known > self.GRACE:
+                    self._end("could not go on", str(self._cause))
 
     def _end(self, what: str, blame: str) -> None:
-        where = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])[-3:])
-        print(
-            f"error: rank {self.rank} {what} in {self.phase} of step {self.step}; {blame}. It was here:\n{where}",
-            file=sys.stderr,
-            flush=True,
-        )
+        """Leave a record and end the process, whatever the other threads do."""
+        faulthandler.dump_traceback_later(60, exit=True)  # even if one of them never gives the interpreter back
+        story = f"rank {self.rank} {what} in {self.phase} of step {self.step}; {blame}"
+        first = self._cause is None or self._cause.rank == self.rank  # the one to blame says where it was, too
+        if self._cause is None:
+            words = blame.split(maxsplit=2)  # "rank N did this", or that nobody can be named
+            named = words[0] == "rank" and words[1].isdecimal()
+            culprit, why = (int(words[1]), words[2]) if named else (self.rank, f"{what}; {blame}")
+            cause = within(self.PATIENCE, lambda: self.board.tell(culprit, why))
+            first = cause is None or self.rank in (cause.teller, cause.rank)
+        if self.folder is not None and dump_collectives(self.folder / FLIGHTS, self.rank):
+            story += f" (its latest collectives are in {self.folder / FLIGHTS})"
+        tell_launcher(story)
+        if first:
+            where = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])[-3:])
+            print(f"error: {story}. It was here:\n{where}", file=sys.stderr, flush=True)
+        elif within(self.PATIENCE, self.board.is_mouth) is not False:
+            print(f"error: {story}", file=sys.stderr, flush=True)
         os._exit(self.EXIT_CODE)
 
     def _find_blame(self) -> str:
         """Ask the store, but not for ever."""
-        answers: list[str] = []
-        asking = threading.Thread(target=lambda: answers.append(self._blame()), daemon=True)
-        asking.start()
-        asking.join(timeout=self.PATIENCE)
-        return answers[0] if answers else NO_STORE
+        return within(self.PATIENCE, self._blame) or NO_STORE
 
     def _blame(self) -> str:
         beats = {}
@@ -163,7 +305,9 @@ class Watchdog:
             try:
                 if rank == self.rank or not self.store.check([f"beat/{rank}"]):
                     continue
-                beats[rank] = json.loads(self.store.get(f"beat/{rank}"))
+                told = self.store.get(f"beat/{rank}")
+                if told != self.LEFT:
+                    beats[rank] = json.loads(told)
             except Exception:
                 return NO_STORE
         silent = [r for r, (_, _, seen) in beats.items() if time.time() - seen > max(5.0, self.least / 4)]

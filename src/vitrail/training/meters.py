@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vitrail.cost.flops import Flops, peak_tflops
+from vitrail.cost.flops import Again, Flops, peak_tflops
 
 WARM_UP_STEPS = 3  # after a start or resume: compilation, caches, autotuning
 
@@ -16,7 +16,7 @@ class Meter:
     tokens: int  # tokens of a sample, hidden ones included
     flops: Flops  # forward, one sample
     world: int
-    recompute: bool
+    recompute: bool | Again
     device: torch.device
     steps_seen: int = 0
     seconds: list[float] = field(default_factory=list)

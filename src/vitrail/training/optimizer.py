@@ -1,4 +1,8 @@
-"""Optimizers and their parameter groups: what decays, at which rate, shown as a table at the start of a run."""
+"""Optimizers and their parameter groups: what decays, at which rate, shown as a table at the start of a run.
+
+An optimizer sees the shards of this rank as plain tensors ("params"); the model's own parameters, which may be spread
+over different meshes, stand beside them ("sources").
+"""
 
 import math
 import re
@@ -6,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vitrail.errors import UserError
 from vitrail.models.model import Model
+from vitrail.parallel.gradients import local
 from vitrail.recipe import config
 
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
@@ -83,8 +89,7 @@ class SGDConfig(_OptimizerConfig):
             raise ValueError(f"momentum {self.momentum} must be at least 0 and below 1")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        # Not fused: DTensor has no sharding rule for that kernel.
-        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum)
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, fused=True)
 
 
 def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
@@ -103,9 +108,10 @@ def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
         label = f"{rule.match or 'all'}, {'decay' if decay else 'no decay'}"
         group = groups.setdefault(
             (rule.match, decay),
-            {"name": label, "lr_multiplier": rule.lr, "weight_decay": decay, "params": [], "names": []},
+            {"name": label, "lr_multiplier": rule.lr, "weight_decay": decay, "params": [], "sources": [], "names": []},
         )
-        group["params"].append(parameter)
+        group["params"].append(nn.Parameter(local(parameter.detach())))
+        group["sources"].append(parameter)
         group["names"].append(name)
     unused = [r.match for r in c.groups if r.match not in used]
     if unused:
@@ -124,7 +130,7 @@ def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
     return [
         {
             "name": group["name"],
-            "parameters": sum(p.numel() for p in group["params"]),
+            "parameters": sum(p.numel() for p in group["sources"]),
             "tensors": len(group["params"]),
             "lr": base_rate * group["lr_multiplier"],
             "weight_decay": group["weight_decay"],
@@ -133,20 +139,43 @@ def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
     ]
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
+def step(optimizer: Optimizer, rate: float) -> None:
+    """Update the shards of this rank by their gradients, and drop these."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_multiplier"]
+        for shard, source in zip(group["params"], group["sources"], strict=True):
+            # Fetched anew: sharding may have moved a parameter since.
+            shard.data, shard.grad = local(source.detach()), None if source.grad is None else local(source.grad)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def named_state(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors by name, `<parameter>.<moment>`; step counts are a number, see optimizer_steps()."""
+    """The optimizer's tensors by name, `<parameter>.<moment>`, spread as their parameters are.
+
+    Step counts are a number, see optimizer_steps().
+    """
     state = {}
     for group in optimizer.param_groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
-            for moment, value in optimizer.state.get(parameter, {}).items():
+        for name, shard, source in zip(group["names"], group["params"], group["sources"], strict=True):
+            for moment, value in optimizer.state.get(shard, {}).items():
                 if moment != "step" and value is not None:
-                    state[f"{name}.{moment}"] = value
+                    state[f"{name}.{moment}"] = spread_like(source, value)
     return state
+
+
+def spread_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A rank's shard as a part of a tensor that is spread as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: int) -> dict[str, torch.Tensor]:
@@ -159,8 +188,3 @@ def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: in
                 state["step"] = torch.tensor(float(steps), device=parameter.device)
             optimizer.state[parameter] = state
     return named_state(optimizer)
-
-
-def local(tensor: torch.Tensor | nn.Parameter) -> torch.Tensor:
-    """The part of a sharded tensor that this rank holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from vitrail.data.batch import Statistics
 from vitrail.errors import UserError
+from vitrail.launch.world import find_world
 from vitrail.models.model import Model
+from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe, load_recipe
+from vitrail.recipe.sections import Parallel
 from vitrail.training.checkpoint import (
     BadCheckpoint,
     list_checkpoints,
@@ -60,22 +63,22 @@ def evaluate(
     if samples is not None and samples < 1:
         raise UserError(f"samples: {samples} must be at least 1")
     list_or_refuse(run, checkpoint)
-    with joined(find_recipe(run, overrides)) as (place, watchdog):
+    with joined(fitting(find_recipe(run, overrides))) as (place, watchdog):
         # Rank 0 chooses: a run that goes on may save and remove checkpoints meanwhile.
         path = Path(on_chief(lambda: str(find_checkpoint(run, checkpoint)[0]), place.control))
         manifest = read_manifest(path)
-        recipe = stored_recipe(manifest, overrides)
+        recipe = fitting(stored_recipe(manifest, overrides))
         weights = which_weights(weights, recipe)
         if not recipe.data.valid:
             raise UserError(f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]")
         data = open_data(recipe, place, Statistics(*(tuple(manifest["statistics"][k]) for k in ("mean", "std"))))
         recipe = complete(recipe, data)
-        model = build_model(recipe, place).model
-        load_weights(model, path, manifest, weights, place.saving)
         objective = recipe.objective.build(recipe.model, data.statistics)
-        evaluator = make_evaluator(recipe, place, data, objective, samples=samples)
+        flow = build_model(recipe, place, data, objective).flow
+        load_weights(flow.model, path, manifest, weights, place.saving)
+        evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
         metrics = evaluator.metrics(
-            model, tick=lambda: watchdog.beat(manifest["step"], "validation", allowance=SLOW_PHASE)
+            flow, tick=lambda: watchdog.beat(manifest["step"], "validation", allowance=SLOW_PHASE)
         )
     return {
         "run": str(run),
@@ -98,6 +101,15 @@ def find_recipe(given: Any, overrides: Sequence[str] = ()) -> Recipe:
     if isinstance(given, Recipe):
         return load_recipe(given.to_tree(), overrides) if overrides else given
     return load_recipe(given, overrides)
+
+
+def fitting(recipe: Recipe) -> Recipe:
+    """The recipe in a layout that the ranks here can have: a run is evaluated wherever it was trained."""
+    try:
+        refuse(recipe, find_world().size)
+    except UserError:
+        return recipe.model_copy(update={"parallel": Parallel(attention=recipe.parallel.attention)})
+    return recipe
 
 
 def stored_recipe(manifest: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:

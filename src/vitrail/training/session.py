@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.errors import RunFailed, UserError
@@ -24,6 +23,7 @@ from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
 from vitrail.training.collective import on_chief, share_json, together
 from vitrail.training.evaluate import Evaluator
+from vitrail.training.failures import is_lost_connection
 from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
 from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
 from vitrail.training.meters import Meter
@@ -78,7 +78,7 @@ class Session:
                 f"use one of {', '.join(self.objective.metrics)}"
             )
         self.sampler = make_sampler(recipe, self.data)
-        self.parts = build_model(recipe, place)
+        self.parts = build_model(recipe, place, self.data, self.objective)
         self.initial: Report | None = None  # what a new run starts from, other than random numbers
         if recipe.init and not on_chief(lambda: bool(list_checkpoints(self.run_dir / "checkpoints")), place.control):
             names = getattr(recipe.objective, "names", None)
@@ -93,8 +93,9 @@ class Session:
             cpu_mesh=self.parts.cpu_mesh,
             larger_is_better=self.metric_name in self.objective.larger_is_better,
         )
-        self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective)
+        self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
+        self.notes += self.parts.flow.notes
         self.folder: RunFolder | None = None  # rank 0 has one, from here on
         on_chief(self.open_folder, place.control)
         self.last_metrics: tuple[int, dict[str, float]] | None = None
@@ -125,6 +126,7 @@ class Session:
         trainer, chief = self.trainer, self.place.world.chief
         resumed = self.resume()
         first = trainer.done
+        self.watchdog.keep_traces(self.run_dir)
         with Progress(trainer.total, first, enabled=chief and not self.quiet) as progress:
             board = open_tensorboard(self.recipe, self.run_dir, first) if chief else None
             self.journal = Journal(self.folder, progress, board)
@@ -167,13 +169,22 @@ class Session:
         if recipe.checkpoint.every != "off":
             every["save"] = trainer.steps(recipe.checkpoint.every)
         watch_every = 0 if recipe.log.activations == "off" else trainer.steps(recipe.log.activations)
-        loader = make_loader(recipe, self.place, self.data, self.sampler, step=trainer.done, samples=trainer.samples)
+        loader = make_loader(
+            recipe,
+            self.place,
+            self.data,
+            self.sampler,
+            self.objective,
+            trainer.flow,
+            step=trainer.done,
+            samples=trainer.samples,
+        )
         meter = Meter(
             batch=self.data.batch,
             tokens=self.objective.tokens_per_sample(),
             flops=self.objective.flops(trainer.model),
             world=self.place.world.size,
-            recompute=self.parts.recompute,
+            recompute=trainer.flow.again,
             device=self.place.device,
         )
 
@@ -228,7 +239,7 @@ class Session:
             self.journal.note(str(self.initial))
             self.journal.log("init", step=trainer.done, **self.initial.to_json())
         on_chief(self.describe, self.place.control)
-        parameters = sum(p.numel() for p in trainer.model.parameters())
+        parameters = self.parts.parameters
         flops = self.objective.flops(trainer.model)
         device = torch.cuda.get_device_name(self.place.device) if self.place.device.type == "cuda" else "CPU"
         epochs = trainer.total * self.data.batch / self.sampler.epoch
@@ -241,6 +252,8 @@ class Session:
             steps=trainer.total,
             resumed=resumed,
             world=world,
+            launcher=self.place.world.note,
+            layout=str(trainer.flow.layout),
             parameters=parameters,
             tokens_per_sample=self.objective.tokens_per_sample(),
             samples_per_epoch=self.sampler.epoch,
@@ -248,7 +261,7 @@ class Session:
             device=device,
             flops_per_sample={
                 "model": flops.training,
-                "hardware": flops.hardware(recompute=self.parts.recompute),
+                "hardware": flops.hardware(recompute=trainer.flow.again),
             },
             best_metric=self.metric_name,
             larger_is_better=self.metric_name in self.objective.larger_is_better,
@@ -302,13 +315,13 @@ class Session:
 
         with trainer.ema.swapped() if trainer.ema else ExitStack():
             if measure and self.data.valid is not None:
-                metrics = self.evaluator.metrics(trainer.model, tick=tick)
+                metrics = self.evaluator.metrics(trainer.flow, tick=tick)
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
             if picture:
                 self.watchdog.beat(trainer.done, "drawing", allowance=SLOW_PHASE)
-                batch, output, targets = self.evaluator.example(trainer.model)
+                batch, output, targets = self.evaluator.example(trainer.flow)
                 if self.folder is not None:
                     self.draw(self.folder, batch, output, targets)
 
@@ -363,18 +376,16 @@ class Session:
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
         """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
-        lost = size > 1 and isinstance(error, RuntimeError) and is_lost_connection(error)
-        if lost:
-            error = RunFailed(f"rank {rank} lost touch with another rank; the first error of any rank says why")
-        elif isinstance(error, UserError) and size > 1:
+        if isinstance(error, UserError) and size > 1:
             error = type(error)(f"rank {rank}: {error}")
-        if not lost and not isinstance(error, KeyboardInterrupt):
-            self.watchdog.beat(self.trainer.done, "saving", allowance=SLOW_PHASE)
+        if not isinstance(error, KeyboardInterrupt) and not (size > 1 and is_lost_connection(error)):
+            self.watchdog.beat(self.trainer.done, self.watchdog.phase, allowance=SLOW_PHASE)
             self.note_saved(self.checkpoints.wait())  # the save under way is still a good one
+        error, story = self.watchdog.explain(error)
         if self.folder is not None and not begun and isinstance(error, UserError):
             self.folder.discard_if_new()
         else:
-            self.end("failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+            self.end("failed", story)
         return RunFailed(str(error)) if begun and isinstance(error, UserError) else error
 
     def end(self, reason: str, message: str) -> None:
@@ -432,11 +443,3 @@ def in_words_of_today(stored: dict[str, Any]) -> dict[str, Any]:
         return load_recipe(stored).to_tree()
     except UserError:  # it names what is no more: the differences are shown as they are
         return stored
-
-
-def is_lost_connection(error: RuntimeError) -> bool:
-    """What gloo and NCCL say on the ranks that survive another."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        words in text for words in ("connection closed by peer", "connection reset", "connect failure", "gloo")
-    )

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
 from vitrail.data.sampler import Sampler
-from vitrail.draws import key
+from vitrail.draws import Draws, key
 from vitrail.errors import UserError
 from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
@@ -27,8 +26,11 @@ from vitrail.layers.patches import per_axis
 from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
 from vitrail.objectives.objective import Objective
-from vitrail.parallel.mesh import Layout, layout_of, make_mesh
+from vitrail.parallel.check import refuse
+from vitrail.parallel.flow import Flow
+from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.parallelize import parallelize
+from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.recipe import Recipe
 from vitrail.training.collective import on_chief, together
 from vitrail.training.evaluate import Evaluator
@@ -52,14 +54,15 @@ class Place:
 
 def find_place(recipe: Recipe) -> Place:
     world = find_world()
+    refuse(recipe, world.size)
     cuda = torch.cuda.is_available()
     if recipe.run.device == "cuda" and not cuda:
         raise UserError("run.device: 'cuda' was asked for but PyTorch sees no such device; use 'cpu' or 'auto'")
     use_cuda = cuda and recipe.run.device != "cpu"
-    device = torch.device("cuda", world.local_rank) if use_cuda else torch.device("cpu")
+    device = torch.device("cuda", world.device_index(torch.cuda.device_count())) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    asked = os.environ.get("OMP_NUM_THREADS", "") if not world.launched else ""  # torchrun sets it to 1 unasked
+    asked = os.environ.get("OMP_NUM_THREADS", "") if world.launcher != "torchrun" else ""  # it sets 1 unasked
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else share_of_cores(world)
     torch.set_num_threads(threads)
     if recipe.run.deterministic:
@@ -102,9 +105,7 @@ def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataPar
         return train, valid
 
     train, valid = together(open_all, place.control)
-    batch = recipe.data.global_batch(place.world.size)
-    if batch % place.world.size:
-        raise UserError(f"data.batch: {batch} cannot be shared evenly by {place.world.size} ranks; use a multiple")
+    batch = recipe.data.global_batch(layout_of(recipe.parallel, place.world.size).data)
     normalize = recipe.data.normalize
     number = len(train.variables)
     if known is not None:
@@ -220,12 +221,25 @@ def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
     )
 
 
-def make_loader(recipe: Recipe, place: Place, data: DataParts, sampler: Sampler, *, step: int, samples: int) -> Loader:
-    """Reads this rank's slice of each global batch, from a step before which so many samples were used."""
-    share = data.batch // place.world.size
+def make_loader(
+    recipe: Recipe,
+    place: Place,
+    data: DataParts,
+    sampler: Sampler,
+    objective: Objective,
+    flow: Flow,
+    *,
+    step: int,
+    samples: int,
+) -> Loader:
+    """Reads this rank's slice of each global batch, from a step before which so many samples were used.
+
+    Ranks that share samples name them by the same counters; each reads what it needs of them.
+    """
+    share = data.batch // flow.layout.data
 
     def counters(now: int) -> range:
-        first = samples + (now - step) * data.batch + place.world.rank * share
+        first = samples + (now - step) * data.batch + flow.data_rank * share
         return range(first, first + share)
 
     stride = math.gcd(data.batch, sampler.lanes)  # a rank's slices begin at every so many lanes
@@ -239,7 +253,13 @@ def make_loader(recipe: Recipe, place: Place, data: DataParts, sampler: Sampler,
         device=place.device,
         workers=reading_threads(recipe, place),
         prefetch=recipe.data.prefetch,
+        slab=objective.slab(reader.crop, flow.part),
     )
+
+
+def micro_batch(recipe: Recipe, data: DataParts, layout: Layout) -> int:
+    """Samples of one pass of a rank."""
+    return recipe.data.micro_batch or max(1, data.batch // layout.data)
 
 
 def reading_threads(recipe: Recipe, place: Place) -> int:
@@ -247,7 +267,7 @@ def reading_threads(recipe: Recipe, place: Place) -> int:
 
 
 def make_evaluator(
-    recipe: Recipe, place: Place, data: DataParts, objective: Objective, *, samples: int | None = None
+    recipe: Recipe, place: Place, data: DataParts, objective: Objective, flow: Flow, *, samples: int | None = None
 ) -> Evaluator:
     """Fixed samples: of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset = data.valid or data.train
@@ -256,41 +276,88 @@ def make_evaluator(
     workers = reading_threads(recipe, place)
     return Evaluator(
         objective,
-        Loader(sampler, reader, device=place.device, workers=workers, prefetch=1),
+        Loader(
+            sampler,
+            reader,
+            device=place.device,
+            workers=workers,
+            prefetch=1,
+            slab=objective.slab(reader.crop, flow.part),
+        ),
         seed=recipe.run.seed,
         samples=samples or recipe.eval.samples,
-        batch=recipe.data.micro_batch or max(1, data.batch // place.world.size),
+        batch=micro_batch(recipe, data, flow.layout),
     )
 
 
 @dataclass(frozen=True)
 class Parts:
-    model: Model
-    cpu_mesh: DeviceMesh
-    layout: Layout
-    recompute: bool
+    """A model spread over ranks, and facts of the whole of it that a rank with some of its stages does not see."""
+
+    flow: Flow
+    cpu_mesh: Mesh
+    parameters: int
+    drop_path_rates: list[float]
+
+    @property
+    def model(self) -> Model:
+        return self.flow.model
 
 
-def build_model(recipe: Recipe, place: Place) -> Parts:
+def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Objective) -> Parts:
     """On the meta device, parallelised, materialised, initialised: no rank ever holds more than its shards."""
-    layout = layout_of(recipe.parallel.strategy, recipe.parallel.group, place.world.size)
-    use_backend(recipe.parallel.attention, device=place.device, key="parallel.attention")
-    mesh = make_mesh(layout, place.device.type)
-    cpu_mesh = mesh if place.device.type == "cpu" else make_mesh(layout, "cpu")
+    c, on_gpu = recipe.parallel, place.device.type == "cuda"
+    layout = layout_of(c, place.world.size)
+    use_backend(c.attention, device=place.device, key="parallel.attention")
+    mesh = Mesh.make(layout, place.device.type)
+    cpu_mesh = Mesh.make(layout, "cpu") if on_gpu else mesh
     with torch.device("meta"):
         model = recipe.model.build()
-    rules = init_rules(model)
-    on_gpu = place.device.type == "cuda"
-    compute, compiled = recipe.precision.compute, recipe.parallel.compile
-    parallelize(
+    rules, parameters = init_rules(model), sum(p.numel() for p in model.parameters())
+    rates = model.drop_path_rates()
+    compute = recipe.precision.compute
+    if compute == "auto":
+        compute = "bf16" if on_gpu else "fp32"
+    dtype = torch.float32 if compute == "fp32" else torch.bfloat16
+    flow = parallelize(
         model,
         mesh,
         layout,
-        recompute=recipe.parallel.recompute == "full",
-        compiled=on_gpu if compiled == "auto" else compiled,
-        compute=DTYPES["bf16" if on_gpu else "fp32"] if compute == "auto" else DTYPES[compute],
+        c,
+        device=place.device,
+        compute=dtype,
         reduce=DTYPES[recipe.precision.reduce],
+        compiled=on_gpu if c.compile == "auto" else c.compile,
+        float8_rows=micro_batch(recipe, data, layout) * objective.tokens_per_sample() // layout.context
+        if compute == "float8"
+        else None,
+        counts=cut_pipeline(recipe, place, data, objective, model, layout, dtype) if layout.pipeline > 1 else (),
     )
-    model.to_empty(device=place.device)
+    model.to_empty(device="cpu" if c.offload else place.device)
     initialise(model, rules, recipe.run.seed)
-    return Parts(model, cpu_mesh, layout, recipe.parallel.recompute == "full")
+    return Parts(flow, cpu_mesh, parameters, rates)
+
+
+def cut_pipeline(
+    recipe: Recipe,
+    place: Place,
+    data: DataParts,
+    objective: Objective,
+    model: Model,
+    layout: Layout,
+    compute: torch.dtype,
+) -> list[int]:
+    """How many of the model's stages each stage of the pipeline has: as the recipe says, or by what they cost here."""
+    c = recipe.parallel
+    if c.split != "measured":
+        return list(c.split)
+
+    def measure() -> list[float]:
+        sampler = data.train.sampler(seed=recipe.run.seed, lanes=1, reuse=1)
+        reader = data.train.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, data.train))
+        size = micro_batch(recipe, data, layout)
+        batch = Loader(sampler, reader, device=place.device, workers=0, prefetch=1).load(range(size))
+        inputs, _ = objective.prepare(batch, Draws(recipe.run.seed, batch.counters))
+        return measure_costs(model, inputs, place.device, compute=compute)
+
+    return cut(on_chief(measure, place.control), num_parts(c, layout.pipeline))

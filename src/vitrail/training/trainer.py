@@ -2,6 +2,7 @@
 
 A step: this rank's slice of the batch, in micro-batches; sums of losses backward; one small all-reduce of loss, count,
 gradient norm and stop wishes; then every rank takes the same decision (step, skip, stop) from the same numbers.
+Gradients are sums over all ranks (parallel/), so dividing by the count of all ranks is all the scaling there is.
 """
 
 import math
@@ -16,13 +17,12 @@ import torch.distributed as dist
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws, key
 from vitrail.errors import UserError
-from vitrail.objectives.objective import Objective, drop_path_table
-from vitrail.parallel.parallelize import last_micro_batch
+from vitrail.objectives.objective import Loss, Objective, drop_path_table
 from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, load_tensors, stored_tensors
 from vitrail.training.collective import gather_json
 from vitrail.training.ema import EMA
-from vitrail.training.optimizer import local, make_groups, named_state, restore_state, set_rate
+from vitrail.training.optimizer import make_groups, named_state, restore_state, step
 from vitrail.training.setup import DataParts, Parts, Place
 
 STOP_REASONS = ("signal", "time limit")
@@ -48,14 +48,14 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, place: Place, data: DataParts, parts: Parts, objective: Objective, epoch: int):
         self.recipe, self.place, self.data, self.parts, self.objective = recipe, place, data, parts, objective
-        self.model = parts.model
+        self.model, self.flow = parts.model, parts.flow
         self.total = steps_of(recipe.run.steps, batch=data.batch, epoch=epoch)
         self.epoch = epoch
         self.warmup = self.steps(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer))
-        self.ema = EMA(self.model, recipe.ema.decay) if recipe.ema else None
-        self.drop_path_rates = self.model.drop_path_rates()
+        self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
+        self.drop_path_rates = parts.drop_path_rates
         self.done = 0  # steps, skipped ones too: the data they used is used up
         self.samples = 0  # the counter of the sample to come
         self.optimizer_steps = 0
@@ -83,29 +83,28 @@ class Trainer:
         loss_sum, count = self._forward_backward(batch)
         rms, self.model.watching = self.model.watching, None
 
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        gradients = self.flow.gradients
+        gradients.add_up()
         wishes = torch.tensor([float(reason == stop_wish) for reason in STOP_REASONS], dtype=torch.float64)
-        numbers = torch.stack([loss_sum, count, squares / self.parts.layout.replicate])
+        numbers = torch.stack([t.to(self.place.device) for t in (loss_sum, count, gradients.squares())])
         table = torch.cat([numbers, wishes.to(numbers.device)])
         dist.all_reduce(table)
         loss_sum_all, count_all, squares_all, *wished = table.tolist()
 
-        # FSDP averages over ranks what is a sum here; and the sum is over count_all values.
         # With nothing to score (no hidden token in any sample, say) there is no step to take.
-        scale = self.place.world.size / count_all if count_all else math.nan
+        scale = 1 / count_all if count_all else math.nan
         norm = math.sqrt(squares_all) * scale
         finite = math.isfinite(loss_sum_all) and math.isfinite(norm)
         if finite:
             clip = self.recipe.optimizer.clip
             factor = scale * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
-            torch._foreach_mul_(gradients, factor)
-            set_rate(self.optimizer, self.rate)
-            self.optimizer.step()
+            if shards := gradients.local():
+                torch._foreach_mul_(shards, factor)
+            step(self.optimizer, self.rate)
             self.optimizer_steps += 1
             if self.ema is not None:
                 self.ema.update(self.optimizer_steps)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self.done += 1
         self.samples += self.data.batch
         self.skipped += not finite
@@ -116,23 +115,27 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.recipe.data.micro_batch or len(batch)
-        total = torch.zeros(2, dtype=torch.float64, device=self.place.device)
-        for start in range(0, len(batch), size):
-            micro = batch.narrow(start, min(start + size, len(batch)))
-            last_micro_batch(self.model, start + size >= len(batch))
-            draws = Draws(self.recipe.run.seed, micro.counters)
-            inputs, targets = self.objective.prepare(micro, draws)
-            drop_path = drop_path_table(draws, self.drop_path_rates)
-            if drop_path is not None:
-                inputs["drop_path"] = drop_path.to(self.place.device)
-            loss = self.objective.loss(self.model(**inputs), targets)
-            loss.sum.backward()
-            total += torch.stack([loss.sum.detach().double(), loss.count.double()])
-        return total[0], total[1]
+        starts = range(0, len(batch), size)
+        micro = (batch.narrow(start, min(start + size, len(batch))) for start in starts)
+        return self.flow.forward_backward((self._prepare(part) for part in micro), len(starts), self._judge)
+
+    def _prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
+        draws = Draws(self.recipe.run.seed, micro.counters)
+        inputs, targets = self.objective.prepare(micro, draws, part=self.flow.part, exchange=self.flow.exchange)
+        drop_path = drop_path_table(draws, self.drop_path_rates)
+        if drop_path is not None:
+            inputs["drop_path"] = drop_path.to(self.place.device)
+        return inputs, targets
+
+    def _judge(self, output: torch.Tensor, targets: Any) -> Loss:
+        if self.objective.needs_whole:
+            output = self.objective.join(self.flow.outputs(output), targets)
+        return self.objective.loss(output, targets)
 
     def all_counters(self, batch: Batch) -> list[int]:
-        """Counters of the samples of a step, from all ranks."""
-        return [counter for share in gather_json(batch.counters, self.place.control) for counter in share]
+        """Counters of the samples of a step, from all ranks; some ranks have the same ones."""
+        shares = gather_json(batch.counters, self.place.control)
+        return sorted({counter for share in shares for counter in share})
 
     def refuse_more_skips(self) -> None:
         """End the run after too many skipped steps in a row."""
@@ -156,7 +159,7 @@ class Trainer:
     def state_bytes(self) -> int:
         """About what a checkpoint will need, before there is any optimizer state."""
         copies = 1 + (2 if self.recipe.optimizer.kind == "adamw" else 1) + (self.ema is not None)
-        return copies * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return copies * self.parts.parameters * torch.float32.itemsize
 
     def numbers(self) -> dict[str, Any]:
         """Everything else, for the manifest; there is no generator state, since every draw is a function of these."""
@@ -169,7 +172,7 @@ class Trainer:
             "rates": {g["name"]: g["lr"] for g in self.optimizer.param_groups},
             "threads": self.place.threads,
             "world": self.place.world.size,
-            "layout": self.parts.layout._asdict(),
+            "layout": self.flow.layout._asdict(),
             "statistics": self.data.statistics._asdict(),
             "recipe": self.recipe.to_tree(),
         }

@@ -1,0 +1,210 @@
+"""Products in float8 (torchao) for the linear layers of blocks: precision.compute float8.
+
+- inputs, weights and gradients are rounded to 8 bits for the product alone, each row or tensor with a scale of its own,
+  found anew each time; what is stored, added up and sent stays as it is in bf16
+- "rowwise" scales each row (the gradient of weights too), "rowwise_gw" leaves the gradient of weights in bf16, which is
+  the most accurate, "tensorwise" has one scale a tensor, which is the fastest
+- layers change in place, so names, initialisation and sharding do; a layer cut over tensor ranks computes its slice
+- rounding reads and writes every number once more. A layer pays for that when it is large: each is judged by its shape,
+  and one that would be slower stays in bf16
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vitrail.errors import UserError
+from vitrail.models.model import Model
+from vitrail.recipe.kinds import remedy
+
+Recipe = Literal["tensorwise", "rowwise", "rowwise_gw"]
+_NAMES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw": "rowwise_with_gw_hp"}
+MULTIPLE = 16  # of both widths of a layer, which the hardware asks for
+
+
+# ---------------------------------------------------------------- will it pay
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a GPU reaches, not its peak: TFLOP/s of products, and TB/s of the passes that round."""
+
+    bf16: float
+    float8: dict[str, float]
+    memory: float
+
+
+# An H200. bf16 is measured (shapes of ViT-L to a 2B model). The others are assumed: float8 reaches 1.6 times that of
+# its twofold peak, 1.4 times with a scale a row, and memory 80 % of its 4.8 TB/s.
+HOPPER = Speeds(bf16=720.0, float8={"tensorwise": 1150.0, "rowwise": 1000.0, "rowwise_gw": 1000.0}, memory=3.8)
+PAYS = 1.03  # less is within the noise of a step
+
+
+def speedup(rows: int, inputs: int, outputs: int, recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER) -> float:
+    """How much faster forward and backward of one layer are in float8 than in bf16, by a model of time.
+
+    Time is that of three products, and of the passes that round: two reads of bf16 (for the scale, for the value) and a
+    write of float8, once for each operand of each product in float8.
+    """
+    product = 2.0 * rows * inputs * outputs
+    x, w, g = rows * inputs, inputs * outputs, rows * outputs  # numbers of the input, the weight, the gradient
+    rounded = [x, w, g, w] + ([] if recipe == "rowwise_gw" else [g, x])
+    fast = 3 if recipe != "rowwise_gw" else 2
+    seconds_bf16 = 3 * product / (speeds.bf16 * 1e12)
+    seconds = fast * product / (speeds.float8[recipe] * 1e12) + (3 - fast) * product / (speeds.bf16 * 1e12)
+    return seconds_bf16 / (seconds + 5.0 * sum(rounded) / (speeds.memory * 1e12))
+
+
+def break_even(inputs: int, outputs: int, recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER) -> int | None:
+    """From how many rows (tokens of a batch on one device) on a layer is faster in float8; None: never."""
+    if speedup(1 << 40, inputs, outputs, recipe, speeds) < PAYS:
+        return None
+    low, high = 1, 1 << 40
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if speedup(middle, inputs, outputs, recipe, speeds) >= PAYS else (middle + 1, high)
+    return low
+
+
+class Layer(NamedTuple):
+    name: str
+    layer: nn.Linear
+    inputs: int  # of this rank's slice
+    outputs: int
+
+
+class Judgement(NamedTuple):
+    """What float8 is worth for a model."""
+
+    taken: tuple[str, ...]  # names of the layers that pay
+    left: dict[str, str]  # why the others stay in bf16, by name
+    gain: float  # of the time of all linear layers of blocks
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        total = len(self.taken) + len(self.left)
+        if not self.taken:
+            why = next(iter(self.left.values()), "there are none")
+            return f"float8 will not pay: none of {total} linear layers would be faster ({why}); use bf16"
+        rest = f"; {len(self.left)} stay in bf16 ({next(iter(self.left.values()))})" if self.left else ""
+        return f"float8 in {len(self.taken)} of {total} linear layers, about {self.gain:.2f} times as fast{rest}"
+
+
+def linears(model: Model) -> Iterator[Layer]:
+    """The linear layers that blocks apply to tokens."""
+    names = {module: name for name, module in model.named_modules()}
+    for block in model.blocks():
+        for module in block.modules():
+            for name in (*getattr(module, "columns", ()), *filter(None, [getattr(module, "row", None)])):
+                layer = getattr(module, name)
+                weight = layer.weight
+                outputs, inputs = (weight.to_local() if isinstance(weight, DTensor) else weight).shape
+                yield Layer(names[layer], layer, inputs, outputs)
+
+
+def check(model: Model, rows: int, recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER) -> Judgement:
+    """Which layers would be faster in float8 with so many rows (tokens of a batch that this device computes with)."""
+    taken, left, seconds, saved = [], {}, 0.0, 0.0
+    for name, _, inputs, outputs in linears(model):
+        gain = speedup(rows, inputs, outputs, recipe, speeds)
+        seconds += inputs * outputs
+        if inputs % MULTIPLE or outputs % MULTIPLE:
+            left[name] = f"{inputs} x {outputs} are not multiples of {MULTIPLE}"
+        elif gain < PAYS:
+            least = break_even(inputs, outputs, recipe, speeds)
+            when = "at no number of tokens" if least is None else f"from {least:,} tokens on, and there are {rows:,}"
+            left[name] = f"{inputs} x {outputs} pays {when}"
+        else:
+            taken.append(name)
+            saved += inputs * outputs * (1 - 1 / gain)
+    return Judgement(tuple(taken), left, seconds / (seconds - saved) if seconds else 1.0)
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why a device has no products in float8, None if it has."""
+    if device.type != "cuda":
+        return f"a {device.type.upper()} has no float8 products"
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return None if name.startswith(("gfx94", "gfx95")) else f"{name} has no float8 products, an MI300 has"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) >= (8, 9) else f"compute capability {major}.{minor} has no float8 products, 8.9 has"
+
+
+# ---------------------------------------------------------------- how it is done
+
+
+def apply(
+    model: Model,
+    *,
+    device: torch.device,
+    rows: int,
+    recipe: Recipe = "tensorwise",
+    force: bool = False,
+    emulate: bool = False,
+) -> Judgement:
+    """Make the linear layers of blocks that pay compute in float8, in place.
+
+    `force` takes every layer whose shape allows it. `emulate` rounds, but multiplies in the type of the inputs: on any
+    device, slowly, for tests.
+    """
+    if not emulate and (reason := refusal(device)) is not None:
+        raise UserError(f"precision.compute: float8 cannot be used, since {reason}; use bf16")
+    multiply = _multiplier(recipe, emulate)
+    judged = check(model, rows, recipe)
+    if force:
+        fitting = [layer for layer in linears(model) if not (layer.inputs % MULTIPLE or layer.outputs % MULTIPLE)]
+        judged = Judgement(
+            tuple(layer.name for layer in fitting),
+            {name: why for name, why in judged.left.items() if "multiples" in why},
+            judged.gain,
+        )
+    taken = set(judged.taken)
+    for name, layer, _, _ in linears(model):
+        if name in taken:
+            layer.forward = _forward(layer, multiply)  # type: ignore[method-assign]
+    return judged
+
+
+def _multiplier(recipe: Recipe, emulate: bool) -> Any:
+    """torchao's product of an input and a transposed weight, with its settings."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    except ImportError as error:
+        raise UserError(f"precision.compute: float8 needs torchao ({error}); {remedy('torchao')}") from None
+    from dataclasses import replace
+
+    config = replace(Float8LinearConfig.from_recipe_name(_NAMES[recipe]), emulate=emulate)
+    with torch.device("meta"):
+        example: Any = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)[0]
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        return matmul_with_hp_or_float8_args.apply(x, weight.t(), example.linear_mm_config, config)
+
+    return multiply
+
+
+def _forward(layer: nn.Linear, multiply: Any) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        weight: Tensor = layer.weight
+        bias: Tensor | None = layer.bias
+        # A layer cut over tensor ranks: cut by rows its bias is, too; cut by columns its bias is its module's to add.
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+            bias = bias.to_local() if isinstance(bias, DTensor) else None
+        # Gradients of weights sum over rows, of which the hardware wants a multiple of 16: rows of 0 add nothing.
+        rows = math.prod(x.shape[:-1])
+        flat = x.reshape(rows, x.shape[-1])
+        padding = -rows % MULTIPLE
+        if padding:
+            flat = nn.functional.pad(flat, (0, 0, 0, padding))
+        y = multiply(flat, weight)[:rows].unflatten(0, x.shape[:-1])
+        return y if bias is None else y + bias.to(y.dtype)
+
+    return forward

@@ -1,0 +1,71 @@
+"""How micro-batches go through a parallel model: forward and backward, whatever the layout."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.cost.flops import Again
+from vitrail.layers.parts import WHOLE, Part
+from vitrail.models.model import Model
+from vitrail.parallel import shard
+from vitrail.parallel.collectives import gather
+from vitrail.parallel.exchange import Exchange
+from vitrail.parallel.gradients import Gradients
+from vitrail.parallel.mesh import Layout, Mesh
+from vitrail.parallel.parted import PartedSequence
+from vitrail.parallel.pipeline import LossLike, Pipeline
+
+
+class Flow:
+    """A model that has been parallelised, and the ranks that it shares its work with."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        layout: Layout,
+        sequence: PartedSequence | None,
+        pipeline: Pipeline | None,
+        *,
+        again: Again,
+        notes: Sequence[str] = (),
+    ):
+        self.model, self.mesh, self.layout, self.sequence, self.pipeline = model, mesh, layout, sequence, pipeline
+        self.again, self.notes = again, list(notes)  # what is recomputed, and what was decided on the way
+        self.roots: list[nn.Module] = [model]
+        self.part: Part = WHOLE if sequence is None else sequence.part  # of the tokens of each sample
+        self.exchange = None if sequence is None else Exchange(sequence.sequence_group)
+        self.data_rank = mesh.data_rank
+        self.gradients = Gradients(model, mesh, layout, () if pipeline is None else pipeline.shared)
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        """The output for this rank's part, without a backward."""
+        return (self.model if self.pipeline is None else self.pipeline)(**inputs)
+
+    def forward_backward(
+        self, prepared: Iterable[tuple[dict[str, Any], Any]], number: int, loss: Callable[[Tensor, Any], LossLike]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the summed loss of so many micro-batches; returns this rank's sum and count."""
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(list(prepared), loss)
+        totals = None
+        for place, (inputs, targets) in enumerate(prepared):
+            shard.last_micro_batch(self.roots, place == number - 1, reshard=self.layout.reshard)
+            found = loss(self.model(**inputs), targets)
+            found.sum.backward()
+            both = torch.stack([found.sum.detach().double(), found.count.double()])
+            totals = both if totals is None else totals + both
+        assert totals is not None
+        return totals[0], totals[1]
+
+    def outputs(self, output: Tensor) -> list[Tensor]:
+        """The outputs of all parts."""
+        if self.sequence is None:
+            return [output]
+        return list(gather(output.unsqueeze(0), 0, self.sequence.sequence_group).unbind(0))
+
+    def forget_gathered(self) -> None:
+        """Free gathered parameters that are left behind: they would hide a change of shards."""
+        shard.forget_gathered(self.roots)

@@ -1,0 +1,85 @@
+"""Takes a few steps under each of several layouts in one launch: `layout_worker.py CASES.json`.
+
+Every rank writes what it holds of the losses, gradients and parameters: `<out>/<rank>.npz`, with where each piece
+begins in the whole, so that a reader can put the whole together and see that nothing is missing.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import noise_objective  # noqa: F401 (a plugin)
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.layers.init import local_shard
+from vitrail.recipe import load_recipe
+from vitrail.training import trainer as training
+from vitrail.training.run import joined
+from vitrail.training.setup import build_model, complete, make_loader, make_sampler, open_data
+from vitrail.training.trainer import Trainer
+
+
+def pieces(kind: str, name: str, tensor: Tensor, place: Tensor) -> dict[str, np.ndarray]:
+    """A rank's piece of a tensor; where it begins is told by the parameter."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    _, offset = local_shard(place)
+    return {f"{kind}|{name}|{','.join(map(str, offset))}": local.detach().clone().numpy()}
+
+
+@torch.no_grad()
+def shake(model: torch.nn.Module) -> None:
+    """Add noise to every parameter, the same in every layout: what starts at 0 would hide mistakes."""
+    for name, parameter in model.named_parameters():
+        noise = np.random.default_rng(sum(name.encode())).standard_normal(tuple(parameter.shape), np.float32)
+        local, offset = local_shard(parameter)
+        window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+        local += 0.02 * torch.from_numpy(noise[window])
+
+
+def run_case(tree: dict[str, Any], out: Path) -> None:
+    recipe = load_recipe(tree)
+    found: dict[str, np.ndarray] = {}
+    with joined(recipe) as (place, _):
+        data = open_data(recipe, place, None)
+        recipe = complete(recipe, data)
+        objective = recipe.objective.build(recipe.model, data.statistics)
+        parts = build_model(recipe, place, data, objective)
+        shake(parts.model)
+        sampler = make_sampler(recipe, data)
+        trainer = Trainer(recipe, place, data, parts, objective, sampler.epoch)
+        loader = make_loader(recipe, place, data, sampler, objective, parts.flow, step=0, samples=0)
+        names = {id(p): n for n, p in parts.model.named_parameters()}
+        update = training.step
+
+        def step(optimizer: Any, rate: float) -> None:
+            for group in optimizer.param_groups:
+                for source in group["sources"]:
+                    gradient = torch.zeros_like(source) if source.grad is None else source.grad
+                    found.update(pieces(f"gradient{trainer.done}", names[id(source)], gradient, source))
+            update(optimizer, rate)
+
+        training.step = step
+        try:
+            losses = []
+            for batch in loader.batches(0, trainer.total):
+                told = trainer.step(batch, stop_wish=None, watch=False)
+                losses.append([told.loss, told.grad_norm])
+        finally:
+            training.step = update
+        for name, parameter in parts.model.named_parameters():
+            found.update(pieces("parameter", name, parameter, parameter))
+        found["losses"] = np.array(losses)
+        out.mkdir(parents=True, exist_ok=True)
+        np.savez(out / f"{place.world.rank}.npz", **found)
+
+
+def main() -> None:
+    for tree, out in json.loads(Path(sys.argv[1]).read_text()):
+        run_case(tree, Path(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Every layout computes the same: loss, every gradient, and the parameters after three steps.
+
+Cases run in one launch for each world size. A case is compared with the run of one process on the same recipe.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import merge, run, tiny_recipe, torchrun
+
+WORKER = Path(__file__).parent / "layout_worker.py"
+STEPS = 3
+OPTIMIZERS = {"sgd": {"kind": "sgd", "lr": 0.05}, "adamw": {"kind": "adamw", "lr": 1e-3, "eps": 1e-5}}
+
+# What is trained, as changes to the tiny recipe. Numbers of tokens do not divide by everything: some parts are padded.
+ENCODER = {"width": 32, "depth": 4, "heads": 4, "patch": 4, "positions": "rope", "drop_path": 0.3}
+ADAPTIVE = {"kind": "adaptive", "length": 43, "min_leaf": 2, "fill": False, "score": {"kind": "gradient"}}
+SEGMENTED = {
+    "objective": {"kind": "segment"},
+    "data.train": [{"path": "VOLUME", "labels": "structures", "region": {"x": [0, 0.6]}}],
+    "data.valid": [],
+}
+VIT = ENCODER | {"kind": "vit", "ndim": 2, "patch": 2}
+CLASSIFIED = {
+    "objective": {"kind": "classify"},
+    "data.train": [{"path": "IMAGES", "kind": "image_folder"}],
+    "data.valid": [],
+    "data.crop": [8, 10],
+    "data.augment": {"orientations": False},
+}
+NOISE = {"objective": {"kind": "noise"}, "data.augment": {"orientations": False}}
+MODELS: dict[str, dict[str, Any]] = {
+    "mae": {},
+    "mae-self": {
+        "model.decoder": {"kind": "self", "width": 32, "depth": 2, "heads": 4, "hidden": 32},
+        "model.encoder": ENCODER
+        | {"registers": 1, "cls_token": True, "kv_heads": 2, "mlp": "swiglu", "hidden": 32, "qk_norm": True},
+        "model.mask.ratio": 0.7,
+        "objective": {"kind": "reconstruct", "on": "all"},
+    },
+    "mae-stratified": {
+        "model.mask": {"kind": "stratified", "ratio": 0.75, "slabs": 4},
+        "model.decoder.decode_ratio": 0.5,
+    },
+    "mae-adaptive": {"model.encoder": ENCODER | {"tokens": ADAPTIVE}},
+    "mae-adaptive-self": {
+        "model.encoder": ENCODER | {"tokens": ADAPTIVE, "cls_token": True, "positions": "sincos"},
+        "model.decoder.kind": "self",
+        "objective": {"kind": "reconstruct", "target": "patch"},
+    },
+    "mae-turned": {"model.encoder": ENCODER | {"rope": "superposed", "layer_scale": 0.1, "norm": "rms", "bias": False}},
+    "vit": {"model": VIT | {"cls_token": True, "pool": "mean", "head_dropout": 0.2}, **CLASSIFIED},
+    "vit-pooled": {"model": VIT | {"registers": 2, "pool": "attention", "positions": "learned"}, **CLASSIFIED},
+    "unetr": {"model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "features": 4}, **SEGMENTED, "data.crop": 8},
+    "sap": {"model": {"kind": "sap", "ndim": 3, "encoder": ENCODER | {"tokens": ADAPTIVE}, "features": 4}, **SEGMENTED},
+    "diffusion": {
+        "model": {
+            "kind": "diffusion_vit",
+            "ndim": 3,
+            "encoder": ENCODER,
+            "decoder": {"kind": "transformer", "width": 32, "depth": 2, "heads": 4},
+        },
+        **NOISE,
+    },
+    "dit": {
+        "model": {"kind": "dit", "ndim": 3, "size": "S", "width": 32, "depth": 4, "heads": 4, "patch": 4, "classes": 3},
+        **NOISE,
+    },
+}
+
+# World size, then the `parallel` section and what else changes.
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "shard2": (2, {}, {}),
+    "replicate2": (2, {"strategy": "DDP", "bucket_mib": 1}, {}),
+    "tensor2": (2, {"tensor": 2}, {}),
+    "ulysses2": (2, {"context": 2}, {}),
+    "ring2": (2, {"context": 2, "ulysses": 1}, {}),
+    "tensor2-accumulated": (2, {"tensor": 2}, {"data.micro_batch": 3}),
+    "ring2-full": (2, {"context": 2, "ulysses": 1, "recompute": "full"}, {}),
+    "tensor2-keep": (2, {"tensor": 2, "recompute": {"keep": ["attention", "fc1"]}}, {"data.micro_batch": 4}),
+    "context2-every": (2, {"context": 2, "recompute": {"every": 2}}, {}),
+    "shard2-budget": (2, {"recompute": {"budget": 0.5}}, {}),
+    "tensor2-chunks": (2, {"tensor": 2, "chunk": {"mlp": 3, "head": 5}}, {}),
+    "pipeline2-gpipe": (2, {"pipeline": 2, "schedule": "GPipe"}, {"data.micro_batch": 4}),
+    "pipeline2": (2, {"pipeline": 2, "recompute": "full"}, {"data.micro_batch": 3}),
+    "pipeline2-interleaved": (2, {"pipeline": 2, "schedule": "interleaved"}, {"data.micro_batch": 2}),
+    "shard4-wrap": (4, {"wrap": 2, "prefetch": {"forward": 1, "backward": 2}}, {}),
+    "hybrid4": (4, {"strategy": "HYBRID_SHARD", "group": 2}, {"data.micro_batch": 1}),
+    "grad-op4": (4, {"strategy": "SHARD_GRAD_OP", "prefetch": {"backward": 0}}, {}),
+    "tensor4": (4, {"tensor": 4}, {}),
+    "ulysses4": (4, {"context": 4}, {}),
+    "ring4": (4, {"context": 4, "ulysses": 1}, {}),
+    "ulysses2-ring2": (4, {"context": 4, "ulysses": 2}, {}),
+    "shard2-tensor2": (4, {"tensor": 2, "shard": 2}, {}),
+    "shard2-context2": (4, {"context": 2}, {"data.micro_batch": 2}),
+    "tensor2-context2": (4, {"tensor": 2, "context": 2}, {}),
+    "replicate2-tensor2": (4, {"strategy": "NO_SHARD", "tensor": 2}, {}),
+    "pipeline4": (4, {"pipeline": 4}, {"data.micro_batch": 2}),
+    "pipeline2-tensor2": (4, {"pipeline": 2, "tensor": 2}, {"data.micro_batch": 2}),
+    "pipeline2-context2": (4, {"pipeline": 2, "context": 2, "schedule": "interleaved"}, {"data.micro_batch": 2}),
+    "pipeline2-shard2": (4, {"pipeline": 2, "shard": 2}, {"data.micro_batch": 1}),
+    "hybrid-stop8": (8, {"strategy": "HYBRID_SHARD", "group": 2, "tensor": 2}, {}),
+    "shard2-context2-tensor2": (8, {"context": 2, "tensor": 2, "shard": 2}, {}),
+    "replicate2-ring2-tensor2": (8, {"replicate": 2, "shard": 1, "context": 2, "ulysses": 1, "tensor": 2}, {}),
+    "shard2-tensor4": (8, {"tensor": 4}, {}),
+    "pipeline2-shard2-tensor2": (8, {"pipeline": 2, "shard": 2, "tensor": 2}, {"data.micro_batch": 2}),
+    "pipeline2-context2-tensor2": (8, {"pipeline": 2, "context": 2, "tensor": 2}, {"data.micro_batch": 2}),
+    "pipeline2-replicate2-ring2": (
+        8,
+        {"pipeline": 2, "strategy": "DDP", "context": 2, "ulysses": 1, "schedule": "GPipe"},
+        {"data.micro_batch": 2},
+    ),
+}
+CASES = [("mae", layout) for layout in LAYOUTS]
+
+
+def recipe_of(model: str, volume: Path, home: Path, optimizer: str) -> dict[str, Any]:
+    tree = tiny_recipe(volume, home, run__steps=STEPS)
+    decoder = {"kind": "cross", "width": 32, "depth": 2, "heads": 4}
+    tree = merge(tree, {"model.encoder": ENCODER, "model.decoder": decoder})
+    tree = merge(tree, {"optimizer": OPTIMIZERS[optimizer], "schedule": {"kind": "cosine", "warmup": 0}})
+    text = json.dumps(merge(tree, MODELS[model]))
+    return json.loads(text.replace("VOLUME", str(volume)).replace("IMAGES", str(volume.parent / "images")))
+
+
+def write_images(folder: Path) -> None:
+    """Two classes of small pictures."""
+    from PIL import Image
+
+    for number in range(16):
+        path = folder / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 128 + 127 * (number % 2), (8, 10), np.uint8)
+        Image.fromarray(pixels).save(path)
+
+
+def put_together(folder: Path, reference: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """The whole of what ranks have written in pieces; with a reference, of its shapes and without holes."""
+    whole: dict[str, np.ndarray] = {}
+    for file in sorted(folder.glob("*.npz")):
+        for key, piece in np.load(file).items():
+            if key == "losses":
+                whole[key] = piece
+                continue
+            kind, name, offset = key.split("|")
+            place = [int(o) for o in offset.split(",") if o]
+            if reference is None:
+                assert not any(place)
+                whole[f"{kind}|{name}"] = piece
+                continue
+            shape = reference[f"{kind}|{name}"].shape
+            table = whole.setdefault(f"{kind}|{name}", np.full(shape, np.nan, np.float32))
+            table[tuple(slice(o, o + s) for o, s in zip(place, piece.shape, strict=True))] = piece
+    return whole
+
+
+@pytest.fixture(scope="module")
+def results(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases: references in one process, the others in one launch a world size."""
+    home = tmp_path_factory.mktemp("layouts")
+    write_images(volume.parent / "images")
+    for world in (1, 2, 4, 8):
+        trees = []
+        for optimizer in OPTIMIZERS:
+            if world == 1:
+                for model in {model for model, _ in CASES}:
+                    folder = home / f"{model}-{optimizer}-1"
+                    trees.append((recipe_of(model, volume, folder, optimizer), str(folder)))
+            for model, layout in CASES:
+                ranks, parallel, changes = LAYOUTS[layout]
+                if ranks == world:
+                    folder = home / f"{model}-{optimizer}-{layout}"
+                    tree = merge(recipe_of(model, volume, folder, optimizer), {"parallel": parallel, **changes})
+                    trees.append((tree, str(folder)))
+        cases = home / f"cases-{world}.json"
+        cases.write_text(json.dumps(trees))
+        code, output = run(*torchrun(world, WORKER, cases), timeout=900)
+        assert code == 0, output[-6000:]
+    return home
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{m}-{name}" for m, name in CASES])
+def test_every_layout_computes_the_same(results: Path, model: str, layout: str, optimizer: str) -> None:
+    expected = put_together(results / f"{model}-{optimizer}-1")
+    found = put_together(results / f"{model}-{optimizer}-{layout}", expected)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        error = float(np.linalg.norm(found[key] - value)) / max(1.0, float(np.linalg.norm(value)))
+        assert error < 1e-5, key
