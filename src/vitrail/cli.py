@@ -7,7 +7,9 @@ Exit codes: 0 done, 1 failed after the first step, 2 wrong input or environment,
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +19,6 @@ from typer.core import TyperGroup
 
 import vitrail
 from vitrail.errors import RunFailed, UserError
-
 
 INTERRUPTED = 130  # by the keyboard, twice in a training
 
@@ -348,6 +349,115 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(2 if any(check["status"] == "fail" for check in checks) else 0)
 
 
+@app.command(short_help="Write the job script that trains a recipe, and submit it.")
+def launch(
+    launcher: Annotated[Literal["torchrun", "slurm", "mpi"], typer.Argument(help="What starts the processes.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder to continue.")],
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Nodes of the job.")] = 1,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks-per-node", "--gpus", metavar="N", min=1, help="Processes a node, one a GPU; else the machine's."
+        ),
+    ] = None,
+    cpus_per_rank: Annotated[int | None, typer.Option(metavar="N", min=1, help="Cores of a process.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="CLOCK", help="Time limit: 02:00:00, 90m or 1d12h.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account that pays.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Features that nodes must have.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job; run.name if not given.")] = None,
+    machine: Annotated[
+        str, typer.Option(metavar="NAME_OR_FILE", help="generic, dgx, frontier, gh200, or a YAML file of your own.")
+    ] = "generic",
+    container: Annotated[str | None, typer.Option(metavar="IMAGE", help="Train inside this container.")] = None,
+    container_kind: Annotated[
+        Literal["apptainer", "docker", "enroot"] | None, typer.Option(help="What runs it; guessed if not given.")
+    ] = None,
+    signal_seconds: Annotated[
+        int, typer.Option(metavar="N", help="Slurm: save and stop so long before the time limit.")
+    ] = 300,
+    requeue: Annotated[
+        bool, typer.Option("--requeue/--no-requeue", help="Slurm: queue a training that was stopped again.")
+    ] = True,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Starts after the first: of what failed (torchrun, 3) or stopped (Slurm, 50)."),
+    ] = None,
+    plugin: Plugins = None,
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="Python there; this one if not given.")] = None,
+    env_setup: Annotated[
+        list[str] | None, typer.Option(metavar="LINE", help="A line of shell before the start; repeatable.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the script there.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit it with sbatch, or run it with bash.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the job script that trains a recipe, to read, edit and submit; --submit does that, too.
+
+    \b
+    vitrail launch slurm RECIPE --nodes 2 --gpus 8 --time 12h --account lab > job.sh
+    vitrail launch slurm RECIPE --machine frontier --nodes 16 --time 2h --account abc123 --submit
+    vitrail launch torchrun RECIPE parallel.strategy=DDP --gpus 4 --submit
+    vitrail launch mpi RECIPE --nodes 2 --gpus 4 --env-setup "module load openmpi" --output job.sh
+
+    The recipe is checked against the number of processes first. A Slurm job saves before its time limit, is queued
+    again and goes on from there, until the training is done or fails.
+    """
+    from vitrail.launch import jobs
+
+    job = jobs.Job(
+        launcher=launcher,
+        recipe=recipe,
+        overrides=tuple(overrides or ()),
+        plugins=tuple(plugin or ()),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        cpus_per_rank=cpus_per_rank,
+        time=time,
+        account=account,
+        partition=partition,
+        qos=qos,
+        constraint=constraint,
+        name=name,
+        machine=machine,
+        container=container,
+        container_kind=container_kind,
+        signal_seconds=signal_seconds,
+        requeue=requeue,
+        max_restarts=max_restarts,
+        python=python,
+        env_setup=tuple(env_setup or ()),
+    )
+    words = sys.argv[sys.argv.index("launch") + 1 :] if "launch" in sys.argv else [launcher, recipe]
+    script = jobs.write_script(job, written_by=words)
+    if output is not None:
+        jobs.save(script, output)
+    facts: dict[str, Any] = {
+        "launcher": launcher,
+        "name": script.name,
+        "nodes": script.nodes,
+        "ranks_per_node": script.ranks_per_node,
+        "world": script.world,
+        "layout": script.layout,
+        "submit": ["sbatch" if launcher == "slurm" else "bash", str(output or "FILE")],
+        "output": str(output) if output else None,
+        "script": script.text,
+    }
+    code = 0
+    if submit:
+        _note(f"{script.name}: {script.world} ranks ({script.layout})")
+        code, facts["answer"] = jobs.submit(script, output, to_stderr=as_json)
+    if as_json:
+        _print_tree(facts, as_json)
+    elif submit:
+        print(facts["answer"], end="\n" if facts["answer"] else "")
+    else:
+        print(output or script.text, end="\n" if output else "")
+    raise typer.Exit(code)
+
+
 @app.command(short_help="Print the JSON Schema of recipes.")
 def schema(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
@@ -399,14 +509,35 @@ def _read_sizes(text: str) -> tuple[int, int, int]:
 
 def _is_chief() -> bool:
     """Whether this process may print: alone, or the first of several."""
-    return os.environ.get("RANK", "0") == "0"
+    from vitrail.launch.world import is_chief
+
+    return is_chief()
 
 
 def _tell(message: str) -> None:
     """An error on standard error, a line for each problem; said once, unless it is about one rank."""
+    from vitrail.training.failures import tell_launcher, was_said
+
+    if was_said(message):
+        return
+    tell_launcher(message)
+    if not _is_chief() and not message.startswith("rank "):
+        # Where the first rank has the same trouble it says so, and most launchers end this one meanwhile.
+        time.sleep(3)
+        message = _signed(message)
     for line in message.splitlines():
-        if _is_chief() or message.startswith("rank "):
-            _note(f"error: {line}")
+        _note(f"error: {line}")
+
+
+def _signed(message: str) -> str:
+    """The message of a rank that is not the first; one of each host is enough."""
+    from vitrail.launch.world import find_world
+
+    try:
+        world = find_world()
+    except UserError:
+        return f"{socket.gethostname()}: {message}"
+    return "" if world.local_rank else f"rank {world.rank}: {message}"
 
 
 def _note(line: str) -> None:

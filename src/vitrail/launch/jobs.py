@@ -1,0 +1,402 @@
+"""Job scripts: what people submit to a cluster, written from a recipe and a description of the machine.
+
+- a script is short, commented and complete, since people edit it; nothing of this package is needed to read it
+- a machine is a YAML file (templates/machines): ranks and cores of a node, options of the scheduler, lines that set
+  up the shell, and environment variables, each with its reason. People give the path of their own in its place
+- the recipe and its layout are checked before a line is written: a queue is the wrong place to find a wrong key
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vitrail.errors import UserError
+from vitrail.launch.machine import describe_command
+
+if TYPE_CHECKING:
+    from vitrail.recipe import Recipe
+
+Launcher = Literal["torchrun", "slurm", "mpi"]
+Container = Literal["apptainer", "docker", "enroot"]
+
+# Where containers and launchers meet: enroot by srun's own options, docker only with everything of a node inside.
+CONTAINERS: dict[str, tuple[str, ...]] = {
+    "slurm": ("apptainer", "enroot"),
+    "torchrun": ("apptainer", "docker"),
+    "mpi": ("apptainer",),
+}
+MAX_RESTARTS = {"slurm": 50, "torchrun": 3, "mpi": 0}
+LEAST_SIGNAL, MOST_SIGNAL = 10, 65535  # seconds; Slurm keeps them in 16 bits
+_WORD = re.compile(r"[\w.,:@%+/=&|()\[\]*!~-]+")  # safe in a line of #SBATCH as it is
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A kind of node, and what a job needs to know about it."""
+
+    about: str = ""
+    gpus: Literal["nvidia", "amd", "none"] = "nvidia"
+    ranks_per_node: int = 1
+    cpus_per_rank: int | None = None
+    request_gpus: bool = True  # false where whole nodes are given, GPUs and all
+    sbatch: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is asked for on the command line; None leaves it to the machine or the scheduler."""
+
+    launcher: Launcher
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    cpus_per_rank: int | None = None
+    time: str | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    name: str | None = None
+    machine: str = "generic"
+    container: str | None = None
+    container_kind: Container | None = None
+    signal_seconds: int = 300
+    requeue: bool = True
+    max_restarts: int | None = None
+    python: str | None = None
+    env_setup: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and the facts that it stands on."""
+
+    text: str
+    launcher: Launcher
+    name: str
+    nodes: int
+    ranks_per_node: int
+    layout: str
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+# ---------------------------------------------------------------- machines
+
+
+def known_machines() -> list[str]:
+    folder = resources.files("vitrail.launch").joinpath("templates", "machines")
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def load_machine(name: str) -> Machine:
+    """A machine of this package by its name, or a file of the user's own by its path."""
+    from vitrail.recipe import yaml
+    from vitrail.recipe.kinds import nearest
+
+    if name in known_machines():
+        text = resources.files("vitrail.launch").joinpath("templates", "machines", f"{name}.yaml").read_text("utf-8")
+        return check_machine(yaml.parse(text, name), name)
+    if not Path(name).is_file():
+        near = nearest(name, known_machines())
+        raise UserError(
+            f"--machine {name!r}: there is no such machine or file{f'; did you mean {near!r}?' if near else ''} "
+            f"(known: {', '.join(known_machines())}; or the path of a YAML file of your own)"
+        )
+    return check_machine(yaml.read(name), name)
+
+
+def check_machine(tree: Any, name: str) -> Machine:
+    """The machine in a tree, every key of it checked."""
+    from vitrail.recipe.kinds import nearest
+
+    known = [item.name for item in fields(Machine)]
+    if not isinstance(tree, dict):
+        raise UserError(f"--machine {name}: expected a mapping with some of the keys {', '.join(known)}")
+    for key in tree:
+        if key not in known:
+            near = nearest(str(key), known)
+            hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
+            raise UserError(f"--machine {name}: {key!r} is not a key of a machine; {hint}")
+
+    def expect(key: str, right: bool, what: str) -> None:
+        if not right:
+            raise UserError(f"--machine {name}: {key}: expected {what}, got {tree[key]!r}")
+
+    for key, value in tree.items():
+        if key == "about":
+            expect(key, isinstance(value, str) and "\n" not in value, "a text on one line")
+        elif key == "gpus":
+            expect(key, value in ("nvidia", "amd", "none"), "nvidia, amd or none")
+        elif key in ("ranks_per_node", "cpus_per_rank"):
+            expect(key, type(value) is int and value > 0, "a whole number above 0")
+        elif key == "request_gpus":
+            expect(key, isinstance(value, bool), "true or false")
+        elif key in ("sbatch", "srun", "setup"):
+            lines = isinstance(value, list) and all(isinstance(v, str) and v and "\n" not in v for v in value)
+            expect(key, lines, "a list of lines")
+            if key != "setup":
+                expect(key, all(_WORD.fullmatch(line) for line in value), "options such as --exclusive or --mem=0")
+    environment = tree.get("environment", {})
+    if not isinstance(environment, dict):
+        raise UserError(f"--machine {name}: environment: expected a mapping from variables to value and why")
+    for variable, entry in environment.items():
+        texts = (
+            isinstance(entry, dict)
+            and set(entry) == {"value", "why"}
+            and all(isinstance(v, str) for v in entry.values())
+        )
+        if not _VARIABLE.fullmatch(str(variable)) or not texts:
+            raise UserError(
+                f"--machine {name}: environment.{variable}: expected {{value: text, why: text}} under the name of a "
+                'variable; numbers are texts here, so write "1"'
+            )
+        if set('"`\\\n') & set(entry["value"] + entry["why"]):
+            raise UserError(
+                f"--machine {name}: environment.{variable}: quotation marks, backticks, backslashes and new lines do "
+                "not fit in; set the variable in `setup`"
+            )
+    lists = {key: tuple(tree[key]) for key in ("sbatch", "srun", "setup") if key in tree}
+    return Machine(**{**tree, **lists})
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[str] = ()) -> Script:
+    """Check the recipe against nodes and ranks, and write the script that trains it; `written_by` are the arguments."""
+    machine = load_machine(job.machine)
+    recipe = read_recipe(job)
+    ranks = job.ranks_per_node or machine.ranks_per_node
+    cpus = job.cpus_per_rank or machine.cpus_per_rank
+    for option, count in (("--nodes", job.nodes), ("--ranks-per-node", ranks), ("--cpus-per-rank", cpus or 1)):
+        if count < 1:
+            raise UserError(f"{option} {count}: expected a whole number above 0")
+    layout = check_layout(recipe, job.nodes, ranks)
+    seconds = check_times(job)
+    name = check_word("--name", job.name) if job.name else recipe.run.name
+    kind = choose_container(job)
+    gpus = "none" if recipe.run.device == "cpu" else machine.gpus
+    environment = [
+        {"name": variable, **entry, "off": False}
+        for variable, entry in machine.environment.items()
+        if gpus != "none" or not re.match(r"(NCCL|MIOPEN|FI|PYTORCH_ALLOC)_", variable)
+    ]
+    if layout.tensor > 1 and gpus == "nvidia":
+        environment.append(
+            {
+                "name": "CUDA_DEVICE_MAX_CONNECTIONS",
+                "value": "1",
+                "why": "tensor ranks: kernels start in the order they were called, so that communication begins early; "
+                + ("worth a try" if layout.shard > 1 else "right as long as nothing is sharded"),
+                # Gathering parameters ahead of the computation needs several queues.
+                "off": layout.shard > 1,
+            }
+        )
+    python = shlex.quote(job.python or ("python" if job.container or job.env_setup else sys.executable))
+    arguments = shlex.join(
+        ["vitrail", "train", job.recipe, *job.overrides, *(word for p in job.plugins for word in ("--plugin", p))]
+    )
+    prefix = container_prefix(job, kind, gpus, environment)
+    srun = [f"--cpus-per-task={cpus}"] if cpus else []  # srun does not take it over from sbatch
+    srun += machine.srun if gpus != "none" else ()
+    if kind == "enroot":
+        image, here = shlex.quote(job.container or ""), '"$PWD"'
+        srun += [f"--container-image={image}", '--container-mounts="$PWD:$PWD"', f"--container-workdir={here}"]
+    where = f"{job.nodes} node{'s' * (job.nodes > 1)}, {ranks} rank{'s' * (ranks > 1)} on each"
+    text = render(
+        f"{job.launcher}.sh",
+        title=f"{name}: {where} ({machine.about or job.machine})",
+        written_by=" ".join(describe_command(["vitrail", "launch", *written_by]).split()),
+        name=name,
+        nodes=job.nodes,
+        ranks_per_node=ranks,
+        cpus_per_rank=cpus,
+        world=job.nodes * ranks,
+        folder=shlex.quote(str(folder or Path.cwd())),
+        ask_gpus=gpus != "none" and machine.request_gpus,
+        sbatch=[*sbatch_options(job, seconds), *machine.sbatch],
+        srun=srun,
+        signal_seconds=job.signal_seconds,
+        requeue=job.requeue,
+        max_restarts=MAX_RESTARTS[job.launcher] if job.max_restarts is None else job.max_restarts,
+        setup=[*machine.setup, *job.env_setup],
+        environment=environment,
+        python=python,
+        prefix=prefix,
+        arguments=arguments,
+        command=f"{prefix}{python} -m {arguments}",
+    )
+    return Script(text, job.launcher, name, job.nodes, ranks, str(layout))
+
+
+def read_recipe(job: Job) -> Recipe:
+    """The recipe, or that of a run folder, with the overrides; wrong keys are refused here."""
+    from vitrail.recipe import load_recipe
+    from vitrail.recipe.kinds import load_plugin
+
+    for plugin in job.plugins:
+        load_plugin(plugin)
+    path = Path(job.recipe)
+    return load_recipe(path / "recipe.yaml" if path.is_dir() else path, job.overrides)
+
+
+def check_layout(recipe: Recipe, nodes: int, ranks: int) -> Any:
+    from vitrail.parallel.mesh import layout_of
+
+    try:
+        return layout_of(recipe.parallel, nodes * ranks)
+    except UserError as error:
+        raise UserError(f"--nodes {nodes} x --ranks-per-node {ranks}: {error}") from None
+
+
+def check_times(job: Job) -> int | None:
+    """Seconds of --time."""
+    from vitrail.recipe import seconds_of
+
+    if not LEAST_SIGNAL <= job.signal_seconds <= MOST_SIGNAL:
+        raise UserError(f"--signal-seconds {job.signal_seconds}: expected {LEAST_SIGNAL} to {MOST_SIGNAL}")
+    if job.max_restarts is not None and job.max_restarts < 0:
+        raise UserError(f"--max-restarts {job.max_restarts}: expected 0 or more")
+    if job.time is None:
+        return None
+    days = re.fullmatch(r"([0-9]{1,4})-([0-9]{1,2}:[0-5][0-9]:[0-5][0-9])", job.time.strip())
+    try:
+        seconds = int(days[1]) * 86400 + seconds_of(days[2]) if days else seconds_of(job.time)
+    except UserError:
+        raise UserError(
+            f'--time {job.time!r}: expected a clock such as "02:00:00", "90m", "1d12h" or "1-12:00:00"'
+        ) from None
+    if job.launcher == "slurm" and seconds <= job.signal_seconds:
+        raise UserError(
+            f"--time {job.time}: the job would be told to stop {job.signal_seconds} s before its end, which is before "
+            f"its start; ask for more time, or set --signal-seconds below {max(seconds, LEAST_SIGNAL + 1)}"
+        )
+    return seconds
+
+
+def sbatch_options(job: Job, seconds: int | None) -> list[str]:
+    options = [
+        f"--{key}={check_word(f'--{key}', value)}"
+        for key in ("account", "partition", "qos", "constraint")
+        if (value := getattr(job, key))
+    ]
+    if seconds is not None:
+        days, rest = divmod(seconds, 86400)
+        options.append(f"--time={days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}")
+    return options
+
+
+def check_word(option: str, value: str) -> str:
+    """A word that means the same in a script as on the command line."""
+    if not _WORD.fullmatch(value):
+        raise UserError(f"{option} {value!r}: expected letters, digits and signs without spaces or quotation marks")
+    return value
+
+
+def choose_container(job: Job) -> str | None:
+    """Which program runs the container, if one is asked for."""
+    if job.container is None:
+        if job.container_kind is not None:
+            raise UserError(f"--container-kind {job.container_kind}: name the image, too, with --container IMAGE")
+        return None
+    fitting = CONTAINERS[job.launcher]
+    kind = job.container_kind or ("apptainer" if job.container.endswith((".sif", ".img")) else fitting[-1])
+    if kind not in get_args(Container):
+        raise UserError(f"--container-kind {kind!r}: expected one of {', '.join(get_args(Container))}")
+    if kind not in fitting:
+        raise UserError(
+            f"--container-kind {kind}: it cannot be started by {job.launcher} here; use {' or '.join(fitting)}, or "
+            f"vitrail launch {next(name for name, kinds in CONTAINERS.items() if kind in kinds)}"
+        )
+    return kind
+
+
+def container_prefix(job: Job, kind: str | None, gpus: str, environment: Sequence[Mapping[str, Any]]) -> str:
+    """What stands before the command, to run it in a container that sees the same folder."""
+    if kind is None or kind == "enroot":  # srun's own options start that one
+        return ""
+    image = shlex.quote(job.container or "")
+    if kind == "apptainer":
+        flag = {"nvidia": "--nv ", "amd": "--rocm ", "none": ""}[gpus]
+        return f'apptainer exec {flag}--bind "$PWD" {image} '
+    devices = {
+        "nvidia": "--gpus all ",
+        "amd": "--device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined ",
+        "none": "",
+    }[gpus]
+    variables = "".join(f"--env {item['name']} " for item in environment if not item["off"])
+    # The host's network and memory: ranks talk through both.
+    shared = "--network host --ipc host --ulimit memlock=-1 "
+    here = '--volume "$PWD:$PWD" --workdir "$PWD" --user "$(id -u):$(id -g)" '
+    return f"docker run --rm --init {devices}{shared}{here}{variables}{image} "
+
+
+def render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    folder = resources.files("vitrail.launch").joinpath("templates")
+    environment = Environment(
+        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+# ---------------------------------------------------------------- onto the machine
+
+
+def save(script: Script, path: Path) -> None:
+    """Write the script, but never over one that a person may have edited."""
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script.text:
+            raise UserError(f"--output {path}: it exists already and is different; remove it, or choose another path")
+        path.write_text(script.text, encoding="utf-8")
+        path.chmod(path.stat().st_mode | 0o111)
+    except OSError as error:
+        raise UserError(f"--output {path}: it cannot be written ({error.strerror}); choose another path") from None
+
+
+def submit(script: Script, path: Path | None, *, to_stderr: bool = False) -> tuple[int, str]:
+    """Hand the script to the scheduler, or run it here; exit code, and what the scheduler said.
+
+    `to_stderr` sends there what a script that runs here prints, where standard output is for something else.
+    """
+    program = "sbatch" if script.launcher == "slurm" else "bash"
+    if shutil.which(program) is None:
+        raise UserError(
+            f"--submit: {program} is not on the PATH; write the script with --output and submit it where it is"
+        )
+    if program == "bash":
+        words = ["bash", str(path)] if path else ["bash", "-c", script.text]
+        return subprocess.run(words, stdout=sys.stderr if to_stderr else None).returncode, ""
+    done = subprocess.run(
+        ["sbatch", str(path)] if path else ["sbatch"],
+        input=None if path else script.text,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"it ended with {done.returncode}"
+        raise UserError(f"--submit: sbatch refused the job: {said}; mend the options, or edit the script")
+    return 0, done.stdout.strip()

@@ -1,0 +1,4 @@
+#!/bin/bash
+# {{ title }}
+# Written by: {{ written_by }}
+# It is yours to edit.
