@@ -51,6 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.decoder.kind": "self",
         "objective": {"kind": "reconstruct", "target": "patch"},
     },
+    "mae-variables": {"model.encoder": ENCODER | {"variables": {"known": ["a", "image"]}}},
+    "mae-separate": {"model.encoder": ENCODER | {"variables": {"known": ["a", "image"], "aggregate": "none"}}},
     "mae-turned": {"model.encoder": ENCODER | {"rope": "superposed", "layer_scale": 0.1, "norm": "rms", "bias": False}},
     "vit": {"model": VIT | {"cls_token": True, "pool": "mean", "head_dropout": 0.2}, **CLASSIFIED},
     "vit-pooled": {"model": VIT | {"registers": 2, "pool": "attention", "positions": "learned"}, **CLASSIFIED},
@@ -114,7 +116,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"data.micro_batch": 2},
     ),
 }
+SMALL = ("tensor2", "ulysses2", "pipeline2", "tensor2-context2")
 CASES = [("mae", layout) for layout in LAYOUTS]
+CASES += [(model, layout) for model in ("vit", "unetr", "sap", "diffusion", "dit") for layout in SMALL]
+CASES += [(model, layout) for model in ("mae-adaptive", "mae-adaptive-self") for layout in ("ring2", "ulysses2-ring2")]
+CASES += [("mae-self", layout) for layout in ("ring2", "pipeline2", "ulysses2-ring2", "shard2-context2-tensor2")]
+CASES += [("mae-turned", "pipeline2-tensor2"), ("mae-stratified", "ulysses4"), ("vit-pooled", "tensor2-context2")]
+CASES += [("mae-variables", "ulysses2"), ("mae-separate", "tensor2-context2"), ("unetr", "pipeline2-gpipe")]
 
 
 def recipe_of(model: str, volume: Path, home: Path, optimizer: str) -> dict[str, Any]:
