@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 failed after the first step, 2 wrong input or environment,
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -522,7 +521,7 @@ def _tell(message: str) -> None:
         return
     tell_launcher(message)
     if not _is_chief() and not message.startswith("rank "):
-        # Where the first rank has the same trouble it says so, and most launchers end this one meanwhile.
+        # Where the first rank has the same trouble it says so; launchers would end it if this one were quicker.
         time.sleep(3)
         message = _signed(message)
     for line in message.splitlines():
@@ -535,8 +534,8 @@ def _signed(message: str) -> str:
 
     try:
         world = find_world()
-    except UserError:
-        return f"{socket.gethostname()}: {message}"
+    except UserError:  # what launchers say is the same on all ranks
+        return ""
     return "" if world.local_rank else f"rank {world.rank}: {message}"
 
 

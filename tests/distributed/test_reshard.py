@@ -1,4 +1,4 @@
-"""A checkpoint saved in any layout continues in any other: parameters, moments and averages are those of one process."""
+"""A checkpoint of any layout continues in any other: parameters, moments and averages are those of one process."""
 
 import json
 import shutil

@@ -224,6 +224,7 @@ def test_torchrun_is_told_the_first_sentence(tmp_path: Path, monkeypatch: pytest
 
 def test_summaries_are_one_line() -> None:
     assert summary(UserError("a\n b")) == "a b"
+    assert summary(type("Special", (RunFailed,), {})("a")) == "a"
     assert summary(KeyError("a")) == "KeyError: 'a'"
     assert summary(KeyboardInterrupt()) == "KeyboardInterrupt"
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.cost.flops import Again
@@ -59,6 +60,21 @@ class Flow:
             totals = both if totals is None else totals + both
         assert totals is not None
         return totals[0], totals[1]
+
+    @property
+    def leads_stage(self) -> bool:
+        """Whether this is the first of the ranks that have the same stages of a pipeline."""
+        return all(self.mesh.rank(axis) == 0 for axis in ("replicate", "shard", "context", "tensor"))
+
+    def merge(self, facts: dict[str, float]) -> dict[str, float]:
+        """What the ranks of a pipeline know of their stages, together, in the order of the stages."""
+        if self.pipeline is None:
+            return facts
+        names = [stage.name for stage in self.model.stages()]
+        table = torch.tensor([facts.get(name, 0.0) for name in names], dtype=torch.float64)
+        table = table.to(self.mesh.root.device_type)
+        dist.all_reduce(table, group=self.mesh["pipeline"].get_group())
+        return dict(zip(names, table.tolist(), strict=True))
 
     def outputs(self, output: Tensor) -> list[Tensor]:
         """The outputs of all parts."""

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vitrail.errors import UserError
+
 LOST = ("connection closed by peer", "connection reset", "connect failure", "broken pipe", "gloo")
 LONGEST = 400  # characters of a cause
 
@@ -124,9 +126,7 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 def summary(error: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
-    return (
-        text if type(error).__name__ in ("UserError", "RunFailed") else f"{type(error).__name__}: {text}".rstrip(": ")
-    )
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 _said: set[str] = set()  # errors that this rank has shown, or need not show because another has

@@ -6,6 +6,7 @@ over different meshes, stand beside them ("sources").
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -92,14 +93,26 @@ class SGDConfig(_OptimizerConfig):
         return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, fused=True)
 
 
-def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
-    """Parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not."""
+def make_groups(model: Model, c: Any, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not.
+
+    `names` are those of all parameters, where this rank has but some of them.
+    """
+    names = names or [name for name, _ in model.named_parameters()]
+    rules = {name: next((r for r in c.groups if re.search(r.match, name)), GroupRule(match="")) for name in names}
+    used = {rule.match for rule in rules.values()}
+    unused = [r.match for r in c.groups if r.match not in used]
+    if unused:
+        raise UserError(
+            f"optimizer.groups: {unused[0]!r} matches no parameter that an earlier rule leaves; "
+            f"names look like {names[0]}"
+        )
+    if all(rule.freeze for rule in rules.values()):
+        raise UserError("optimizer.groups: every parameter is frozen; leave some to train")
     spared = tuple(model.spared_from_decay())
     groups: dict[tuple, dict[str, Any]] = {}
-    used = set()
     for name, parameter in model.named_parameters():
-        rule = next((r for r in c.groups if re.search(r.match, name)), GroupRule(match=""))
-        used.add(rule.match)
+        rule = rules[name]
         if rule.freeze:
             parameter.requires_grad_(False)
             continue
@@ -113,16 +126,9 @@ def make_groups(model: Model, c: Any) -> list[dict[str, Any]]:
         group["params"].append(nn.Parameter(local(parameter.detach())))
         group["sources"].append(parameter)
         group["names"].append(name)
-    unused = [r.match for r in c.groups if r.match not in used]
-    if unused:
-        example = next(name for name, _ in model.named_parameters())
-        raise UserError(
-            f"optimizer.groups: {unused[0]!r} matches no parameter that an earlier rule leaves; "
-            f"names look like {example}"
-        )
-    if not groups:
-        raise UserError("optimizer.groups: every parameter is frozen; leave some to train")
-    return list(groups.values())
+    # A rank of a pipeline may have frozen parameters alone.
+    nothing = {"name": "none", "lr_multiplier": 1.0, "weight_decay": 0.0, "params": [], "sources": [], "names": []}
+    return list(groups.values()) or [nothing]
 
 
 def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:

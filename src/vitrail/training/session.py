@@ -27,7 +27,6 @@ from vitrail.training.failures import is_lost_connection
 from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
 from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
 from vitrail.training.meters import Meter
-from vitrail.training.optimizer import group_table
 from vitrail.training.progress import Progress
 from vitrail.training.runfolder import RunFolder, beside
 from vitrail.training.setup import (
@@ -82,7 +81,9 @@ class Session:
         self.initial: Report | None = None  # what a new run starts from, other than random numbers
         if recipe.init and not on_chief(lambda: bool(list_checkpoints(self.run_dir / "checkpoints")), place.control):
             names = getattr(recipe.objective, "names", None)
-            self.initial = together(lambda: load_initial(self.parts.model, recipe.init, names), place.control)
+            with torch.device("meta"):
+                whole = recipe.model.build()
+            self.initial = together(lambda: load_initial(self.parts.model, recipe.init, names, whole), place.control)
         self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
         self.checkpoints = Checkpoints(
@@ -247,7 +248,7 @@ class Session:
             what=f"{f'continuing at step {trainer.done}' if resumed else 'starting'}: {parameters:,} parameters, "
             f"batch {self.data.batch}, {trainer.total} steps ({epochs:.1f} epochs) on {world} x {device}, "
             f"in {self.run_dir}",
-            groups=group_table(trainer.optimizer, trainer.base_rate),
+            groups=trainer.group_table(),
             step=trainer.done,
             steps=trainer.total,
             resumed=resumed,

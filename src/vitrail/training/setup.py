@@ -297,6 +297,7 @@ class Parts:
     flow: Flow
     cpu_mesh: Mesh
     parameters: int
+    names: list[str]  # of the parameters
     drop_path_rates: list[float]
 
     @property
@@ -314,7 +315,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     with torch.device("meta"):
         model = recipe.model.build()
     rules, parameters = init_rules(model), sum(p.numel() for p in model.parameters())
-    rates = model.drop_path_rates()
+    rates, names = model.drop_path_rates(), [name for name, _ in model.named_parameters()]
     compute = recipe.precision.compute
     if compute == "auto":
         compute = "bf16" if on_gpu else "fp32"
@@ -335,7 +336,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     )
     model.to_empty(device="cpu" if c.offload else place.device)
     initialise(model, rules, recipe.run.seed)
-    return Parts(flow, cpu_mesh, parameters, rates)
+    return Parts(flow, cpu_mesh, parameters, names, rates)
 
 
 def cut_pipeline(

@@ -22,7 +22,7 @@ from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, load_tensors, stored_tensors
 from vitrail.training.collective import gather_json
 from vitrail.training.ema import EMA
-from vitrail.training.optimizer import make_groups, named_state, restore_state, step
+from vitrail.training.optimizer import group_table, make_groups, named_state, restore_state, step
 from vitrail.training.setup import DataParts, Parts, Place
 
 STOP_REASONS = ("signal", "time limit")
@@ -53,7 +53,7 @@ class Trainer:
         self.epoch = epoch
         self.warmup = self.steps(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
-        self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer))
+        self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
         self.drop_path_rates = parts.drop_path_rates
         self.done = 0  # steps, skipped ones too: the data they used is used up
@@ -109,7 +109,7 @@ class Trainer:
         self.samples += self.data.batch
         self.skipped += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        sizes = None if rms is None else {name: float(value) for name, value in rms.items()}
+        sizes = None if rms is None else self.flow.merge({name: float(value) for name, value in rms.items()})
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
         return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes)
 
@@ -131,6 +131,18 @@ class Trainer:
         if self.objective.needs_whole:
             output = self.objective.join(self.flow.outputs(output), targets)
         return self.objective.loss(output, targets)
+
+    def group_table(self) -> list[dict[str, Any]]:
+        """One row a parameter group, over all ranks."""
+        rows = group_table(self.optimizer, self.base_rate)
+        if self.flow.pipeline is None:
+            return rows
+        merged: dict[str, dict[str, Any]] = {}
+        for share in gather_json(rows if self.flow.leads_stage else [], self.place.control):
+            for row in share:
+                known = merged.setdefault(row["name"], row | {"parameters": 0, "tensors": 0})
+                merged[row["name"]] = known | {key: known[key] + row[key] for key in ("parameters", "tensors")}
+        return [row for row in merged.values() if row["tensors"]]
 
     def all_counters(self, batch: Batch) -> list[int]:
         """Counters of the samples of a step, from all ranks; some ranks have the same ones."""

@@ -36,6 +36,7 @@ def load_weights(
     head: bool | Literal["auto"] = True,
     strict: bool = True,
     names: Sequence[str] | None = None,
+    whole: nn.Module | None = None,
 ) -> Report:
     """Copy weights from a file, a run folder or a state dict into a (plain or sharded) model.
 
@@ -43,12 +44,13 @@ def load_weights(
     ["encoder"]. `head`: false starts the classifier anew, "auto" does so where its classes differ.
     Not `strict`: tensors without a counterpart on either side are left out; wrong shapes are still refused.
     `names` are the model's classes, label 0 first: rows of a run's classifier are then matched by name.
+    `whole` is the whole model (on any device) where `model` has but some of its parameters.
     """
     if not isinstance(head, bool) and head != "auto":
         raise UserError(f"head: {head!r} is unknown; use true, false or auto")
     only = (only,) if isinstance(only, str) else tuple(only)
     try:
-        weights, target = open_weights(given), Target(model)
+        weights, target = open_weights(given), Target(whole or model)
     except UserError:
         raise
     except ValueError as error:
@@ -75,13 +77,17 @@ def load_weights(
         if not _make(told.pieces[entry.name], weights).value.isfinite().all():
             where = ", ".join(entry.sources) or entry.name
             raise UserError(f"{weights.path}: {where} holds values that are not finite; use another file")
+    here = dict(model.named_parameters())
     for entry in filled:
-        _copy(target.parameters[entry.name], _make(told.pieces[entry.name], weights))
+        if entry.name in here:
+            _copy(here[entry.name], _make(told.pieces[entry.name], weights))
     notes = (*weights.notes, *told.notes, *(() if strict else told.problems))
     return Report(weights.path, adapter, tuple(entries), notes)
 
 
-def load_initial(model: nn.Module, init: Any, names: Sequence[str] | None = None) -> Report:
+def load_initial(
+    model: nn.Module, init: Any, names: Sequence[str] | None = None, whole: nn.Module | None = None
+) -> Report:
     """What the section `init` of a recipe asks for; `names` are the classes of its objective."""
     try:
         return load_weights(
@@ -92,6 +98,7 @@ def load_initial(model: nn.Module, init: Any, names: Sequence[str] | None = None
             head=init.head,
             strict=init.strict,
             names=names,
+            whole=whole,
         )
     except UserError as error:
         raise UserError(f"init: {error}") from None
