@@ -86,6 +86,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "context2-every": (2, {"context": 2, "recompute": {"every": 2}}, {}),
     "shard2-budget": (2, {"recompute": {"budget": 0.5}}, {}),
     "tensor2-chunks": (2, {"tensor": 2, "chunk": {"mlp": 3, "head": 5}}, {}),
+    "tensor2-compiled": (2, {"tensor": 2, "compile": True, "recompute": {"keep": ["attention"]}}, {}),
     "pipeline2-gpipe": (2, {"pipeline": 2, "schedule": "GPipe"}, {"data.micro_batch": 4}),
     "pipeline2": (2, {"pipeline": 2, "recompute": "full"}, {"data.micro_batch": 3}),
     "pipeline2-interleaved": (2, {"pipeline": 2, "schedule": "interleaved"}, {"data.micro_batch": 2}),

@@ -135,6 +135,18 @@ def test_the_same_error_on_all_ranks_is_shown_once(words: str, order: tuple[int,
         assert [rank for rank, error in errors.items() if not was_said(str(error))] == shown
 
 
+def test_the_same_bug_on_all_ranks_has_one_traceback() -> None:
+    ranks = watchdogs(2)
+    bugs = [KeyError("x"), KeyError("x")]
+    assert ranks[1].explain(bugs[1])[0] is bugs[1]
+    error, story = ranks[0].explain(bugs[0])
+    assert isinstance(error, RunFailed)
+    assert was_said(str(error))
+    assert story == "KeyError: 'x'"
+    stop = KeyboardInterrupt()
+    assert watchdogs(2)[0].explain(stop)[0] is stop
+
+
 def test_a_neighbour_that_was_killed_is_found_at_once() -> None:
     store = dist.HashStore()
     ranks = watchdogs(4, store)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
 from vitrail.models.model import Model
+from vitrail.parallel.mesh import local
 from vitrail.recipe.kinds import remedy
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_gw"]
@@ -103,7 +104,7 @@ def linears(model: Model) -> Iterator[Layer]:
             for name in (*getattr(module, "columns", ()), *filter(None, [getattr(module, "row", None)])):
                 layer = getattr(module, name)
                 weight = layer.weight
-                outputs, inputs = (weight.to_local() if isinstance(weight, DTensor) else weight).shape
+                outputs, inputs = local(weight).shape
                 yield Layer(names[layer], layer, inputs, outputs)
 
 

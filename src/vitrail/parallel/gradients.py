@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vitrail.parallel.mesh import Layout, Mesh
+from vitrail.parallel.mesh import Layout, Mesh, local
 
 
 class Gradients:
@@ -65,8 +65,3 @@ def over_tensor(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     return not {"tensor", "fsdp_tensor"}.isdisjoint(parameter.device_mesh.mesh_dim_names or ())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
 
@@ -156,3 +158,8 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of the data-parallel ranks this one belongs to."""
         return self.rank("replicate") * self.root["shard"].size() + self.rank("shard")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

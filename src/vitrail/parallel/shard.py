@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
-from vitrail.parallel.mesh import Layout, Mesh
+from vitrail.parallel.mesh import Layout, Mesh, local
 from vitrail.recipe.sections import Parallel
 
 Group = list[nn.Module]
@@ -116,7 +115,7 @@ def cut(chain: list[nn.Module], c: Parallel, reduce: torch.dtype) -> list[Group]
 
 def blocks_of_bucket(block: nn.Module, mib: int, reduce: torch.dtype) -> int:
     """How many such blocks have this much of gradients."""
-    numel = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in block.parameters())
+    numel = sum(local(p).numel() for p in block.parameters())
     return max(1, -(-mib * 2**20 // max(1, numel * reduce.itemsize)))
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from vitrail.parallel.collectives import gather, scatter_sum
+from vitrail.parallel.mesh import local
 
 
 def apply(blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
@@ -51,11 +52,6 @@ def share(layer: Any, mesh: DeviceMesh, placement: Shard) -> Any:
 
     layer.forward = forward
     return layer
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's slice of a parameter that is gathered over all other axes."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def shared(module: Any, group: Any) -> Callable[..., Tensor]:

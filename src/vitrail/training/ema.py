@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitrail.parallel.flow import Flow
-from vitrail.parallel.gradients import local
+from vitrail.parallel.mesh import local
 
 
 class EMA:

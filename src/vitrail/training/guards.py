@@ -174,15 +174,19 @@ class Watchdog:
         told = within(self.PATIENCE, lambda: self.board.tell(self.rank, why))
         tell_launcher(f"rank {self.rank} {why}")
         story = summary(error)
+        first = told.why.partition(": ")[2] if told is not None and told.teller != self.rank else ""
+        same = bool(first) and (first in text or text in first)
         if not isinstance(error, UserError):
-            error.add_note(f"rank {self.rank} {why}")
+            if same and isinstance(error, Exception):  # one traceback is enough
+                error = RunFailed(f"rank {self.rank} {why}")
+                say(str(error), aloud=False)
+            else:
+                error.add_note(f"rank {self.rank} {why}")
         elif not str(error).startswith("rank "):  # likely the same on all; if not, the survivors say whose it was
             if self.rank != 0:
                 say(str(error), aloud=False)
-        elif told is not None and told.teller != self.rank:
-            first = told.why.partition(": ")[2]
-            if first and (first in text or text in first):
-                say(str(error), aloud=False)
+        elif same:
+            say(str(error), aloud=False)
         return error, story
 
     def _follow(self) -> tuple[BaseException, str]:

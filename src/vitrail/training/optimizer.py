@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from vitrail.errors import UserError
 from vitrail.models.model import Model
-from vitrail.parallel.gradients import local
+from vitrail.parallel.mesh import local
 from vitrail.recipe import config
 
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing

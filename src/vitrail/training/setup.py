@@ -34,9 +34,10 @@ from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.recipe import Recipe
 from vitrail.training.collective import on_chief, together
 from vitrail.training.evaluate import Evaluator
+from vitrail.training.failures import record_collectives
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FIRST_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own collectives; the watchdog is far stricter
+FIRST_TIMEOUT = timedelta(minutes=40)  # of PyTorch's own collectives: longer than any phase that the watchdog allows
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def find_place(recipe: Recipe) -> Place:
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(recipe.run.deterministic)
+    record_collectives()
     store, root_store = connect(world, device.type, timeout=FIRST_TIMEOUT)
     groups = [dist.new_group(backend="gloo", timeout=FIRST_TIMEOUT) for _ in range(2)]
     return Place(world, device, threads, store, root_store, *groups)
