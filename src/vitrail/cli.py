@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import vitrail
 from vitrail.errors import RunFailed, UserError
@@ -126,18 +126,22 @@ def train(
     vitrail train configs/demo/mae3d.yaml run.steps=100 optimizer.lr=1e-3 --fresh
     vitrail train runs/demo-mae3d                 continue, or lengthen with run.steps=2000
     torchrun --nproc-per-node 4 -m vitrail train configs/demo/mae3d.yaml
+    srun --ntasks 4 vitrail train ...             or mpirun -n 4; vitrail launch writes job scripts for all three
 
     Output goes to run.dir, which is runs/<run.name> unless the recipe says otherwise: the recipe, metrics.jsonl,
     checkpoints, pictures and report.html, whose path is printed at the end. Where that folder holds checkpoints of the
     same recipe, the run goes on from the newest good one.
     """
+    from vitrail.launch.world import end_for_good, tried_once
     from vitrail.training.guards import ready_to_stop
 
-    with ready_to_stop():
+    with ready_to_stop(), tried_once():
         from vitrail.training.run import train as run_training
 
         _load_plugins(plugin)
         outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet)
+        if outcome.code:
+            end_for_good(outcome.code)
     if _is_chief():
         if outcome.code:
             _note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")
@@ -348,8 +352,17 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(2 if any(check["status"] == "fail" for check in checks) else 0)
 
 
-@app.command(short_help="Write the job script that trains a recipe, and submit it.")
+class Remembering(TyperCommand):
+    """Keeps its words as they were typed, for the script that it writes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=Remembering, short_help="Write the job script that trains a recipe, and submit it.")
 def launch(
+    context: typer.Context,
     launcher: Annotated[Literal["torchrun", "slurm", "mpi"], typer.Argument(help="What starts the processes.")],
     recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder to continue.")],
     overrides: Overrides = None,
@@ -375,17 +388,21 @@ def launch(
         Literal["apptainer", "docker", "enroot"] | None, typer.Option(help="What runs it; guessed if not given.")
     ] = None,
     signal_seconds: Annotated[
-        int, typer.Option(metavar="N", help="Slurm: save and stop so long before the time limit.")
-    ] = 300,
+        int | None, typer.Option(metavar="N", help="Slurm: save and stop so long before the time limit; 300.")
+    ] = None,
     requeue: Annotated[
-        bool, typer.Option("--requeue/--no-requeue", help="Slurm: queue a training that was stopped again.")
-    ] = True,
+        bool | None,
+        typer.Option("--requeue/--no-requeue", help="Slurm: queue a training that was stopped again, which is usual."),
+    ] = None,
     max_restarts: Annotated[
         int | None,
         typer.Option(metavar="N", help="Starts after the first: of what failed (torchrun, 3) or stopped (Slurm, 50)."),
     ] = None,
     plugin: Plugins = None,
-    python: Annotated[str | None, typer.Option(metavar="PATH", help="Python there; this one if not given.")] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Python there; else this one, or `python` in a container."),
+    ] = None,
     env_setup: Annotated[
         list[str] | None, typer.Option(metavar="LINE", help="A line of shell before the start; repeatable.")
     ] = None,
@@ -429,8 +446,7 @@ def launch(
         python=python,
         env_setup=tuple(env_setup or ()),
     )
-    words = sys.argv[sys.argv.index("launch") + 1 :] if "launch" in sys.argv else [launcher, recipe]
-    script = jobs.write_script(job, written_by=words)
+    script = jobs.write_script(job, written_by=context.obj or [launcher, recipe])
     if output is not None:
         jobs.save(script, output)
     facts: dict[str, Any] = {
@@ -446,7 +462,7 @@ def launch(
     }
     code = 0
     if submit:
-        _note(f"{script.name}: {script.world} ranks ({script.layout})")
+        _note(f"{script.name}: {script.world} rank{'s' * (script.world > 1)} ({script.layout})")
         code, facts["answer"] = jobs.submit(script, output, to_stderr=as_json)
     if as_json:
         _print_tree(facts, as_json)

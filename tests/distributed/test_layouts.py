@@ -31,6 +31,15 @@ CLASSIFIED = {
     "data.crop": [8, 10],
     "data.augment": {"orientations": False},
 }
+COLOURS = ["blue", "red", "infrared", "green"]
+COLOURED = {
+    "model.ndim": 2,
+    "data.train": [{"path": "COLOURS", "kind": "image_folder"}],
+    "data.valid": [],
+    "data.crop": [8, 10],
+    "data.augment": {"orientations": False},
+}
+VIEW = ENCODER | {"patch": 2}
 NOISE = {"objective": {"kind": "noise"}, "data.augment": {"orientations": False}}
 MODELS: dict[str, dict[str, Any]] = {
     "mae": {},
@@ -51,8 +60,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.decoder.kind": "self",
         "objective": {"kind": "reconstruct", "target": "patch"},
     },
-    "mae-variables": {"model.encoder": ENCODER | {"variables": {"known": ["a", "image"]}}},
-    "mae-separate": {"model.encoder": ENCODER | {"variables": {"known": ["a", "image"], "aggregate": "none"}}},
+    "mae-variables": {"model.encoder": VIEW | {"variables": {"known": COLOURS}}, **COLOURED},
+    "mae-separate": {"model.encoder": VIEW | {"variables": {"known": COLOURS, "aggregate": "none"}}, **COLOURED},
+    "mae-frozen": {"optimizer.groups": [{"match": "^encoder", "freeze": True}, {"match": "^decoder.head", "lr": 0.5}]},
     "mae-turned": {"model.encoder": ENCODER | {"rope": "superposed", "layer_scale": 0.1, "norm": "rms", "bias": False}},
     "vit": {"model": VIT | {"cls_token": True, "pool": "mean", "head_dropout": 0.2}, **CLASSIFIED},
     "vit-pooled": {"model": VIT | {"registers": 2, "pool": "attention", "positions": "learned"}, **CLASSIFIED},
@@ -87,6 +97,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "shard2-budget": (2, {"recompute": {"budget": 0.5}}, {}),
     "tensor2-chunks": (2, {"tensor": 2, "chunk": {"mlp": 3, "head": 5}}, {}),
     "tensor2-compiled": (2, {"tensor": 2, "compile": True, "recompute": {"keep": ["attention"]}}, {}),
+    "ring2-compiled": (2, {"context": 2, "ulysses": 1, "compile": True, "recompute": {"keep": ["qkv"]}}, {}),
+    "pipeline2-compiled": (2, {"pipeline": 2, "compile": True, "recompute": "full"}, {"data.micro_batch": 4}),
     "pipeline2-gpipe": (2, {"pipeline": 2, "schedule": "GPipe"}, {"data.micro_batch": 4}),
     "pipeline2": (2, {"pipeline": 2, "recompute": "full"}, {"data.micro_batch": 3}),
     "pipeline2-interleaved": (2, {"pipeline": 2, "schedule": "interleaved"}, {"data.micro_batch": 2}),
@@ -118,12 +130,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 SMALL = ("tensor2", "ulysses2", "pipeline2", "tensor2-context2")
-CASES = [("mae", layout) for layout in LAYOUTS]
+CASES = [("mae", layout) for layout in LAYOUTS if layout not in ("ring2-compiled", "pipeline2-compiled")]
 CASES += [(model, layout) for model in ("vit", "unetr", "sap", "diffusion", "dit") for layout in SMALL]
 CASES += [(model, layout) for model in ("mae-adaptive", "mae-adaptive-self") for layout in ("ring2", "ulysses2-ring2")]
 CASES += [("mae-self", layout) for layout in ("ring2", "pipeline2", "ulysses2-ring2", "shard2-context2-tensor2")]
 CASES += [("mae-turned", "pipeline2-tensor2"), ("mae-stratified", "ulysses4"), ("vit-pooled", "tensor2-context2")]
 CASES += [("mae-variables", "ulysses2"), ("mae-separate", "tensor2-context2"), ("unetr", "pipeline2-gpipe")]
+CASES += [("mae-frozen", "pipeline2")]
+COMPILED = [("mae", layout) for layout in ("ring2-compiled", "pipeline2-compiled")]  # slow
 
 
 def recipe_of(model: str, volume: Path, home: Path, optimizer: str) -> dict[str, Any]:
@@ -132,7 +146,8 @@ def recipe_of(model: str, volume: Path, home: Path, optimizer: str) -> dict[str,
     tree = merge(tree, {"model.encoder": ENCODER, "model.decoder": decoder})
     tree = merge(tree, {"optimizer": OPTIMIZERS[optimizer], "schedule": {"kind": "cosine", "warmup": 0}})
     text = json.dumps(merge(tree, MODELS[model]))
-    return json.loads(text.replace("VOLUME", str(volume)).replace("IMAGES", str(volume.parent / "images")))
+    text = text.replace("VOLUME", str(volume)).replace("IMAGES", str(volume.parent / "images"))
+    return json.loads(text.replace("COLOURS", str(volume.parent / "colours")))
 
 
 def write_images(folder: Path) -> None:
@@ -144,6 +159,9 @@ def write_images(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 128 + 127 * (number % 2), (8, 10), np.uint8)
         Image.fromarray(pixels).save(path)
+        path = folder.parent / "colours" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.stack([pixels, pixels.T.reshape(8, 10), 255 - pixels], axis=-1)).save(path)
 
 
 def put_together(folder: Path, reference: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -166,34 +184,54 @@ def put_together(folder: Path, reference: dict[str, np.ndarray] | None = None) -
     return whole
 
 
-@pytest.fixture(scope="module")
-def results(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases: references in one process, the others in one launch a world size."""
-    home = tmp_path_factory.mktemp("layouts")
+def run_all(volume: Path, home: Path, wanted: list[tuple[str, str]]) -> Path:
+    """References in one process, the others in one launch a world size."""
     write_images(volume.parent / "images")
     for world in (1, 2, 4, 8):
         trees = []
         for optimizer in OPTIMIZERS:
             if world == 1:
-                for model in {model for model, _ in CASES}:
+                for model in dict(wanted):
                     folder = home / f"{model}-{optimizer}-1"
                     trees.append((recipe_of(model, volume, folder, optimizer), str(folder)))
-            for model, layout in CASES:
+            for model, layout in wanted:
                 ranks, parallel, changes = LAYOUTS[layout]
                 if ranks == world:
                     folder = home / f"{model}-{optimizer}-{layout}"
                     tree = merge(recipe_of(model, volume, folder, optimizer), {"parallel": parallel, **changes})
                     trees.append((tree, str(folder)))
-        cases = home / f"cases-{world}.json"
-        cases.write_text(json.dumps(trees))
-        code, output = run(*torchrun(world, WORKER, cases), timeout=900)
-        assert code == 0, output[-6000:]
+        if trees:
+            cases = home / f"cases-{world}.json"
+            cases.write_text(json.dumps(trees))
+            code, output = run(*torchrun(world, WORKER, cases), timeout=1200)
+            assert code == 0, output[-6000:]
     return home
+
+
+@pytest.fixture(scope="module")
+def results(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_all(volume, tmp_path_factory.mktemp("layouts"), CASES)
+
+
+@pytest.fixture(scope="module")
+def compiled(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_all(volume, tmp_path_factory.mktemp("compiled"), COMPILED)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{m}-{name}" for m, name in CASES])
 def test_every_layout_computes_the_same(results: Path, model: str, layout: str, optimizer: str) -> None:
+    check(results, model, layout, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("model", "layout"), COMPILED, ids=[f"{m}-{name}" for m, name in COMPILED])
+def test_compiled_layouts_compute_the_same(compiled: Path, model: str, layout: str, optimizer: str) -> None:
+    check(compiled, model, layout, optimizer)
+
+
+def check(results: Path, model: str, layout: str, optimizer: str) -> None:
     expected = put_together(results / f"{model}-{optimizer}-1")
     found = put_together(results / f"{model}-{optimizer}-{layout}", expected)
     assert found.keys() == expected.keys()

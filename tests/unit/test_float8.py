@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.batch import Statistics
 from vitrail.errors import UserError
 from vitrail.layers.init import init_rules
-from vitrail.models import ViT
+from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViT
 from vitrail.models.vit import ViTConfig
+from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.parallel import float8, recompute
+from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Recompute
 
 CPU = torch.device("cpu")
@@ -64,6 +67,45 @@ def test_the_check_says_when_it_will_not_pay() -> None:
     assert "tokens on, and there are 64" in str(judged)
     assert "pays at no number of tokens); use bf16" in str(float8.check(narrow, rows=10**6))
     assert "40 x 160 are not multiples of 16" in str(float8.check(odd, rows=10**6))
+
+
+def test_rows_are_those_that_a_layer_of_a_block_sees() -> None:
+    """A masked autoencoder's encoder never sees hidden tokens; a piece, a part or a gathered group decide the rest."""
+    counts = {"visible": 16, "predicted": 24}  # of 64 tokens, 75 % hidden, half of which are predicted
+
+    def tokens(kind: str, on: str = "hidden") -> dict[str, int]:
+        config = MAEConfig(
+            encoder=EncoderConfig(width=16, depth=1, heads=2, patch=4),
+            decoder=DecoderConfig(kind=kind, width=16, depth=1, heads=2, decode_ratio=0.5),  # type: ignore[arg-type]
+            channels=1,
+            shape=32,
+        )
+        objective = ReconstructConfig(on=on).build(config, Statistics((0.0,), (1.0,)))  # type: ignore[arg-type]
+        with torch.device("meta"):
+            names = [layer.name for layer in float8.linears(config.build())]
+        return {name: objective.tokens_at(name) for name in names}
+
+    crossed = tokens("cross")
+    assert crossed["encoder.blocks.0.mlp.fc1"] == counts["visible"]
+    assert crossed["decoder.blocks.0.attn.q"] == crossed["decoder.blocks.0.mlp.fc2"] == counts["predicted"]
+    assert crossed["decoder.blocks.0.attn.kv"] == counts["visible"]
+    assert tokens("cross", "all")["decoder.blocks.0.attn.q"] == sum(counts.values())
+    assert tokens("self")["decoder.blocks.0.attn.qkv"] == sum(counts.values())
+
+    layout = Layout(context=2, tensor=4)
+    assert float8.rows_of("blocks.0.mlp.fc1", samples=3, tokens=64, layout=Layout()) == 3 * 64
+    assert float8.rows_of("blocks.0.attn.qkv", samples=3, tokens=64, layout=layout) == 3 * 32
+    assert float8.rows_of("blocks.0.mlp.gate", samples=3, tokens=64, layout=layout, piece=5) == 3 * 5 * 4
+    assert float8.rows_of("blocks.0.attn.qkv", samples=3, tokens=64, layout=layout, piece=5) == 3 * 32
+
+
+def test_layers_of_one_model_are_judged_by_rows_of_their_own() -> None:
+    with torch.device("meta"):
+        wide = small(width=4096, heads=32, hidden=16384)
+    judged = float8.check(wide, lambda name: 16384 if name.startswith("encoder.blocks.0.") else 64)
+    assert len(judged.taken) == len(judged.left) == 4
+    assert all(name.startswith("encoder.blocks.0.") for name in judged.taken)
+    assert "(by an H200's speeds); 4 stay in bf16" in str(judged)
 
 
 def test_devices_without_float8_are_refused() -> None:

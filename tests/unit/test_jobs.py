@@ -94,11 +94,13 @@ def test_what_a_slurm_job_says() -> None:
         not line.startswith("#SBATCH") for line in text.splitlines()[first_command:]
     )  # Slurm stops reading there
     assert "module load cuda\nsource /opt/venv/bin/activate\n" in text
-    assert "srun --kill-on-bad-exit=0 --wait=120 --cpus-per-task=6 \\\n  python -m vitrail train" in text
+    assert f"srun --kill-on-bad-exit=0 --wait=120 --cpus-per-task=6 \\\n  {sys.executable} -m vitrail train" in text
+    assert "--cpus-per-rank" not in text
     assert 'scontrol requeue "$SLURM_JOB_ID"' in text
     once = script(requeue=False)
     assert "scontrol" not in once
     assert "#SBATCH --no-requeue" in once
+    assert "No cores were asked for" in once
     assert "--signal=USR1@300" in once
 
 
@@ -106,6 +108,7 @@ def test_a_recipe_for_the_cpu_asks_for_no_gpus() -> None:
     text = script(machine="dgx", overrides=("run.device=cpu",))
     assert "gpus" not in text
     assert "NCCL" not in text
+    assert "rocm" not in script(machine="frontier", overrides=("run.device=cpu",))
     assert f"  {sys.executable} -m vitrail train" in text
 
 
@@ -133,8 +136,10 @@ def test_frontier_gives_each_task_the_gpu_that_is_nearest() -> None:
             "mpi",
             "an image.sif",
             None,
-            'exec mpirun "${options[@]}" apptainer exec --nv --bind "$PWD" \'an image.sif\' python',
+            'mpirun "${options[@]}" apptainer exec --nv --bind "$PWD" \'an image.sif\' python',
         ),
+        ("slurm", "docker://vitrail:1", None, 'apptainer exec --nv --bind "$PWD" docker://vitrail:1 python'),
+        ("slurm", "v.sqsh", None, "--container-image=v.sqsh "),
     ],
 )
 def test_containers(launcher: str, image: str, kind: Any, words: str) -> None:
@@ -143,7 +148,25 @@ def test_containers(launcher: str, image: str, kind: Any, words: str) -> None:
 
 def test_containers_for_amd() -> None:
     assert "apptainer exec --rocm " in script(machine="frontier", container="v.sif")
-    assert "--device /dev/kfd --device /dev/dri" in script("torchrun", machine="frontier", container="v:1")
+    text = script("torchrun", machine="frontier", container="v:1")
+    assert '--device /dev/kfd --device /dev/dri --group-add "$(stat -c %g /dev/kfd)"' in text
+    assert "--device /dev/infiniband --cap-add IPC_LOCK" in text
+    assert "infiniband" not in script("torchrun", container="v:1", overrides=("run.device=cpu",))
+
+
+def test_containers_see_what_the_recipe_names(tmp_path: Path) -> None:
+    (tmp_path / "my data").mkdir()
+    recipe = tiny_recipe(tmp_path / "my data", tmp_path / "runs" / "one")
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    assert f' --bind "$PWD" --bind {tmp_path} ' in script(recipe=str(path), container="v.sif")
+    folder = tmp_path / "here"
+    folder.mkdir()
+    inside = write_recipe(folder / "recipe.yaml", recipe | {"run": recipe["run"] | {"dir": "run"}})
+    job = Job(launcher="torchrun", recipe=str(inside), container="v:1")
+    assert f" --volume '{tmp_path}/my data:{tmp_path}/my data' --env" in write_script(job, folder=folder).text
+    job = Job(launcher="slurm", recipe=str(inside), container="v:1")
+    expected = f"--container-mounts=\"$PWD:$PWD\",'{tmp_path}/my data:{tmp_path}/my data' "
+    assert expected in write_script(job, folder=folder).text
 
 
 def test_tensor_ranks_order_their_kernels_unless_parameters_are_gathered() -> None:
@@ -182,6 +205,25 @@ def test_words_stay_words_in_the_shell(tmp_path: Path) -> None:
         ({"nodes": 0}, "--nodes 0: expected a whole number above 0"),
         ({"machine": "fronteir"}, "did you mean 'frontier'"),
         ({"time": "soon"}, "--time 'soon': expected a clock"),
+        ({"time": "90"}, "to Slurm 90 would be minutes, so write 90m"),
+        ({"time": "90:30"}, "so write 90m30s"),
+        ({"time": "2-0"}, "to Slurm 2-0 would be days and hours, so write 2d0h0m"),
+        ({"ranks_per_node": 3, "overrides": ("parallel.tensor=3",)}, r"--ranks-per-node 3: .*heads"),
+        ({"ranks_per_node": 64, "overrides": ("parallel.pipeline=64",)}, r"--ranks-per-node 64: .*pipeline"),
+        ({"nodes": 7, "ranks_per_node": 3}, r"--nodes 7 x --ranks-per-node 3: .*batch"),
+        ({"launcher": "torchrun", "time": "1h"}, r"--time: it means nothing to torchrun \(run\.time_limit=1h"),
+        ({"launcher": "torchrun", "account": "x"}, "--account: .*leave it out, or use vitrail launch slurm"),
+        ({"launcher": "torchrun", "signal_seconds": 300}, "--signal-seconds: it means nothing to torchrun"),
+        ({"launcher": "torchrun", "cpus_per_rank": 3}, "--cpus-per-rank: .* divides the cores"),
+        ({"launcher": "mpi", "requeue": True}, "--requeue: it means nothing to mpi"),
+        ({"launcher": "mpi", "requeue": False}, "--no-requeue: it means nothing to mpi"),
+        ({"launcher": "mpi", "max_restarts": 5}, "--max-restarts: .*use vitrail launch slurm or torchrun"),
+        ({"requeue": False, "max_restarts": 5}, "--max-restarts: with --no-requeue"),
+        ({"name": "a/b%x"}, "--name 'a/b%x': expected letters, digits"),
+        ({"name": "a&b", "launcher": "torchrun"}, "--name 'a&b'"),
+        ({"launcher": "torchrun", "container": "v.sqsh"}, "--container v.sqsh: enroot cannot be started by torchrun"),
+        ({"launcher": "mpi", "container": "v:cuda"}, "neither a file such as vitrail.sif nor .* docker://v:cuda"),
+        ({"recipe": str(ROOT / "docs")}, "this folder has no recipe.yaml; give a recipe file or the folder of a run"),
         ({"time": "4m"}, r"--time 4m: .* ask for more time, or set --signal-seconds below 240"),
         ({"signal_seconds": 0}, "--signal-seconds 0: expected 10 to 65535"),
         ({"max_restarts": -1}, "--max-restarts -1"),
@@ -209,6 +251,7 @@ def test_mistakes_are_found_before_the_queue(options: dict[str, Any], words: str
         ({"setup": "module load"}, "setup: expected a list of lines"),
         ({"sbatch": ["--mem 0"]}, "sbatch: expected options such as"),
         ({"environment": {"A": 1}}, r"environment\.A: expected \{value: text, why: text\}"),
+        ({"environment": {"A": {"value": "1", "why": "x", "gpus": "yes"}}}, r"gpus: true for what GPUs alone need"),
         ({"environment": {"A B": {"value": "1", "why": "x"}}}, r"environment\.A B"),
         ({"environment": {"A": {"value": '"; reboot; "', "why": "x"}}}, r"environment\.A: quotation marks"),
     ],
@@ -221,12 +264,19 @@ def test_a_wrong_machine_is_refused(tree: Any, words: str) -> None:
 def test_a_machine_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        'ranks_per_node: 2\nsbatch: [--reservation=ours]\nenvironment: {LAB: {value: "$HOME/x", why: ours}}\n'
+        "ranks_per_node: 2\nsbatch: [--reservation=ours]\nsrun: ['--constraint=a&b']\ngpu_setup: [module load fast]\n"
+        'environment: {LAB: {value: "$HOME/x", why: ours}, FAST: {value: "1", why: quick, gpus: true}}\n'
     )
     text = script(machine=str(path))
     assert "#SBATCH --reservation=ours\n" in text
     assert '# ours\nexport LAB="${LAB:-$HOME/x}"' in text
     assert "#SBATCH --ntasks-per-node=2\n" in text
+    assert " '--constraint=a&b' " in text
+    assert "module load fast\n" in text
+    assert "export FAST=" in text
+    slow = script(machine=str(path), overrides=("run.device=cpu",))
+    assert "export LAB=" in slow
+    assert "fast" not in slow.lower().replace(str(path).lower(), "")
 
 
 # ---------------------------------------------------------------- the verb
@@ -247,6 +297,8 @@ def test_the_verb_prints_writes_and_never_overwrites(tmp_path: Path) -> None:
     refused = run(app, [*arguments, "--output", str(path)])
     assert refused.exit_code == 2
     assert "exists already and is different" in refused.stderr
+    assert "# Written by: vitrail launch slurm " in printed.output
+    assert "run.steps=7 --gpus 2 --time 2h\n" in printed.output
     facts = json.loads(run(app, [*arguments, "--json"]).output)
     assert facts["world"] == 2
     assert facts["layout"] == "shard 2"
@@ -277,8 +329,15 @@ def test_a_slurm_job_is_submitted(tmp_path: Path, monkeypatch) -> None:
     save(written, tmp_path / "job.sh")
     assert submit(written, tmp_path / "job.sh")[0] == 0
     fake_program(tmp_path, "sbatch", 'echo "sbatch: error: Invalid account" >&2; exit 1')
-    with pytest.raises(UserError, match="sbatch refused the job: sbatch: error: Invalid account"):
+    with pytest.raises(UserError, match="sbatch refused the job: Invalid account; mend the options"):
         submit(written, None)
+    away = "Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    fake_program(tmp_path, "sbatch", f'for i in 1 2; do echo "sbatch: error: {away}"; done >&2; exit 1')
+    with pytest.raises(
+        UserError, match="could not reach Slurm: Batch job .* failure.; see whether it answers"
+    ) as found:
+        submit(written, None)
+    assert str(found.value).count("Unable") == 1
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="sbatch is not on the PATH"):
         submit(written, None)
@@ -295,22 +354,34 @@ def test_only_a_stopped_training_is_queued_again(
     fake_program(tmp_path, "scontrol", f'echo "$@" > {tmp_path}/asked')
     text = write_script(Job(launcher="slurm", recipe=DEMO, max_restarts=3)).text
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": str(restarts)}
-    assert subprocess.run(["bash", "-c", text], env=env, capture_output=True).returncode == expected
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True)
+    assert done.returncode == expected
     assert (tmp_path / "asked").exists() == requeued
+    assert ("job 9 is queued again" in done.stdout) == requeued
+    assert ("not queued again: this was start 3 after the first" in done.stdout) == (code == 75 and not requeued)
     if requeued:
         assert (tmp_path / "asked").read_text() == "requeue 9\n"
+        fake_program(tmp_path, "scontrol", "exit 1")
+        done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True)
+        assert done.returncode == 75
+        assert "Slurm did not queue it again" in done.stdout
 
 
 @pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.4", "HYDRA build details: Version: 4.2"])
 def test_both_kinds_of_mpirun_get_their_own_options(tmp_path: Path, version: str) -> None:
     fake_program(tmp_path, "mpirun", f'[ "$1" = --version ] && echo "{version}" || printf "%s|" "$@"')
-    text = write_script(Job(launcher="mpi", recipe=DEMO, nodes=2, ranks_per_node=4, cpus_per_rank=3)).text
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOSTS": "hosts.txt", "MASTER_PORT": "7"}
+    setup = ("export LAB=1", "HIDDEN=1", "export NCCL_DEBUG=INFO")
+    job = Job(launcher="mpi", recipe=DEMO, nodes=2, ranks_per_node=4, cpus_per_rank=3, env_setup=setup)
+    text = write_script(job).text
+    check_shell(text)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOSTS": "hosts.txt", "MASTER_PORT": "7", "OTHER": "1"}
     told = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=True).stdout
     if "Open" in version:
-        assert told.startswith("-n|8|--map-by|ppr:4:node:PE=3|--hostfile|hosts.txt|-x|PYTORCH_ALLOC_CONF|")
+        assert told.startswith("-n|8|--map-by|ppr:4:node:PE=3|--hostfile|hosts.txt|-x|PATH|-x|PYTORCH_ALLOC_CONF|")
         assert "-x|MASTER_PORT|" in told
-        assert "MASTER_ADDR" not in told
+        assert "-x|LAB|" in told
+        assert told.count("NCCL_DEBUG") == 1
+        assert not any(name in told for name in ("MASTER_ADDR", "HIDDEN", "OTHER"))
     else:
         assert told.startswith("-n|8|-ppn|4|-genvall|-f|hosts.txt|")
     assert told.endswith(f"-m|vitrail|train|{DEMO}|")

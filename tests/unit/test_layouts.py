@@ -11,7 +11,7 @@ from support import ROOT, merge, tiny_recipe
 from torch import nn
 
 from vitrail.errors import UserError
-from vitrail.parallel import shard
+from vitrail.parallel import check, shard
 from vitrail.parallel.check import ImpossibleLayout, refuse
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.recipe import Recipe, load_recipe
@@ -307,6 +307,19 @@ IMPOSSIBLE: dict[str, tuple[Recipe, int, str]] = {
         1,
         "'fc1' cannot be kept with parallel.chunk.mlp=8",
     ),
+    "no such role": (
+        recipe_of(parallel__recompute={"keep": ["gate", "qkv"]}),
+        1,
+        "parallel.recompute.keep: 'gate' is no role",
+    ),
+    "no role at all": (recipe_of(parallel__recompute={"keep": ["gate"]}), 1, "set parallel.recompute=full"),
+    "budget": (recipe_of(parallel__recompute={"budget": 0.01}), 1, "parallel.recompute.budget: 0.01 is less than"),
+    "no head": (vit_of(parallel__chunk={"head": 8}), 1, "parallel.chunk.head: ViT has no head"),
+    "float8": (
+        recipe_of(precision={"compute": "float8"}, run={"device": "cpu"}),
+        1,
+        "precision.compute: float8 cannot be used, since a CPU has no float8 products",
+    ),
 }
 
 
@@ -402,14 +415,13 @@ def test_possible_layouts_are_accepted(choice, world):
     assert layout.data * layout.parts * layout.pipeline == world
 
 
-def test_a_role_that_no_block_has_is_refused_before_anything_is_allocated():
-    with pytest.raises(UserError, match=r"parallel\.recompute\.keep: 'gate'.*Leave it out"):
-        refuse(recipe_of(parallel__recompute={"keep": ["gate"]}), 1)
-
-
-def test_pieces_of_a_head_that_there_is_not_are_refused():
-    with pytest.raises(UserError, match=r"parallel\.chunk\.head: ViT has no head.*leave it out"):
-        refuse(vit_of(parallel__chunk={"head": 8}), 1)
+def test_a_missing_torchao_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(check.float8, "refusal", lambda device: None)
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    with pytest.raises(
+        ImpossibleLayout, match=r"torchao is not installed \(pip install .*; set precision.compute=bf16"
+    ):
+        refuse(recipe_of(precision={"compute": "float8"}), 1)
 
 
 def test_a_model_that_cannot_be_built_is_left_to_others():

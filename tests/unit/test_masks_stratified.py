@@ -1,12 +1,14 @@
 """Stratified masks: the same count in every slab, random within it, refused where slabs do not fit."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
+from vitrail.layers import tokens
 from vitrail.layers.masks import RandomMask, StratifiedMask, make_mask, num_visible
 from vitrail.layers.parts import Part, cut
 from vitrail.models.encoder import EncoderConfig
@@ -46,8 +48,12 @@ def test_within_a_slab_the_lowest_noise_stays() -> None:
 
 
 def test_slabs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"mask.slabs 4 does not divide the 6 patches.*use one of 1, 2, 3, 6"):
+    with pytest.raises(ValueError, match=r"model.mask.slabs: 4 does not divide the 6 patches.*use one of 1, 2, 3, 6"):
         make_mask(StratifiedMask(slabs=4), torch.rand(1, 48), (6, 8))
+    with pytest.raises(ValueError, match=r"model.mask.slabs: 6 slabs of 3 tokens have none visible .*fewer slabs"):
+        StratifiedMask(slabs=6, ratio=0.75).check((6, 3))
+    with pytest.raises(ValueError, match="have none hidden"):
+        StratifiedMask(slabs=6, ratio=1e-7).check((6, 3))
     with pytest.raises(ValueError, match="slabs 0 must be at least 1"):
         StratifiedMask(slabs=0)
 
@@ -71,3 +77,28 @@ def test_a_part_sees_and_predicts_tokens_of_its_own_slab(parts: int, decode_rati
     for index in range(parts):
         for tokens in (visible, hidden):
             assert (cut(tokens, Part(index, parts)) // (64 // parts) == index).all()
+
+
+@pytest.mark.parametrize("slabs", [2, 4])
+def test_what_is_known_to_be_at_home_is_not_counted(slabs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting would make the host wait for the device."""
+    config = MAEConfig(
+        encoder=EncoderConfig(width=16, depth=1, heads=2, patch=4),
+        decoder=DecoderConfig(kind="self", width=16, depth=1, heads=2),
+        mask=StratifiedMask(slabs=slabs),
+        channels=1,
+        shape=16,
+    )
+    objective = ReconstructConfig().build(config, Statistics((0.0,), (1.0,)))
+    images, draws = torch.randn(2, 1, 16, 16), Draws(0, [3, 4])
+    whole, _ = objective.prepare(Batch([3, 4], images), draws)
+
+    def counted(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(tokens, "count_owners", counted)
+    slab = objective.slab((16, 16), Part(1, 2))
+    assert slab is not None
+    batch = Batch([3, 4], images[:, :, 8:], slab=slab)
+    inputs, _ = objective.prepare(batch, draws, part=Part(1, 2))
+    assert torch.equal(inputs["x"], cut(whole["x"], Part(1, 2)))

@@ -19,7 +19,7 @@ from vitrail.models.mae import MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.classify import Classify, ClassifyConfig
-from vitrail.objectives.objective import normalise
+from vitrail.objectives.objective import check_prepare, normalise
 from vitrail.objectives.segment import Segment, SegmentConfig, Targets, confusion, segmentation_loss
 
 GREY = Statistics((10.0,), (4.0,))
@@ -324,3 +324,18 @@ def test_what_objectives_say_they_need() -> None:
     assert SegmentConfig.labels == "voxel"
     assert isinstance(ClassifyConfig().build(vit(), GREY), Classify)
     assert isinstance(SegmentConfig().build(sap(), GREY), Segment)
+
+
+def test_a_prepare_that_cannot_be_given_a_part_is_refused() -> None:
+    class Own(Classify):
+        def prepare(self, batch: Any, draws: Any, *, evaluating: bool = False) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    class Open(Classify):
+        def prepare(self, batch: Any, draws: Any, **options: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(UserError, match=r"Own.prepare\(\) takes no part and no exchange; write it as .*exchange=None"):
+        check_prepare(Own.__new__(Own))
+    for kind in (Open, Classify):
+        check_prepare(kind.__new__(kind))

@@ -1,6 +1,7 @@
 """Where a pipeline is cut, what its steps cost, and what travels. What it computes is in tests/distributed."""
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.parallel import pipeline
 from vitrail.parallel.mesh import Mesh, layout_of
+from vitrail.parallel.parallelize import parallelize
 from vitrail.parallel.pipeline import (
     Elsewhere,
     Pipeline,
@@ -35,7 +37,7 @@ from vitrail.parallel.pipeline import (
     signature,
     to_header,
 )
-from vitrail.recipe.sections import Parallel
+from vitrail.recipe.sections import Parallel, Recompute
 
 SMALL: dict[str, Any] = {"width": 24, "depth": 4, "heads": 2, "patch": 4}
 MAE = MAEConfig(
@@ -132,7 +134,7 @@ def test_a_rank_has_one_part_or_several_when_they_are_interleaved() -> None:
 def test_every_step_is_measured_and_the_model_stays_on_meta(name: str) -> None:
     model = on_meta(MODELS[name])
     before = dict(model.named_parameters())
-    costs = measure_costs(model, inputs_of(MODELS[name]), CPU, repeats=1)
+    costs = measure_costs(model, lambda: inputs_of(MODELS[name]), CPU, repeats=1)
     assert len(costs) == len(model.stages())
     assert min(costs) > 0
     after = dict(model.named_parameters())
@@ -149,7 +151,7 @@ def test_costs_are_those_of_the_type_that_computes(monkeypatch: pytest.MonkeyPat
         return real(x, weight, *rest)
 
     monkeypatch.setattr(nn.functional, "linear", linear)
-    measure_costs(on_meta(MODELS["vit"]), inputs_of(MODELS["vit"]), CPU, compute=torch.bfloat16, repeats=1)
+    measure_costs(on_meta(MODELS["vit"]), lambda: inputs_of(MODELS["vit"]), CPU, compute=torch.bfloat16, repeats=1)
     assert seen == {torch.bfloat16}
 
 
@@ -162,7 +164,7 @@ def test_equal_steps_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(model, stage, *rest, **options)
 
     monkeypatch.setattr(pipeline, "_measure", measure)
-    costs = measure_costs(on_meta(MAE), inputs_of(MAE), CPU, repeats=1)
+    costs = measure_costs(on_meta(MAE), lambda: inputs_of(MAE), CPU, repeats=1)
     assert measured == [
         *("encoder.embed", "encoder.blocks.0", "encoder.norm"),
         *("decoder.embed", "decoder.blocks.0", "decoder.head"),
@@ -175,7 +177,7 @@ def test_measuring_draws_nothing_from_the_generator() -> None:
     expected = torch.rand(1)
     inputs = inputs_of(MAE)
     torch.manual_seed(0)
-    measure_costs(on_meta(MAE), inputs, CPU, repeats=1)
+    measure_costs(on_meta(MAE), lambda: inputs, CPU, repeats=1)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -185,7 +187,20 @@ def test_a_step_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(pipeline, "_measure", measure)
     with pytest.raises(UserError, match=r"parallel.split: .* encoder.embed does not fit .* smaller data.micro_batch"):
-        measure_costs(on_meta(MAE), inputs_of(MAE), CPU)
+        measure_costs(on_meta(MAE), lambda: inputs_of(MAE), CPU)
+
+
+def test_inputs_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    told = pytest.raises(UserError, match="parallel.split: .* inputs are made of does not fit .* data.micro_batch")
+    with told:
+        measure_costs(on_meta(MAE), full, CPU)
+    model = on_meta(MAE)
+    monkeypatch.setattr(model, "derive", full)
+    with told:
+        measure_costs(model, lambda: inputs_of(MAE), CPU)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -273,6 +288,34 @@ def test_a_rank_keeps_what_its_steps_use(three_ranks: Mesh) -> None:
     assert model.flops() == flops
     assert model.drop_path_rates() == [0.0] * 6
     assert isinstance(model.encoder.patch_embed, Elsewhere)
+
+
+def test_modules_without_weights_stay_on_all_ranks(three_ranks: Mesh) -> None:
+    """A ViT without classes has nothing for a head, but calls it."""
+    model = on_meta(ViTConfig(**SMALL, channels=1, shape=16, classes=0))
+    Pipeline(model, Parallel(pipeline=3), three_ranks, [2, 2, len(model.stages()) - 4], CPU)
+    assert isinstance(model.head, nn.Identity)
+    assert isinstance(model.encoder.blocks[0], Elsewhere)
+
+
+def test_recomputation_is_planned_for_the_whole_model(three_ranks: Mesh) -> None:
+    """Blocks 0, 2 and 4 of 6; this rank has 2, 3 and 4."""
+    model = on_meta(MAE)
+    c = Parallel(pipeline=3, recompute=Recompute(every=2))
+    options: dict[str, Any] = {"compute": torch.float32, "reduce": torch.float32, "compiled": False}
+    flow = parallelize(model, three_ranks, layout_of(c, 3), c, device=CPU, counts=[3, 5, 2], **options)
+    assert ["forward" in vars(block) for block in model.blocks()] == [True, False, True]
+    assert flow.again.share == 0.5
+    assert flow.notes == ["parallel.recompute: 3 of 6 blocks are recomputed in full"]
+
+
+def test_schedules_are_quiet_while_they_run_and_no_longer() -> None:
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    level = logger.level
+    with pytest.raises(RuntimeError), pipeline._quiet_schedules():
+        assert logger.level == logging.CRITICAL
+        raise RuntimeError
+    assert logger.level == level
 
 
 def test_a_rank_without_weights_is_refused(three_ranks: Mesh) -> None:

@@ -139,9 +139,12 @@ def test_roles_decide_what_runs_again(kind: str, masked: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["math", "reference"])
-def test_plain_attention_keeps_its_output_not_its_scores(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [4, 1])  # of width 8; and of 32, more than there are tokens
+def test_plain_attention_keeps_its_output_not_its_scores(
+    backend: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without one kernel there is a matrix of scores, which is made again."""
-    plain, block = make(Block), make(Block)
+    plain, block = (make(Block, heads=heads, kv_heads=heads) for _ in range(2))
     kept: list[tuple[int, ...]] = []
     decide = recompute._policy
 
@@ -158,7 +161,7 @@ def test_plain_attention_keeps_its_output_not_its_scores(backend: str, monkeypat
         _, found, _ = gradients(block, inputs_of(block))
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
-    assert set(kept) == {(TOKENS, 8)}  # queries by head width; the scores are queries by keys
+    assert set(kept) == {(TOKENS, WIDTH // heads)}  # queries by head width; the scores are queries by keys
 
 
 def test_names_stay_and_evaluation_keeps_nothing() -> None:
@@ -204,9 +207,10 @@ def test_blocks_without_roles_are_recomputed_in_full() -> None:
 def test_unknown_roles_are_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match="keep: 'gate' is no role of this model's blocks; they have attention, fc1"):
         recompute.apply([make(Block)], Recompute(keep=("gate",)))
-    # A rank of a pipeline may have convolutions alone, which have no roles: no reason to refuse there.
-    conv = ConvBlock(2, 3, 4, residual=True, affine=False)
-    assert recompute.plan([conv], Recompute(keep=("attention",))).kept == (frozenset(),)
+    with pytest.raises(UserError, match="'attention' is no role .* they have none"):
+        recompute.plan([ConvBlock(2, 3, 4, residual=True, affine=False)], Recompute(keep=("attention",)))
+    with pytest.raises(UserError, match="'fc1' is no role"):
+        recompute.plan([make(Block)], Recompute(keep=("fc1",)), pieces=True)
 
 
 def test_a_chunked_mlp_has_no_roles() -> None:

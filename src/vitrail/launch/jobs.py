@@ -35,8 +35,21 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "mpi": ("apptainer",),
 }
 MAX_RESTARTS = {"slurm": 50, "torchrun": 3, "mpi": 0}
+# What only some launchers know what to do with: those, and what to use with the others.
+OWN_OPTIONS: dict[str, tuple[tuple[Launcher, ...], str]] = {
+    "time": (("slurm",), "run.time_limit=1h in the recipe stops a training"),
+    "account": (("slurm",), ""),
+    "partition": (("slurm",), ""),
+    "qos": (("slurm",), ""),
+    "constraint": (("slurm",), ""),
+    "signal_seconds": (("slurm",), ""),
+    "requeue": (("slurm",), ""),
+    "max_restarts": (("slurm", "torchrun"), "nothing there starts a training again"),
+    "cpus_per_rank": (("slurm", "mpi"), "it divides the cores of a node by its ranks"),
+}
+SIGNAL_SECONDS = 300
 LEAST_SIGNAL, MOST_SIGNAL = 10, 65535  # seconds; Slurm keeps them in 16 bits
-_WORD = re.compile(r"[\w.,:@%+/=&|()\[\]*!~-]+")  # safe in a line of #SBATCH as it is
+_WORD = re.compile(r"[\w.,:@%+/=&|()\[\]*!~-]+")  # safe in a line of #SBATCH as it is; a shell needs quotes
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -52,7 +65,8 @@ class Machine:
     sbatch: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    gpu_setup: tuple[str, ...] = ()  # after these, unless the recipe is for the CPU
+    environment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +89,8 @@ class Job:
     machine: str = "generic"
     container: str | None = None
     container_kind: Container | None = None
-    signal_seconds: int = 300
-    requeue: bool = True
+    signal_seconds: int | None = None
+    requeue: bool | None = None
     max_restarts: int | None = None
     python: str | None = None
     env_setup: tuple[str, ...] = ()
@@ -149,31 +163,31 @@ def check_machine(tree: Any, name: str) -> Machine:
             expect(key, type(value) is int and value > 0, "a whole number above 0")
         elif key == "request_gpus":
             expect(key, isinstance(value, bool), "true or false")
-        elif key in ("sbatch", "srun", "setup"):
+        elif key in ("sbatch", "srun", "setup", "gpu_setup"):
             lines = isinstance(value, list) and all(isinstance(v, str) and v and "\n" not in v for v in value)
             expect(key, lines, "a list of lines")
-            if key != "setup":
+            if key in ("sbatch", "srun"):
                 expect(key, all(_WORD.fullmatch(line) for line in value), "options such as --exclusive or --mem=0")
     environment = tree.get("environment", {})
     if not isinstance(environment, dict):
         raise UserError(f"--machine {name}: environment: expected a mapping from variables to value and why")
     for variable, entry in environment.items():
-        texts = (
+        right = (
             isinstance(entry, dict)
-            and set(entry) == {"value", "why"}
-            and all(isinstance(v, str) for v in entry.values())
+            and {"value", "why"} <= set(entry) <= {"value", "why", "gpus"}
+            and all(isinstance(value, bool if key == "gpus" else str) for key, value in entry.items())
         )
-        if not _VARIABLE.fullmatch(str(variable)) or not texts:
+        if not _VARIABLE.fullmatch(str(variable)) or not right:
             raise UserError(
-                f"--machine {name}: environment.{variable}: expected {{value: text, why: text}} under the name of a "
-                'variable; numbers are texts here, so write "1"'
+                f"--machine {name}: environment.{variable}: expected {{value: text, why: text}}, and gpus: true for "
+                'what GPUs alone need, under the name of a variable; numbers are texts here, so write "1"'
             )
         if set('"`\\\n') & set(entry["value"] + entry["why"]):
             raise UserError(
                 f"--machine {name}: environment.{variable}: quotation marks, backticks, backslashes and new lines do "
                 "not fit in; set the variable in `setup`"
             )
-    lists = {key: tuple(tree[key]) for key in ("sbatch", "srun", "setup") if key in tree}
+    lists = {key: tuple(tree[key]) for key in ("sbatch", "srun", "setup", "gpu_setup") if key in tree}
     return Machine(**{**tree, **lists})
 
 
@@ -182,6 +196,7 @@ def check_machine(tree: Any, name: str) -> Machine:
 
 def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[str] = ()) -> Script:
     """Check the recipe against nodes and ranks, and write the script that trains it; `written_by` are the arguments."""
+    refuse_strangers(job)
     machine = load_machine(job.machine)
     recipe = read_recipe(job)
     ranks = job.ranks_per_node or machine.ranks_per_node
@@ -191,13 +206,13 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
             raise UserError(f"{option} {count}: expected a whole number above 0")
     layout = check_layout(recipe, job.nodes, ranks)
     seconds = check_times(job)
-    name = check_word("--name", job.name) if job.name else recipe.run.name
+    name = recipe.run.name if job.name is None else check_name(job.name)
     kind = choose_container(job)
     gpus = "none" if recipe.run.device == "cpu" else machine.gpus
     environment = [
-        {"name": variable, **entry, "off": False}
+        {"name": variable, "value": entry["value"], "why": entry["why"], "off": False}
         for variable, entry in machine.environment.items()
-        if gpus != "none" or not re.match(r"(NCCL|MIOPEN|FI|PYTORCH_ALLOC)_", variable)
+        if gpus != "none" or not entry.get("gpus")
     ]
     if layout.tensor > 1 and gpus == "nvidia":
         environment.append(
@@ -210,34 +225,46 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
                 "off": layout.shard > 1,
             }
         )
-    python = shlex.quote(job.python or ("python" if job.container or job.env_setup else sys.executable))
+    if job.launcher == "torchrun":
+        environment.append(
+            {
+                "name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+                "value": str(SIGNAL_SECONDS),
+                "why": "seconds to save after a signal, before torchrun kills the ranks (PyTorch 2.11: always 30)",
+                "off": False,
+            }
+        )
+    python = shlex.quote(job.python or ("python" if job.container else sys.executable))
     arguments = shlex.join(
         ["vitrail", "train", job.recipe, *job.overrides, *(word for p in job.plugins for word in ("--plugin", p))]
     )
-    prefix = container_prefix(job, kind, gpus, environment)
+    here = folder or Path.cwd()
+    outside = paths_outside(recipe, job, here) if kind else []
+    prefix = container_prefix(job, kind, gpus, environment, outside)
     srun = [f"--cpus-per-task={cpus}"] if cpus else []  # srun does not take it over from sbatch
-    srun += machine.srun if gpus != "none" else ()
+    srun += map(shlex.quote, machine.srun if gpus != "none" else ())
     if kind == "enroot":
-        image, here = shlex.quote(job.container or ""), '"$PWD"'
-        srun += [f"--container-image={image}", '--container-mounts="$PWD:$PWD"', f"--container-workdir={here}"]
+        mounts = ",".join(['"$PWD:$PWD"', *(shlex.quote(f"{path}:{path}") for path in outside)])
+        srun += [f"--container-image={shlex.quote(job.container or '')}", f"--container-mounts={mounts}"]
+        srun += ['--container-workdir="$PWD"']
     where = f"{job.nodes} node{'s' * (job.nodes > 1)}, {ranks} rank{'s' * (ranks > 1)} on each"
     text = render(
         f"{job.launcher}.sh",
         title=f"{name}: {where} ({machine.about or job.machine})",
         written_by=" ".join(describe_command(["vitrail", "launch", *written_by]).split()),
-        name=name,
+        name=name,  # letters, digits, dots and dashes: the same in #SBATCH and in a shell
         nodes=job.nodes,
         ranks_per_node=ranks,
         cpus_per_rank=cpus,
         world=job.nodes * ranks,
-        folder=shlex.quote(str(folder or Path.cwd())),
+        folder=shlex.quote(str(here)),
         ask_gpus=gpus != "none" and machine.request_gpus,
         sbatch=[*sbatch_options(job, seconds), *machine.sbatch],
         srun=srun,
-        signal_seconds=job.signal_seconds,
-        requeue=job.requeue,
+        signal_seconds=job.signal_seconds or SIGNAL_SECONDS,
+        requeue=job.requeue is not False,
         max_restarts=MAX_RESTARTS[job.launcher] if job.max_restarts is None else job.max_restarts,
-        setup=[*machine.setup, *job.env_setup],
+        setup=[*machine.setup, *(machine.gpu_setup if gpus != "none" else ()), *job.env_setup],
         environment=environment,
         python=python,
         prefix=prefix,
@@ -249,19 +276,34 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
 
 def read_recipe(job: Job) -> Recipe:
     """The recipe, or that of a run folder, with the overrides; wrong keys are refused here."""
-    from vitrail.recipe import load_recipe
+    from vitrail.recipe.find import find_recipe
     from vitrail.recipe.kinds import load_plugin
 
     for plugin in job.plugins:
         load_plugin(plugin)
-    path = Path(job.recipe)
-    return load_recipe(path / "recipe.yaml" if path.is_dir() else path, job.overrides)
+    return find_recipe(job.recipe, job.overrides)
+
+
+def refuse_strangers(job: Job) -> None:
+    """Options of another launcher would be forgotten in silence."""
+    for option, (launchers, instead) in OWN_OPTIONS.items():
+        value = getattr(job, option)
+        if value is not None and job.launcher not in launchers:
+            spelled = "--no-requeue" if value is False else f"--{option.replace('_', '-')}"
+            raise UserError(
+                f"{spelled}: it means nothing to {job.launcher}{f' ({instead})' if instead else ''}; leave it out, or "
+                f"use vitrail launch {' or '.join(launchers)}"
+            )
+    if job.requeue is False and job.max_restarts is not None:
+        raise UserError("--max-restarts: with --no-requeue the job does not start again; leave one of them out")
 
 
 def check_layout(recipe: Recipe, nodes: int, ranks: int) -> Any:
+    from vitrail.parallel.check import refuse
     from vitrail.parallel.mesh import layout_of
 
     try:
+        refuse(recipe, nodes * ranks)
         return layout_of(recipe.parallel, nodes * ranks)
     except UserError as error:
         raise UserError(f"--nodes {nodes} x --ranks-per-node {ranks}: {error}") from None
@@ -271,8 +313,9 @@ def check_times(job: Job) -> int | None:
     """Seconds of --time."""
     from vitrail.recipe import seconds_of
 
-    if not LEAST_SIGNAL <= job.signal_seconds <= MOST_SIGNAL:
-        raise UserError(f"--signal-seconds {job.signal_seconds}: expected {LEAST_SIGNAL} to {MOST_SIGNAL}")
+    before = SIGNAL_SECONDS if job.signal_seconds is None else job.signal_seconds
+    if not LEAST_SIGNAL <= before <= MOST_SIGNAL:
+        raise UserError(f"--signal-seconds {before}: expected {LEAST_SIGNAL} to {MOST_SIGNAL}")
     if job.max_restarts is not None and job.max_restarts < 0:
         raise UserError(f"--max-restarts {job.max_restarts}: expected 0 or more")
     if job.time is None:
@@ -283,13 +326,25 @@ def check_times(job: Job) -> int | None:
     except UserError:
         raise UserError(
             f'--time {job.time!r}: expected a clock such as "02:00:00", "90m", "1d12h" or "1-12:00:00"'
+            + explain_slurm_time(job.time.strip())
         ) from None
-    if job.launcher == "slurm" and seconds <= job.signal_seconds:
+    if seconds <= before:
         raise UserError(
-            f"--time {job.time}: the job would be told to stop {job.signal_seconds} s before its end, which is before "
+            f"--time {job.time}: the job would be told to stop {before} s before its end, which is before "
             f"its start; ask for more time, or set --signal-seconds below {max(seconds, LEAST_SIGNAL + 1)}"
         )
     return seconds
+
+
+def explain_slurm_time(text: str) -> str:
+    """What a time that Slurm itself would take means there; a bare number or a pair reads differently elsewhere."""
+    if re.fullmatch(r"[0-9]+", text):
+        return f"; to Slurm {text} would be minutes, so write {text}m"
+    if found := re.fullmatch(r"([0-9]+):([0-9]+)", text):
+        return f"; to Slurm {text} would be minutes and seconds, so write {found[1]}m{found[2]}s"
+    if found := re.fullmatch(r"([0-9]+)-([0-9]+)(?::([0-9]+))?", text):
+        return f"; to Slurm {text} would be days and hours, so write {found[1]}d{found[2]}h{found[3] or 0}m"
+    return ""
 
 
 def sbatch_options(job: Job, seconds: int | None) -> list[str]:
@@ -311,6 +366,43 @@ def check_word(option: str, value: str) -> str:
     return value
 
 
+def check_name(name: str) -> str:
+    """A name of a job; it is part of the name of a file."""
+    from vitrail.recipe.sections import NAME
+
+    if not re.fullmatch(NAME, name):
+        raise UserError(f"--name {name!r}: expected letters, digits, dots, dashes and underscores")
+    return name
+
+
+def paths_outside(recipe: Recipe, job: Job, folder: Path) -> list[Path]:
+    """What the recipe reads and writes outside of the folder, each in a folder that is there already."""
+    given = Path(job.recipe)
+    places = [given if given.is_dir() else given.parent, recipe.run_dir.parent]
+    places += [Path(path) for source in (*recipe.data.train, *recipe.data.valid) if (path := _path_of(source))]
+    found: list[Path] = []
+    for place in sorted((folder / place).resolve() for place in places):
+        while not place.exists():
+            place = place.parent
+        if not any(place.is_relative_to(seen) for seen in (folder.resolve(), *found)) and place != Path(place.anchor):
+            found.append(place)
+    return found
+
+
+def _path_of(source: Any) -> str | None:
+    path = source.get("path") if isinstance(source, Mapping) else getattr(source, "path", None)
+    return path if isinstance(path, str) and "://" not in path else None
+
+
+def guess_container(image: str, launcher: Launcher) -> str:
+    """What runs an image that is written like this."""
+    if image.endswith((".sif", ".img")) or "://" in image:
+        return "apptainer"
+    if image.endswith(".sqsh"):
+        return "enroot"
+    return CONTAINERS[launcher][-1]
+
+
 def choose_container(job: Job) -> str | None:
     """Which program runs the container, if one is asked for."""
     if job.container is None:
@@ -318,34 +410,49 @@ def choose_container(job: Job) -> str | None:
             raise UserError(f"--container-kind {job.container_kind}: name the image, too, with --container IMAGE")
         return None
     fitting = CONTAINERS[job.launcher]
-    kind = job.container_kind or ("apptainer" if job.container.endswith((".sif", ".img")) else fitting[-1])
+    kind = job.container_kind or guess_container(job.container, job.launcher)
     if kind not in get_args(Container):
         raise UserError(f"--container-kind {kind!r}: expected one of {', '.join(get_args(Container))}")
-    if kind not in fitting:
+    looks_right = job.container.endswith((".sif", ".img")) or "://" in job.container or Path(job.container).exists()
+    if kind == "apptainer" and job.container_kind is None and not looks_right:
         raise UserError(
-            f"--container-kind {kind}: it cannot be started by {job.launcher} here; use {' or '.join(fitting)}, or "
+            f"--container {job.container}: {job.launcher} starts images of apptainer, and this is neither a file such "
+            f"as vitrail.sif nor an address such as docker://{job.container}"
+        )
+    if kind not in fitting:
+        given = f"--container-kind {kind}: it" if job.container_kind else f"--container {job.container}: {kind}"
+        raise UserError(
+            f"{given} cannot be started by {job.launcher} here; use {' or '.join(fitting)}, or "
             f"vitrail launch {next(name for name, kinds in CONTAINERS.items() if kind in kinds)}"
         )
     return kind
 
 
-def container_prefix(job: Job, kind: str | None, gpus: str, environment: Sequence[Mapping[str, Any]]) -> str:
-    """What stands before the command, to run it in a container that sees the same folder."""
+def container_prefix(
+    job: Job, kind: str | None, gpus: str, environment: Sequence[Mapping[str, Any]], outside: Sequence[Path]
+) -> str:
+    """What stands before the command, to run it in a container that sees the same folder and the recipe's paths."""
     if kind is None or kind == "enroot":  # srun's own options start that one
         return ""
     image = shlex.quote(job.container or "")
     if kind == "apptainer":
         flag = {"nvidia": "--nv ", "amd": "--rocm ", "none": ""}[gpus]
-        return f'apptainer exec {flag}--bind "$PWD" {image} '
+        binds = "".join(f"--bind {shlex.quote(str(path))} " for path in outside)
+        return f'apptainer exec {flag}--bind "$PWD" {binds}{image} '
     devices = {
         "nvidia": "--gpus all ",
-        "amd": "--device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined ",
+        # The group that owns the devices here: its name may be another one, or none, in the image.
+        "amd": '--device /dev/kfd --device /dev/dri --group-add "$(stat -c %g /dev/kfd)" '
+        "--security-opt seccomp=unconfined ",
         "none": "",
     }[gpus]
+    if gpus != "none":
+        devices += "$([ ! -e /dev/infiniband ] || echo --device /dev/infiniband --cap-add IPC_LOCK) "
     variables = "".join(f"--env {item['name']} " for item in environment if not item["off"])
     # The host's network and memory: ranks talk through both.
     shared = "--network host --ipc host --ulimit memlock=-1 "
     here = '--volume "$PWD:$PWD" --workdir "$PWD" --user "$(id -u):$(id -g)" '
+    here += "".join(f"--volume {shlex.quote(f'{path}:{path}')} " for path in outside)
     return f"docker run --rm --init {devices}{shared}{here}{variables}{image} "
 
 
@@ -397,6 +504,11 @@ def submit(script: Script, path: Path | None, *, to_stderr: bool = False) -> tup
         text=True,
     )
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split()) or f"it ended with {done.returncode}"
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+        said = " / ".join(dict.fromkeys(filter(None, lines))) or f"it ended with {done.returncode}"
+        if re.search(r"contact|connect|resolve|timed out|munge|configuration", said, re.IGNORECASE):
+            raise UserError(
+                f"--submit: sbatch could not reach Slurm: {said}; see whether it answers (sinfo), then submit again"
+            )
         raise UserError(f"--submit: sbatch refused the job: {said}; mend the options, or edit the script")
     return 0, done.stdout.strip()

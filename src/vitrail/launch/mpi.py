@@ -5,6 +5,7 @@ when nobody else uses it, so that a failing process never waits for the others i
 """
 
 import os
+import time
 from typing import Any
 
 from vitrail.errors import UserError
@@ -94,7 +95,10 @@ def tell(mpi: Any, text: str, rank: int, size: int) -> str | None:
         if mpi.COMM_WORLD.Get_size() != size:
             return None
         buffer = bytearray(text.encode().ljust(LONGEST_NAME) if rank == 0 else bytes(LONGEST_NAME))
-        mpi.COMM_WORLD.Bcast([buffer, mpi.BYTE], root=0)  # bytes, since mpi4py would pickle a text
+        # Bytes, since mpi4py would pickle a text; and not at one go, so that signals to stop are heard meanwhile.
+        request = mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0)
+        while not request.Test():
+            time.sleep(0.01)
     finally:
         if ours:
             mpi.Finalize()

@@ -12,27 +12,33 @@ Half a set of variables, or two that contradict each other, is an error and neve
 wait for each other for ever, or train the same run several times.
 """
 
+import contextlib
 import functools
+import itertools
 import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from vitrail.errors import UserError
+from vitrail.errors import RunFailed, UserError
 from vitrail.launch import mpi, slurm
-from vitrail.launch.variables import Environment, Ranks, checked, first, number, port_for
+from vitrail.launch.variables import Environment, Ranks, checked, first, mix, number, port_for
 
 Launcher = Literal["alone", "torchrun", "slurm", "mpi"]
+
+STOPPED = 75  # exit code of a training that was stopped and can be continued
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 MEETING = timedelta(minutes=10)  # for all processes to start: imports from a busy file system take minutes
+SHORTEST, LONGEST = 0.01, 0.25  # seconds between two looks at the store
 
 
 @dataclass(frozen=True)
@@ -149,10 +155,24 @@ def _build(launcher: Launcher, ranks: Ranks, sign: str, env: Environment) -> Wor
 
 
 def share_of_cores(world: World) -> int:
-    """Threads for this process: the cores it may use, divided among the processes of this host."""
+    """Threads for this process: the cores it may use, divided among the processes of this host that use the same.
+
+    How many these are is known once the processes have met; before that, what the launcher says is believed.
+    """
+    if world.size > 1 and _alike:
+        share = usable_cores() // _alike[-1]
+        return max(1, share if world.cores is None else min(world.cores, share))
     if world.cores is not None:
         return max(1, min(world.cores, usable_cores()))
     return max(1, usable_cores() // world.local_size)
+
+
+_alike: list[int] = []  # processes with the same host and cores as this one, itself among them: a number a meeting
+
+
+def _name_cores() -> str:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return f"cores/{socket.gethostname()}/{mix(str(cores))}"
 
 
 def usable_cores() -> int:
@@ -180,9 +200,65 @@ def connect(world: World, device_type: str, *, timeout: timedelta) -> tuple[Any,
         tcp = _meet(world, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
         tcp.set_timeout(timeout)
         root = dist.PrefixStore("vitrail", tcp)
-        store = dist.PrefixStore(agree_on_attempt(root, world, timeout), root)
+        agree = agree_on_attempt if _shares_store() else count_attempt
+        store = dist.PrefixStore(agree(root, world, timeout), root)
+    store.add(_name_cores(), 1)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    _alike.append(store.add(_name_cores(), 0))  # all have been counted: none gets here before the last has come
     return store, root
+
+
+def _shares_store() -> bool:
+    """Whether torchrun's agent holds the store, which then outlives the processes."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+# ---------------------------------------------------------------- attempts that are in vain
+
+
+def end_for_good(code: int) -> None:
+    """Have torchrun's next attempts end at once: a training that was stopped, or that cannot begin, is not repeated.
+
+    torchrun starts all processes again whatever one of them ends with. What is wrong at the start of a later attempt
+    may be the trace of what made it necessary, so only the first attempt speaks.
+    """
+    if _shares_store() and (code == STOPPED or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"):
+        with contextlib.suppress(Exception):  # without it the next attempt finds out by itself
+            _agents_store().set("ended", str(code))
+
+
+@contextlib.contextmanager
+def tried_once() -> Iterator[None]:
+    """What is refused in the block (exit code 2) will be refused again, so it ends for good."""
+    leave_if_ended()
+    try:
+        yield
+    except (UserError, ModuleNotFoundError) as error:
+        if not isinstance(error, RunFailed):
+            end_for_good(2)
+        raise
+
+
+def leave_if_ended() -> None:
+    """At the start of an attempt of torchrun: end like the one before, if that was for good."""
+    if _shares_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        code = 0
+        with contextlib.suppress(Exception):
+            store = _agents_store()
+            code = int(store.get("ended")) if store.check(["ended"]) else 0
+        if code:
+            raise SystemExit(code)
+
+
+def _agents_store() -> Any:
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    tcp = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
+    return dist.PrefixStore("vitrail", tcp)
+
+
+# ---------------------------------------------------------------- where rank 0 listens
 
 
 @functools.cache  # rank 0 listens as long as it lives: a second run in the same processes meets in the same place
@@ -200,7 +276,7 @@ def _meet(world: World, _host: str | None, _port: str | None) -> Any:
             host, port = answer.split()
             return _open_store(host, int(port), world)
     master = master or find_local_master(world, env)
-    return _open_store(*master, world, shared=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return _open_store(*master, world, shared=_shares_store())
 
 
 def find_master(world: World, env: Environment) -> tuple[str, int] | None:
@@ -242,13 +318,14 @@ def _open_store(host: str, port: int, world: World, *, shared: bool = False) -> 
     import torch.distributed as dist
 
     listens = world.rank == 0 and not shared
-    if not listens:
-        _resolve(host, port)
     try:
+        if not listens:
+            _resolve(host, port)
+            _wait_for_listener(host, port)
         return dist.TCPStore(
             host or "localhost", port, world.size, is_master=listens, timeout=MEETING, wait_for_workers=False
         )
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         text = str(error)
         if listens and ("EADDRINUSE" in text or "already in use" in text.lower()):
             raise UserError(
@@ -264,6 +341,27 @@ def _open_store(host: str, port: int, world: World, *, shared: bool = False) -> 
             "whether it failed to start, or whether a firewall is between the hosts; MASTER_ADDR and MASTER_PORT "
             "choose another address"
         ) from None
+
+
+def _wait_for_listener(host: str, port: int) -> None:
+    """Until somebody listens there. PyTorch would wait, too, but without an ear for signals to stop."""
+    deadline = time.monotonic() + MEETING.total_seconds()
+    for pause in _pauses():
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise TimeoutError from None
+        time.sleep(pause)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds to wait between looks, ever longer: thousands of processes may ask the same store."""
+    pause = SHORTEST
+    while True:
+        yield pause
+        pause = min(LONGEST, 1.3 * pause)
 
 
 def _resolve(host: str, port: int, *, patience: float = 30.0) -> None:
@@ -282,33 +380,69 @@ def _resolve(host: str, port: int, *, patience: float = 30.0) -> None:
     )
 
 
+_meetings = itertools.count()
+
+
+def count_attempt(store: Any, world: World, timeout: timedelta) -> str:
+    """The name of a meeting in a store that began with these processes: they count alike. Waits for all of them."""
+    name = f"meeting-{next(_meetings)}"
+    come = store.add(name, 1)
+    deadline = time.monotonic() + timeout.total_seconds()
+    for pause in _pauses():
+        if come >= world.size:
+            return name
+        if time.monotonic() > deadline:
+            raise _missing(world, timeout)
+        time.sleep(pause)
+        come = store.add(name, 0)
+    raise AssertionError
+
+
 def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
     """A name that exactly the living processes share.
 
     torchrun keeps its store across in-place restarts, so the keys of dead processes are still in it, and PyTorch's
     own start-up reads them (pytorch/pytorch#135712). Each process therefore says hello with a fresh token; rank 0
     names the attempt after the tokens it sees, and again whenever one changes, until every process has found its own
-    token in the name. Restart counters would not do: each host counts for itself.
+    token in the name. Restart counters would not do: each host counts for itself. A look costs each process a few
+    requests, however many there are: hellos and acknowledgements are counted, and tokens read when a count changes.
     """
     token = uuid4().hex
-    store.set(f"hello/{world.rank}", token)
+    hellos = [f"hello/{rank}" for rank in range(world.size)]
+    store.set(hellos[world.rank], token)
+    store.add("hellos", 1)
     deadline = time.monotonic() + timeout.total_seconds()
-    seen: list[str] | None = None
-    attempt = ""
-    while time.monotonic() < deadline:
-        if world.rank == 0 and store.check([f"hello/{rank}" for rank in range(world.size)]):
-            tokens = [store.get(f"hello/{rank}").decode() for rank in range(world.size)]
-            if tokens != seen:
-                seen, attempt = tokens, uuid4().hex
-                store.set("attempt", json.dumps([attempt, tokens]))
+    counted, known, acknowledged = 0, "", False
+    seen: list[str] = []
+    for pause in _pauses():
+        if world.rank == 0 and (count := store.add("hellos", 0)) != counted and store.check(hellos):
+            counted, tokens = count, _get_all(store, hellos)
+            if tokens != seen:  # a late count of a token that is in the name must not change the name
+                seen, name = tokens, uuid4().hex
+                store.set(f"tokens/{name}", json.dumps(tokens))
+                store.set("attempt", name)
         if store.check(["attempt"]):
-            name, tokens = json.loads(store.get("attempt"))
-            if len(tokens) == world.size and tokens[world.rank] == token:
-                store.set(f"ack/{name}/{world.rank}", "1")
-                if store.check([f"ack/{name}/{rank}" for rank in range(world.size)]):
-                    return name
-        time.sleep(0.01)
-    raise UserError(
+            name = store.get("attempt").decode()
+            if name != known:
+                tokens = json.loads(store.get(f"tokens/{name}"))
+                known, acknowledged = name, len(tokens) == world.size and tokens[world.rank] == token
+                if acknowledged:
+                    store.add(f"ack/{name}", 1)
+            if acknowledged and store.add(f"ack/{name}", 0) == world.size:
+                return name
+        if time.monotonic() > deadline:
+            raise _missing(world, timeout)
+        time.sleep(pause)
+    raise AssertionError
+
+
+def _get_all(store: Any, names: list[str]) -> list[str]:
+    values = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
+    return [bytes(value).decode() for value in values]
+
+
+def _missing(world: World, timeout: timedelta) -> UserError:
+    return UserError(
         f"rank {world.rank} waited {timeout.total_seconds():.0f} s for the {world.size} processes of this job; "
         "look for one that failed to start"
     )

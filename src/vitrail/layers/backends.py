@@ -110,7 +110,7 @@ _WIDEST = {"cudnn": 128, "flash": 256, "ck": 256, "flash3": 256, "flash4": 256, 
 _FLASH4_WIDTHS = (16, 64, 72, 96, 128)
 _HALF_ONLY = ("cudnn", "flash", "ck", "flash3", "flash4", "varlen")
 _NO_MASK = ("flash", "ck", "flash3", "flash4", "xformers")
-_NO_PARTS = ("flex", "flash3", "xformers")  # whose backward cannot be given the log-sum-exp over all keys
+NO_RINGS = ("flex", "flash3", "xformers")  # whose backward cannot be given the log-sum-exp over all keys
 
 
 def _padded(width: int) -> int:
@@ -119,7 +119,7 @@ def _padded(width: int) -> int:
 
 def refusal(name: str, call: Call) -> str | None:
     """Why a backend cannot take a call, None if it can."""
-    if call.partial and name in _NO_PARTS:
+    if call.partial and name in NO_RINGS:
         return "cannot attend to the keys part by part, as ring attention does"
     if name in ("math", "reference"):
         return None

@@ -121,8 +121,15 @@ class StratifiedMask(_MaskConfig):
         if grid[0] % self.slabs:
             fitting = [n for n in range(1, grid[0] + 1) if grid[0] % n == 0]
             raise ValueError(
-                f"mask.slabs {self.slabs} does not divide the {grid[0]} patches along the first axis; "
+                f"model.mask.slabs: {self.slabs} does not divide the {grid[0]} patches along the first axis; "
                 f"use one of {', '.join(map(str, fitting))}, or another patch or crop"
+            )
+        each = math.prod(grid) // self.slabs
+        if self.slabs > 1 and num_visible(each, self.ratio) in (0, each):
+            what = "visible" if each - num_visible(each, self.ratio) else "hidden"
+            raise ValueError(
+                f"model.mask.slabs: {self.slabs} slabs of {each} tokens have none {what} at model.mask.ratio "
+                f"{self.ratio}; use fewer slabs, a smaller patch or another ratio"
             )
 
     def score(self, noise: Tensor, grid: tuple[int, ...]) -> Tensor:

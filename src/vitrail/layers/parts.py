@@ -86,7 +86,10 @@ def join(parts: Sequence[Tensor], number: int, *, groups: int = 1) -> Tensor:
 
 
 def count_owners(index_by_part: Sequence[Tensor], rows: int) -> list[list[int]]:
-    """How many of the rows that part i asks for lie with part j; part j has the rows j*rows to (j+1)*rows - 1."""
+    """How many of the rows that part i asks for lie with part j; part j has the rows j*rows to (j+1)*rows - 1.
+
+    The host waits for these numbers, since it must know how much to send.
+    """
     count = len(index_by_part)
     owners = [torch.bincount(index.flatten() // rows, minlength=count) for index in index_by_part]
     return torch.stack(owners).tolist()

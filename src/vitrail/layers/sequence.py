@@ -22,11 +22,8 @@ class TokenSequence:
         """Rotations [2, ..., N, 1, pairs] of the given tokens to those of the tokens that attention computes with."""
         return rope
 
-    def keys(self, valid: Tensor | None, *, prefix: int, tokens: int, alike: bool) -> Any:
-        """Which keys may be attended to, given which of the `tokens` are valid; the `prefix` before them always are.
-
-        `alike` says that every sample has the same ones.
-        """
+    def keys(self, valid: Tensor | None, *, prefix: int, tokens: int) -> Any:
+        """Which keys may be attended to, given which of the `tokens` are valid; the `prefix` before them always are."""
         return None if valid is None else mask_of(valid, prefix)
 
     def whole(self, x: Tensor, *, groups: int = 1, tokens: int | None = None) -> Tensor:

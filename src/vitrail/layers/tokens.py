@@ -125,11 +125,14 @@ class Tokens:
         """All tokens of a sample."""
         return self.coordinates.shape[1]
 
-    def take(self, index: Tensor, part: Part = WHOLE, exchange: Exchange | None = None) -> Tensor:
+    def take(
+        self, index: Tensor, part: Part = WHOLE, exchange: Exchange | None = None, *, at_home: bool = False
+    ) -> Tensor:
         """Values [B, s, P*C] of a part of the tokens in a list [B, n]; every rank must be given the same list.
 
         Of a slab, rows that another rank has read come through the exchange. Where every rank has read what it needs,
-        nothing is sent.
+        nothing is sent; a caller who knows that beforehand says `at_home`, and nothing is counted, which would wait for
+        the device.
         """
         if self.slab is None:
             return gather_tokens(self.values, cut(index, part, groups=self.separate))
@@ -139,6 +142,8 @@ class Tokens:
         each = rows // self.separate  # places of a slab, row-major: whole planes of the grid
         variable, place = index // places, index % places
         row = place // each * rows + variable * each + place % each
+        if at_home:
+            return gather_tokens(self.values, cut(row, part, groups=self.separate) - part.index * rows)
         wanted = [cut(row, Part(i, part.count), groups=self.separate) for i in range(part.count)]
         if exchange is not None:
             return exchange.fetch(self.values, wanted)

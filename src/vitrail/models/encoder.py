@@ -340,7 +340,7 @@ class Encoder(nn.Module):
         """What attention needs: rotations, and which tokens may be attended to."""
         coordinates, valid = side["coordinates"], side.get("valid")
         rope = self.rope(coordinates, prefix=self.prefix, head_width=self.width // self.heads, turns=self.rope_turns)
-        mask = self.sequence.keys(valid, prefix=self.prefix, tokens=coordinates.shape[1], alike=self.size_embed is None)
+        mask = self.sequence.keys(valid, prefix=self.prefix, tokens=coordinates.shape[1])
         return side | {"encoder_rope": self.sequence.table(rope), "encoder_mask": mask}
 
     def describe(self, x: Tensor, side: Side, *, width: int, learned: "LearnedPositions | None", sizes: Any) -> Tensor:

@@ -222,7 +222,7 @@ class Decoder(TokenDecoder):
             if any(part is not None for part, _ in parts):
                 valid = torch.cat([c.new_ones(c.shape[:2], dtype=torch.bool) if v is None else v for v, c in parts], 1)
             tokens += asked["coordinates"].shape[1]
-        mask = self.sequence.keys(valid, prefix=self.prefix, tokens=tokens, alike=self.size_embed is None)
+        mask = self.sequence.keys(valid, prefix=self.prefix, tokens=tokens)
         ropes = {"memory_rope": self.sequence.table(memory_rope), "query_rope": self.sequence.table(query_rope)}
         return side | ropes | {"decoder_mask": mask}
 

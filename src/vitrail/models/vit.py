@@ -71,7 +71,7 @@ class ViT(Model):
     def stages(self) -> list[Stage]:
         return [
             *self.encoder.stages(),
-            Stage("head", self.pool_and_classify, ("valid", "head_dropout"), (self.pool, self.head)),
+            Stage("head", self.pool_and_classify, ("valid", "variables", "head_dropout"), (self.pool, self.head)),
         ]
 
     def pool_and_classify(self, x: Tensor, side: Side) -> Tensor:
@@ -81,8 +81,9 @@ class ViT(Model):
         elif self.config.pool == "mean":
             x = self.mean(x[:, prefix:], valid)
         else:
-            before, tokens = x[:, :prefix], self.sequence.whole(x[:, prefix:])
-            valid = None if valid is None else self.sequence.whole(valid)
+            groups = len(side.get("variables") or self.config.variables.known) if self.config.separate else 1
+            before, tokens = x[:, :prefix], self.sequence.whole(x[:, prefix:], groups=groups)
+            valid = None if valid is None else self.sequence.whole(valid, groups=groups)
             mask = None if valid is None else mask_of(valid, prefix)
             x = tokens if self.pool is None else self.pool(torch.cat([before, tokens], dim=1), mask)
         if side.get("head_dropout") is not None:
@@ -94,8 +95,10 @@ class ViT(Model):
         """[B, N, D] -> [B, D], padding left out."""
         if valid is None:
             return self.sequence.total(x.mean(dim=1)) / self.sequence.parts
-        weight = self.sequence.total(valid.sum(dim=1, keepdim=True).to(x.dtype))
-        return self.sequence.total(torch.where(valid.unsqueeze(-1), x, 0).sum(dim=1)) / weight.clamp(min=1)
+        # In fp32: bf16 cannot count beyond 256.
+        number = self.sequence.total(valid.sum(dim=1, keepdim=True).float())
+        total = self.sequence.total(torch.where(valid.unsqueeze(-1), x, 0).float().sum(dim=1))
+        return (total / number.clamp(min=1)).to(x.dtype)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.encoder.blocks)

@@ -12,6 +12,7 @@ An objective that learns from labels says so in its config: `labels: ClassVar` i
 it is None) and, for voxels, `ignore` (a value that is not scored) are fields of that config, and model.classes follows.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +92,23 @@ class Objective(ABC):
     @abstractmethod
     def tokens_per_sample(self) -> int:
         """All tokens of a sample, hidden ones too: what tokens/s counts."""
+
+    def tokens_at(self, layer: str) -> int:
+        """Of a training sample, those that a linear layer of a block computes with, by the layer's name."""
+        return self.tokens_per_sample()
+
+
+def check_prepare(objective: Objective) -> None:
+    """Refuse an objective whose prepare() does not take what the trainer gives it."""
+    taken = inspect.signature(objective.prepare).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        return
+    missing = [name for name in ("evaluating", "part", "exchange") if name not in taken]
+    if missing:
+        raise UserError(
+            f"objective: {type(objective).__name__}.prepare() takes no {' and no '.join(missing)}; write it as "
+            "prepare(self, batch, draws, *, evaluating=False, part=WHOLE, exchange=None), as CONTRIBUTING.md shows"
+        )
 
 
 def slab_of(model: Any, crop: tuple[int, ...], part: Part) -> Slab | None:

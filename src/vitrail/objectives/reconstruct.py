@@ -71,6 +71,16 @@ class Reconstruct(Objective):
     def tokens_per_sample(self) -> int:
         return sum(self.model.token_counts(evaluating=True)) * self.model.parts
 
+    def tokens_at(self, layer: str) -> int:
+        """The encoder sees visible tokens, of which cross-attention makes keys and values; the decoder sees its own."""
+        c = self.model
+        visible, predicted = (number * c.parts for number in c.token_counts())
+        if layer.startswith("encoder.") or layer.endswith(".kv"):
+            return visible
+        if c.decoder.kind == "cross":
+            return predicted + (visible if self.config.on == "all" else 0)
+        return visible + predicted
+
     def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
         return slab_of(self.model, crop, part)
 
@@ -103,9 +113,10 @@ class Reconstruct(Objective):
             if valid is not None:
                 inputs[name] = valid
 
-        # Each list is fetched once, and in the same order on every rank.
+        # Each list is fetched once, and in the same order on every rank. Strata that no part shares are all at home.
+        at_home = self.model.mask.kind == "stratified" and self.model.mask.strata % part.count == 0
         seen, asked = (
-            self.normalised(tokens.take(index, part, exchange), mine, tokens)
+            self.normalised(tokens.take(index, part, exchange, at_home=at_home), mine, tokens)
             for index, mine in zip(everything, (visible, hidden), strict=True)
         )
         inputs["x"] = seen[0]

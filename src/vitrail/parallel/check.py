@@ -10,22 +10,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
 from vitrail.errors import UserError
 from vitrail.layers.attention import CrossAttention, SelfAttention
+from vitrail.layers.backends import NO_RINGS
 from vitrail.layers.mlp import MLP, SwiGLU
 from vitrail.layers.patches import per_axis
 from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
-from vitrail.parallel import chunk, recompute
+from vitrail.parallel import chunk, float8, recompute
 from vitrail.parallel.context import choose_ulysses
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.parallel.pipeline import num_parts, stages_per_rank
 from vitrail.parallel.shard import OFFLOAD_ON_CPU, chains_of, cut
 from vitrail.recipe import Recipe, load_recipe
+from vitrail.recipe.kinds import remedy
 from vitrail.recipe.sections import Parallel, Recompute
 
 
@@ -220,29 +223,53 @@ def _heads(attention: SelfAttention | CrossAttention) -> tuple[int, int]:
 def check_context(case: Case) -> None:
     """Ranks that trade heads must divide them; rings take any number."""
     context, wanted = case.layout.context, case.parallel.ulysses
-    if wanted is None or case.model is None:
+    if case.model is None:
+        return
+    rings = any(choose_ulysses(*_local_heads(case, part), context) < context for part in _attentions(case.model))
+    if context > 1 and case.parallel.attention in NO_RINGS and (rings if wanted is None else wanted < context):
+        raise Impossible(
+            f"parallel.attention: {case.parallel.attention!r} cannot attend to keys part by part, as rings do",
+            Change(("parallel.attention=auto",)),
+            *(Change((f"parallel.ulysses={context}",)) for _ in range(not rings)),
+        )
+    if wanted is None:
         return
     others = [n for n in range(1, context + 1) if n != wanted and context % n == 0]
     nearest = sorted(others, key=lambda n: (abs(n - wanted), n))
     changes = [*(Change((f"parallel.ulysses={n}",)) for n in nearest), Change(("parallel.ulysses=null",))]
     if context % wanted:
         raise Impossible(f"parallel.ulysses: {wanted} does not divide parallel.context={context}", *changes)
-    for block in case.model.blocks():
-        for part in block.modules():
-            if isinstance(part, SelfAttention | CrossAttention):
-                heads, groups = (number // case.layout.tensor for number in _heads(part))
-                try:
-                    choose_ulysses(heads, groups, context, wanted)
-                except UserError:
-                    shown = f"{heads} head{'s' * (heads > 1)}{' of each tensor rank' * (case.layout.tensor > 1)}"
-                    raise Impossible(
-                        f"parallel.ulysses: {wanted} ranks cannot share the {shown} evenly", *changes
-                    ) from None
+    for part in _attentions(case.model):
+        heads, groups = _local_heads(case, part)
+        try:
+            choose_ulysses(heads, groups, context, wanted)
+        except UserError:
+            shown = f"{heads} head{'s' * (heads > 1)}{' of each tensor rank' * (case.layout.tensor > 1)}"
+            raise Impossible(f"parallel.ulysses: {wanted} ranks cannot share the {shown} evenly", *changes) from None
+
+
+def _attentions(model: Model) -> list[SelfAttention | CrossAttention]:
+    modules = (module for block in model.blocks() for module in block.modules())
+    return [module for module in modules if isinstance(module, SelfAttention | CrossAttention)]
+
+
+def _local_heads(case: Case, attention: SelfAttention | CrossAttention) -> tuple[int, int]:
+    """Heads and key-value heads of a tensor rank."""
+    heads, groups = _heads(attention)
+    return heads // case.layout.tensor, groups // case.layout.tensor
 
 
 def check_tokens(case: Case) -> None:
     """Context and tensor ranks each have at least one token of every sequence."""
     parts = case.layout.parts
+    if parts == 1:
+        return
+    if case.model is not None and not _attentions(case.model):
+        raise Impossible(
+            f"parallel: context x tensor = {parts} ranks share the tokens of a sample, but the blocks of model.kind "
+            f"{case.recipe.model.kind!r} hold no attention of vitrail's (layers.attention) that could see them all",
+            Change(("parallel.context=1", "parallel.tensor=1")),
+        )
     for what, number in _sequences(case).items():
         if number < parts:
             axes = [axis for axis in ("context", "tensor") if getattr(case.layout, axis) > 1]
@@ -264,6 +291,8 @@ def _sequences(case: Case) -> dict[str, int]:
         visible, hidden = c.token_counts()
         return {"visible tokens": visible, "predicted tokens": hidden}
     encoder = encoder_of(c)
+    if not (hasattr(encoder, "tokens") and hasattr(encoder, "patch")):
+        return {}
     return {"tokens": encoder.tokens.count(per_axis(c.shape, c.ndim), per_axis(encoder.patch, c.ndim))}
 
 
@@ -343,9 +372,10 @@ def check_sharding(case: Case) -> None:
     """Settings of groups, buckets, prefetching and the host's memory that could not do anything."""
     c, recipe = case.parallel, case.recipe
     sizes = (c.shard, c.replicate, c.reshard)
-    replicated = c.shard == 1 if any(size is not None for size in sizes) else c.strategy in ("DDP", "NO_SHARD")
+    explicit = any(size is not None for size in sizes)
+    replicated = case.layout.shard == 1 if explicit else c.strategy in ("DDP", "NO_SHARD")
     if c.bucket_mib is not None and not replicated:
-        named = c.strategy or ("FULL_SHARD" if not any(size is not None for size in sizes) else "a sharded layout")
+        named = c.strategy or ("a sharded layout" if explicit else "FULL_SHARD")
         raise Impossible(
             f"parallel.bucket_mib: {c.bucket_mib}, but {named} has no buckets (parallel.wrap groups its blocks)",
             Change(("parallel.bucket_mib=null",)),
@@ -379,8 +409,12 @@ def check_sharding(case: Case) -> None:
 
 
 def check_memory(case: Case) -> None:
-    """Choices of what is computed again or in pieces that could not do anything."""
-    c = case.parallel
+    """Choices of what is computed again, in pieces or in float8 that could not do anything."""
+    c, recipe = case.parallel, case.recipe
+    if recipe.precision.compute == "float8" and (reason := _no_float8(recipe)) is not None:
+        raise Impossible(
+            f"precision.compute: float8 cannot be used, since {reason}", Change(("precision.compute=bf16",))
+        )
     if case.model is None:
         return
     blocks = case.model.blocks()
@@ -403,12 +437,32 @@ def check_memory(case: Case) -> None:
                 "pieces of an MLP are always recomputed",
                 Change(("parallel.chunk.mlp=null",)),
             )
-    try:  # their own errors say what to do
-        recompute.plan(blocks, c.recompute)
-        if (model := case.build()) is not None:
-            chunk.apply(model, c.chunk)
-    except UserError as error:
-        raise Impossible(str(error)) from None
+        pieces = c.chunk.mlp is not None
+        known = recompute.all_roles(blocks, pieces=pieces)
+        for role in c.recompute.keep or ():
+            if role not in known:
+                rest = ",".join(other for other in c.recompute.keep or () if other in known)
+                raise Impossible(
+                    f"parallel.recompute.keep: {recompute.no_role(role, known)}",
+                    Change((f"parallel.recompute.keep=[{rest}]" if rest else "parallel.recompute=full",)),
+                )
+        budget, least = c.recompute.budget, recompute.least_budget(blocks, pieces=pieces)
+        if budget is not None and budget < least:
+            raise Impossible(
+                f"parallel.recompute.budget: {recompute.too_small(budget, least)}",
+                Change((f"parallel.recompute.budget={math.ceil(100 * least) / 100:g}",)),
+            )
+    if c.chunk.head is not None and not chunk.has_head(case.model):
+        raise Impossible(f"parallel.chunk.head: {chunk.no_head(case.model)}", Change(("parallel.chunk.head=null",)))
+
+
+def _no_float8(recipe: Recipe) -> str | None:
+    """Why the device of a run, or what is installed, has no float8."""
+    on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+    reason = float8.refusal(torch.device("cuda" if on_gpu else "cpu"))
+    if reason is None and find_spec("torchao") is None:
+        reason = f"torchao is not installed ({remedy('torchao')})"
+    return reason
 
 
 CHECKS: tuple[Callable[[Case], None], ...] = (

@@ -34,10 +34,8 @@ def apply(model: Model, c: Chunk) -> None:
                     in_pieces_of(module, c.mlp)
     if c.head is None:
         return
-    if not isinstance(model, SAP | DiT) and not any(isinstance(module, TokenDecoder) for module in model.modules()):
-        raise UserError(
-            f"parallel.chunk.head: {type(model).__name__} has no head that predicts voxels from tokens; leave it out"
-        )
+    if not has_head(model):
+        raise UserError(f"parallel.chunk.head: {no_head(model)}; leave it out")
     for module in model.modules():  # of a pipeline this rank may have none of them
         if isinstance(module, TokenDecoder) and isinstance(module.head, nn.Linear):
             _decoder(module, c.head)
@@ -45,6 +43,14 @@ def apply(model: Model, c: Chunk) -> None:
             _final(module, c.head)
         elif isinstance(module, SAP):
             _sap(module, c.head)
+
+
+def has_head(model: Model) -> bool:
+    return isinstance(model, SAP | DiT) or any(isinstance(module, TokenDecoder) for module in model.modules())
+
+
+def no_head(model: Model) -> str:
+    return f"{type(model).__name__} has no head that predicts voxels from tokens"
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, size: int, dim: int = 1) -> Tensor:

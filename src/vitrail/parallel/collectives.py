@@ -9,15 +9,20 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+# Their names since PyTorch 2.13, and before.
+_all_gather, _reduce_scatter, _all_gather_autograd, _reduce_scatter_autograd = (
+    getattr(functional, f"{name}_single{kind}", None) or getattr(functional, f"{name}_tensor{kind}")
+    for kind in ("", "_autograd")
+    for name in ("all_gather", "reduce_scatter")
+)
+
 
 def gather(x: Tensor, dim: int, group: Any) -> Tensor:
     """Every rank's x, one after another along dim, on every rank; backward: sums, scattered."""
     if dist.get_world_size(group) == 1:
         return x
     dim %= x.ndim
-    if not x.requires_grad:
-        return _wait(functional.all_gather_tensor(x.contiguous(), dim, group))
-    return _wait(functional.all_gather_tensor_autograd(x.contiguous(), dim, group))
+    return _wait((_all_gather_autograd if x.requires_grad else _all_gather)(x.contiguous(), dim, group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: Any) -> Tensor:
@@ -25,9 +30,7 @@ def scatter_sum(x: Tensor, dim: int, group: Any) -> Tensor:
     if dist.get_world_size(group) == 1:
         return x
     dim %= x.ndim
-    if not x.requires_grad:
-        return _wait(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
-    return _wait(functional.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, group))
+    return _wait((_reduce_scatter_autograd if x.requires_grad else _reduce_scatter)(x.contiguous(), "sum", dim, group))
 
 
 def total(x: Tensor, group: Any) -> Tensor:

@@ -36,14 +36,14 @@ def fetch_rows(values: Tensor, index_by_part: Sequence[Tensor], group: Any) -> T
     rank, rows = dist.get_rank(group), values.shape[1]
     assert len(index_by_part) == dist.get_world_size(group)
     mine = index_by_part[rank]
-    counts = count_owners(index_by_part, rows)
+    counts = count_owners(index_by_part, rows)  # waits for the device, once
     if all_at_home(counts):
         return gather_tokens(values, mine - rank * rows)
     # What goes to each rank, one after the other, sample by sample, in the order in which it was asked for.
     asked = torch.cat([index.flatten() for index in index_by_part])
     sample = torch.cat([_samples(index) for index in index_by_part])
     given = [row[rank] for row in counts]
-    order = (asked // rows != rank).int().argsort(stable=True)[: sum(given)]  # sizes are known: no wait for a device
+    order = (asked // rows != rank).int().argsort(stable=True)[: sum(given)]  # sizes are known by now
     sent = values[sample[order], asked[order] - rank * rows].contiguous().view(torch.uint8)
     got = sent.new_empty(mine.numel(), sent.shape[1])
     dist.all_to_all_single(got, sent, output_split_sizes=counts[rank], input_split_sizes=given, group=group)

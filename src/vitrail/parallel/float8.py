@@ -5,12 +5,12 @@
 - "rowwise" scales each row (the gradient of weights too), "rowwise_gw" leaves the gradient of weights in bf16, which is
   the most accurate, "tensorwise" has one scale a tensor, which is the fastest
 - layers change in place, so names, initialisation and sharding do; a layer cut over tensor ranks computes its slice
-- rounding reads and writes every number once more. A layer pays for that when it is large: each is judged by its shape,
-  and one that would be slower stays in bf16
+- rounding reads and writes every number once more. A layer pays for that when it is large: each is judged by its shape
+  and the rows that one product has, and one that would be slower stays in bf16
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
+from vitrail.layers.mlp import MLP, SwiGLU
+from vitrail.layers.parts import part_size
 from vitrail.models.model import Model
-from vitrail.parallel.mesh import local
+from vitrail.parallel.mesh import Layout, local
 from vitrail.recipe.kinds import remedy
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_gw"]
 _NAMES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw": "rowwise_with_gw_hp"}
+MLP_LAYERS = {*MLP.columns, MLP.row, *SwiGLU.columns, SwiGLU.row}
 MULTIPLE = 16  # of both widths of a layer, which the hardware asks for
 
 
@@ -72,6 +75,14 @@ def break_even(inputs: int, outputs: int, recipe: Recipe = "tensorwise", speeds:
     return low
 
 
+def rows_of(layer: str, *, samples: int, tokens: int, layout: Layout, piece: int | None = None) -> int:
+    """Rows of one product of a layer: of its tokens of a sample, the part of a context rank, or a piece of an MLP."""
+    part = part_size(tokens, layout.parts)
+    if piece is not None and layer.rpartition(".")[2] in MLP_LAYERS:
+        part = min(part, piece)
+    return samples * part * layout.tensor  # a module gathers the tokens of its tensor group
+
+
 class Layer(NamedTuple):
     name: str
     layer: nn.Linear
@@ -93,7 +104,8 @@ class Judgement(NamedTuple):
             why = next(iter(self.left.values()), "there are none")
             return f"float8 will not pay: none of {total} linear layers would be faster ({why}); use bf16"
         rest = f"; {len(self.left)} stay in bf16 ({next(iter(self.left.values()))})" if self.left else ""
-        return f"float8 in {len(self.taken)} of {total} linear layers, about {self.gain:.2f} times as fast{rest}"
+        gain = f"about {self.gain:.2f} times as fast (by an H200's speeds)"
+        return f"float8 in {len(self.taken)} of {total} linear layers, {gain}{rest}"
 
 
 def linears(model: Model) -> Iterator[Layer]:
@@ -108,21 +120,24 @@ def linears(model: Model) -> Iterator[Layer]:
                 yield Layer(names[layer], layer, inputs, outputs)
 
 
-def check(model: Model, rows: int, recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER) -> Judgement:
-    """Which layers would be faster in float8 with so many rows (tokens of a batch that this device computes with)."""
+def check(
+    model: Model, rows: int | Callable[[str], int], recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER
+) -> Judgement:
+    """Which layers would be faster in float8 with so many rows (tokens of a product), or so many by a layer's name."""
     taken, left, seconds, saved = [], {}, 0.0, 0.0
     for name, _, inputs, outputs in linears(model):
-        gain = speedup(rows, inputs, outputs, recipe, speeds)
-        seconds += inputs * outputs
+        number = rows(name) if callable(rows) else rows
+        gain = speedup(number, inputs, outputs, recipe, speeds)
+        seconds += number * inputs * outputs
         if inputs % MULTIPLE or outputs % MULTIPLE:
             left[name] = f"{inputs} x {outputs} are not multiples of {MULTIPLE}"
         elif gain < PAYS:
             least = break_even(inputs, outputs, recipe, speeds)
-            when = "at no number of tokens" if least is None else f"from {least:,} tokens on, and there are {rows:,}"
+            when = "at no number of tokens" if least is None else f"from {least:,} tokens on, and there are {number:,}"
             left[name] = f"{inputs} x {outputs} pays {when}"
         else:
             taken.append(name)
-            saved += inputs * outputs * (1 - 1 / gain)
+            saved += number * inputs * outputs * (1 - 1 / gain)
     return Judgement(tuple(taken), left, seconds / (seconds - saved) if seconds else 1.0)
 
 
@@ -144,7 +159,7 @@ def apply(
     model: Model,
     *,
     device: torch.device,
-    rows: int,
+    rows: int | Callable[[str], int],
     recipe: Recipe = "tensorwise",
     force: bool = False,
     emulate: bool = False,

@@ -75,7 +75,10 @@ def layout_of(parallel: Any, world: int) -> Layout:
     if strategy != "HYBRID_SHARD":
         return Layout(1, ranks, reshard=strategy == "FULL_SHARD", **rest)
     if parallel.group is None:
-        raise UserError("parallel.group is missing: HYBRID_SHARD needs the number of ranks that share one copy")
+        raise UserError(
+            "parallel.group is missing: HYBRID_SHARD needs the number of ranks that share one copy; set it to one of "
+            f"{', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+        )
     if ranks % parallel.group:
         what = f"{ranks} ranks" if ranks == world else f"{ranks} ranks that the other axes leave of {world}"
         raise UserError(

@@ -1,6 +1,6 @@
 """How a plain model becomes a parallel one. Models know nothing of this."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ def parallelize(
     compute: torch.dtype,
     reduce: torch.dtype,
     compiled: bool,
-    float8_rows: int | None = None,
+    float8_rows: Callable[[str], int] | None = None,
     counts: Sequence[int] = (),
 ) -> Flow:
     """Apply to a model on the meta device, in this order, because each step builds on the one before it:
@@ -31,14 +31,19 @@ def parallelize(
     1. pipeline: what the stages of this rank do not use is left out; `counts` says where the model is cut
     2. tensor and context: layers of blocks are cut over tensor ranks, attention sees the keys of all context ranks
     3. chunk: MLPs and heads of voxels run over pieces of the sequence
-    4. float8: products of linear layers of blocks, where the `float8_rows` that a pass sees make them pay
+    4. float8: products of linear layers of blocks, where the rows that a product has make them pay (`float8_rows`, by
+       the layer's name)
     5. recompute: a block's forward, or parts of it, are run again in the backward instead of keeping their results
     6. compile: block by block, so that one compilation serves all of them
     7. shard: groups of blocks, then what is left; fp32 masters, gathered in the compute type
 
-    Each step changes modules in place, never wraps them: parameters keep their names.
+    Each step changes modules in place, never wraps them: parameters keep their names. What is recomputed is planned
+    first, for all blocks of the model, so that ranks with some of them agree.
     """
-    sequence = PartedSequence(mesh, layout, model.blocks(), c.ulysses) if layout.parts > 1 else None
+    whole = model.blocks()
+    plan = recompute.plan(whole, c.recompute, pieces=c.chunk.mlp is not None)
+    entries = dict(zip(whole, plan.kept, strict=True))
+    sequence = PartedSequence(mesh, layout, whole, c.ulysses) if layout.parts > 1 else None
     pipeline = Pipeline(model, c, mesh, list(counts), device) if layout.pipeline > 1 else None
     blocks = model.blocks()
     if sequence is not None:
@@ -48,7 +53,7 @@ def parallelize(
     notes = []
     if float8_rows is not None:
         notes.append(str(float8.apply(model, device=device, rows=float8_rows)))
-    plan = recompute.apply(blocks, c.recompute)
+    recompute.carry_out(blocks, [entries[block] for block in blocks])
     if c.recompute not in ("none", "full"):
         notes.append(f"parallel.recompute: {plan.text}")
     if compiled:

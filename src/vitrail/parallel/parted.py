@@ -37,7 +37,7 @@ class PartedSequence(TokenSequence):
         """Let a model ask this for its sequences, and the attention of its blocks see the keys of all ranks."""
         module: Any
         for module in model.modules():
-            if hasattr(module, "sequence"):
+            if isinstance(getattr(module, "sequence", None), TokenSequence):
                 module.sequence = self
         for block in blocks:
             for module in block.modules():
@@ -62,16 +62,19 @@ class PartedSequence(TokenSequence):
     def table(self, rope: Tensor | None) -> Tensor | None:
         return None if rope is None else gather(rope, -3, self.tensor_group)
 
-    def keys(self, valid: Tensor | None, *, prefix: int, tokens: int, alike: bool) -> Keys | None:
+    def keys(self, valid: Tensor | None, *, prefix: int, tokens: int) -> Keys | None:
         if valid is None and not prefix:
             return None
         real = torch.ones(self.parts, prefix + tokens, dtype=torch.bool)
         real[1:, :prefix] = False
         seen: Tensor | None = None
-        if valid is not None and alike:  # every sample has the same padding, so that it can be left out
-            real[:, prefix:] = gather(valid[:1].to(torch.uint8), 0, self.sequence_group).bool().cpu()
-        elif valid is not None:
+        if valid is not None:
             seen = gather(F.pad(valid, (prefix, 0), value=True).to(torch.uint8), 1, self.sequence_group).bool()
+            common = seen[0].cpu().unflatten(0, (self.parts, -1)) & real
+            if (
+                common.any() and (seen == seen[:1]).all()
+            ):  # padding of every sample can be left out, which needs no mask
+                real, seen = common, None
         keep = None if real.all() else real.flatten().nonzero().squeeze(-1)
         if seen is not None and keep is not None:
             seen = seen[:, keep.to(seen.device)]

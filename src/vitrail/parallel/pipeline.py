@@ -108,35 +108,41 @@ def _dearest(sums: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def measure_costs(
-    model: Model, inputs: Inputs, device: torch.device, *, compute: torch.dtype = torch.float32, repeats: int = 3
+    model: Model,
+    prepare: Callable[[], Inputs],
+    device: torch.device,
+    *,
+    compute: torch.dtype = torch.float32,
+    repeats: int = 3,
 ) -> list[float]:
     """Seconds of forward and backward of each step on this device, for the inputs of one micro-batch.
 
     Of a model on the meta device only the step at hand has weights, random ones. Equal steps are measured once.
     """
     stages = model.stages()
-    x, side = inputs["x"], {name: value for name, value in inputs.items() if name != "x"}
     shared = [p for _, p in shared_parameters(model, stages)]
     costs: list[float] = []
     known: dict[Any, tuple[float, Tensor]] = {}
-    with _with_weights(model, shared, device, compute):
-        with torch.no_grad():
-            side = model.derive(side)
-        for place, stage in enumerate(stages):
-            key = (_make(stage), Spec.of(x), stage.needs)
-            if key in known and "taps" not in stage.needs:
-                cost, x = known[key]
-            else:
-                try:
+    filling = "what its inputs are made of"
+    try:
+        inputs = prepare()
+        x, side = inputs["x"], {name: value for name, value in inputs.items() if name != "x"}
+        with _with_weights(model, shared, device, compute):
+            with torch.no_grad():
+                side = model.derive(side)
+            for place, stage in enumerate(stages):
+                filling, key = stage.name, (_make(stage), Spec.of(x), stage.needs)
+                if key in known and "taps" not in stage.needs:
+                    cost, x = known[key]
+                else:
                     cost, x, side = _measure(model, stage, x, side, device, compute, repeats, first=place == 0)
-                except torch.OutOfMemoryError:
-                    raise UserError(
-                        f"parallel.split: 'measured' needs one step of the model at a time on one device, and "
-                        f"{stage.name} does not fit there with a micro-batch of {len(x)}; give the number of steps of "
-                        "each stage instead, or a smaller data.micro_batch"
-                    ) from None
-                known[key] = cost, x
-            costs.append(cost)
+                    known[key] = cost, x
+                costs.append(cost)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"parallel.split: 'measured' needs one step of the model at a time on one device, and {filling} does not "
+            "fit there; give the number of steps of each stage instead, or a smaller data.micro_batch"
+        ) from None
     return costs
 
 
@@ -185,9 +191,7 @@ def _weights(stage: Stage) -> Iterator[nn.Parameter]:
 def _make(stage: Stage) -> tuple[Any, ...]:
     """Equal for steps that differ in the values of their weights alone."""
     return tuple(
-        (type(used).__name__, tuple(used.shape))
-        if isinstance(used, Tensor)
-        else (type(used).__name__, *((name, tuple(p.shape)) for name, p in used.named_parameters()))
+        tuple(used.shape) if isinstance(used, Tensor) else shard.make_of(used)
         for used in stage.uses
         if used is not None
     )
@@ -296,7 +300,11 @@ class _Shell(nn.Module):
 
 
 class _Station(PipelineStage):
-    """A part in a schedule. It has memory for what it receives only while that is in use."""
+    """A part in a schedule. It has memory for what it receives only while that is in use.
+
+    It reaches into PyTorch's stage (args_recv_info, grad_recv_info, _prepare_*_infra), which is no public interface: tried
+    with VERSIONS.
+    """
 
     def __init__(
         self,
@@ -351,6 +359,18 @@ class _Station(PipelineStage):
         self._release(self.args_recv_info[bwd_chunk_id], () if self.is_last else self.grad_recv_info[bwd_chunk_id])
 
 
+@contextmanager
+def _quiet_schedules() -> Iterator[None]:
+    """Of an error, schedules would print all of themselves."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 # ------------------------------------------------------------ the pipeline
 
 
@@ -362,7 +382,7 @@ class Elsewhere(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelinePart:
     """Steps of a model that run on one rank without a break."""
 
     index: int
@@ -388,7 +408,7 @@ class Pipeline:
         self.known = {name for stage in stages for name in stage.needs}
         ends = [0, *accumulate(counts)]
         parts = [
-            Part(
+            PipelinePart(
                 index,
                 slice(ends[index], ends[index + 1]),
                 first=index == 0,
@@ -414,8 +434,6 @@ class Pipeline:
         self._loss: Callable[[Tensor, Any], LossLike] | None = None
         self._total = torch.zeros(2, dtype=torch.float64, device=device)
         self._more_follow = False
-        # Of an error it would print the whole schedule.
-        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
     def _leave_out(self, stages: Sequence[Stage]) -> None:
         """Of the model's weights keep those of the parts here, under their names, and those that all parts share."""
@@ -441,7 +459,8 @@ class Pipeline:
                 if id(p) not in kept:
                     setattr(module, name, None)
             for name, child in list(module.named_children()):
-                if id(child) in units and kept.isdisjoint(id(p) for p in child.parameters()):
+                own = {id(p) for p in child.parameters()}
+                if id(child) in units and own and kept.isdisjoint(own):
                     setattr(module, name, Elsewhere())
                 else:
                     visit(child)
@@ -476,7 +495,8 @@ class Pipeline:
                 self._schedules[key, len(group)] = self._make_schedule(self._shapes[key], len(group))
             try:
                 # The shells know the micro-batches; the target is there to be split into as many.
-                self._schedules[key, len(group)].step(target=torch.zeros(len(group)), return_outputs=False)
+                with _quiet_schedules():
+                    self._schedules[key, len(group)].step(target=torch.zeros(len(group)), return_outputs=False)
             except RuntimeError as error:
                 raise (error.__cause__ or error) from None  # it wraps what went wrong in a dump of tensors
         self._micro, self._loss = (), None
@@ -510,7 +530,7 @@ class Pipeline:
         return (ScheduleGPipe if simple else Schedule1F1B)(stations[0], micro_batches, **options)
 
     def _train(
-        self, part: Part, incoming: Sequence[Spec], outgoing: Sequence[Spec], number: int, *carried: Tensor
+        self, part: PipelinePart, incoming: Sequence[Spec], outgoing: Sequence[Spec], number: int, *carried: Tensor
     ) -> Tensor | Carried:
         """One part of a micro-batch with its graph; of the last part, the loss."""
         inputs, targets = self._micro[number]
@@ -568,7 +588,7 @@ class Pipeline:
     def _refuse_unknown(self, inputs: Inputs) -> None:
         self.model._refuse_unknown({name: value for name, value in inputs.items() if name != "x"}, self.known)
 
-    def _run(self, part: Part, inputs: Inputs, carried: Carried) -> Carried:
+    def _run(self, part: PipelinePart, inputs: Inputs, carried: Carried) -> Carried:
         """The steps of one part."""
         side = {name: value for name, value in inputs.items() if name != "x"}
         x, *taps = carried or (inputs["x"],)

@@ -13,6 +13,7 @@ Roles travel as annotations of the trace, which eager checkpointing and compiled
 draw no random numbers (they are inputs), so none need restoring.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ from vitrail.recipe.sections import Recompute
 Choice = Literal["none", "full"] | Recompute
 Kept = frozenset[str] | None  # roles whose products a recomputed block keeps; None: the block is not recomputed
 
-ROLE = "vitrail.role"  # name of the annotation
+ROLE, HEAD_WIDTH = "vitrail.role", "vitrail.head_width"  # names of the annotations; the second is attention's alone
 LAYERS = {"qkv": "qkv", "q": "qkv", "kv": "qkv", "proj": "proj", "gate": "gate", "fc1": "fc1", "fc2": "fc2"}
 SUMMED = "summed"  # stands for the role of a layer whose product is a part of a sum over tensor ranks
 SUMS = {"attention": "proj", "mlp": "fc2"}  # in which module which role is summed
@@ -61,8 +62,11 @@ class Plan:
         return Again(share=len(recomputed) / len(self.kept), kept=frozenset.intersection(*by_role))
 
 
-def plan(blocks: Sequence[nn.Module], choice: Choice) -> Plan:
-    """What a choice means for these blocks; refuses roles that none of them has, and budgets that none can meet."""
+def plan(blocks: Sequence[nn.Module], choice: Choice, *, pieces: bool = False) -> Plan:
+    """What a choice means for all blocks of a model; refuses roles that none of them has, and budgets that none meets.
+
+    `pieces`: MLPs will be cut in pieces, if they are not yet.
+    """
     if choice == "none":
         return Plan((None,) * len(blocks), "no recomputation")
     if choice == "full":
@@ -72,37 +76,48 @@ def plan(blocks: Sequence[nn.Module], choice: Choice) -> Plan:
         kept = tuple(None if index % choice.every else EVERYTHING for index in range(len(blocks)))
         return Plan(kept, f"{kept.count(EVERYTHING)} of {len(blocks)} blocks are recomputed in full")
     if choice.budget is not None:
-        return _within(choice.budget, blocks)
+        return _within(choice.budget, blocks, pieces)
     assert choice.keep is not None
-    known = {role for block in blocks for role in roles_of(block)}
+    known = all_roles(blocks, pieces=pieces)
     for role in choice.keep:
-        if known and role not in known:  # a rank of a pipeline may have convolutions alone
-            raise UserError(
-                f"parallel.recompute.keep: {role!r} is no role of this model's blocks; they have "
-                f"{', '.join(sorted(known))} (MLPs in pieces have none). Leave it out"
-            )
-    kept = tuple(frozenset(choice.keep).intersection(roles_of(block)) for block in blocks)
+        if role not in known:
+            raise UserError(f"parallel.recompute.keep: {no_role(role, known)}; leave it out")
+    kept = tuple(frozenset(choice.keep).intersection(roles_of(block, pieces=pieces)) for block in blocks)
     return Plan(kept, f"every block is recomputed but for {_listed(frozenset(choice.keep))}")
 
 
 def apply(blocks: Sequence[nn.Module], choice: Choice) -> Plan:
-    """Make blocks recompute by the choice, in place; names of parameters stay."""
+    """Plan and carry out at once, for the blocks of a whole model."""
     made = plan(blocks, choice)
-    for block, kept in zip(blocks, made.kept, strict=True):
+    carry_out(blocks, made.kept)
+    return made
+
+
+def carry_out(blocks: Sequence[nn.Module], entries: Sequence[Kept]) -> None:
+    """Make each block recompute by its entry of a plan, in place; names of parameters stay."""
+    for block, kept in zip(blocks, entries, strict=True):
         if kept:
             _annotate(block)
         if kept is not None:
             block.forward = recomputed(block.forward, kept)
-    return made
 
 
-def roles_of(block: nn.Module) -> dict[str, list[nn.Module]]:
+def all_roles(blocks: Sequence[nn.Module], *, pieces: bool = False) -> list[str]:
+    return sorted({role for block in blocks for role in roles_of(block, pieces=pieces)})
+
+
+def no_role(role: str, known: Sequence[str]) -> str:
+    shown = ", ".join(known) or "none"
+    return f"{role!r} is no role of this model's blocks; they have {shown} (MLPs in pieces have none)"
+
+
+def roles_of(block: nn.Module, *, pieces: bool = False) -> dict[str, list[nn.Module]]:
     """The modules of a block by the role that they play. A chunked MLP has none: its pieces are recomputed anyway."""
     roles: dict[str, list[nn.Module]] = {}
     for module in block.modules():
         if isinstance(module, SelfAttention | CrossAttention):
             roles.setdefault("attention", []).append(module)
-        elif not isinstance(module, MLP | SwiGLU) or getattr(module, "chunked", False):
+        elif not isinstance(module, MLP | SwiGLU) or pieces or getattr(module, "chunked", False):
             continue
         for name, layer in module.named_children():
             if name in LAYERS:
@@ -135,26 +150,29 @@ def _annotate(block: nn.Module) -> None:
         for module in modules:
             weight = getattr(module, "weight", None)
             summed = isinstance(weight, DTensor) and any(placement.is_shard(1) for placement in weight.placements)
-            module.forward = _in_role(module.forward, SUMMED if summed else role)
+            head_width = getattr(module, "head_width", 0)
+            module.forward = _in_role(module.forward, SUMMED if summed else role, head_width)
     for mlp in block.modules():
         if isinstance(mlp, MLP | SwiGLU):
             mlp.forward = _in_role(mlp.forward, "mlp")  # type: ignore[method-assign]
 
 
-def _in_role(forward: Callable[..., Any], role: str) -> Callable[..., Any]:
+def _in_role(forward: Callable[..., Any], role: str, head_width: int = 0) -> Callable[..., Any]:
     def annotated(*arguments: Any, **keywords: Any) -> Any:
-        with traceback.annotate({ROLE: role}):
+        with traceback.annotate({ROLE: role, HEAD_WIDTH: head_width}):
             return forward(*arguments, **keywords)
 
     return annotated
 
 
 def _policy(kept: frozenset[str], context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    role: str = (traceback.current_meta.get("custom") or {}).get(ROLE, "")
+    told = traceback.current_meta.get("custom") or {}
+    role: str = told.get(ROLE, "")
     if str(operation).startswith("_c10d_functional.reduce_scatter_tensor."):
         wanted = SUMS.get(role, "") in kept
     else:
-        wanted = role in kept and _is_product(operation) and not _is_matrix_of_scores(operation, arguments)
+        scores = _is_matrix_of_scores(operation, arguments, told.get(HEAD_WIDTH, 0))
+        wanted = role in kept and _is_product(operation) and not scores
     return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -168,9 +186,14 @@ def _is_product(operation: Any) -> bool:
     return packet in flop_registry or any(part in name for part in _KERNELS)
 
 
-def _is_matrix_of_scores(operation: Any, arguments: tuple[Any, ...]) -> bool:
-    """Plain attention multiplies twice; its first product, queries by keys, is what no one wants to keep."""
-    return str(operation).startswith("aten.bmm") and arguments[1].shape[-1] > arguments[0].shape[-1]
+def _is_matrix_of_scores(operation: Any, arguments: tuple[Any, ...], head_width: int) -> bool:
+    """Plain attention multiplies twice; its first product, queries by keys, is what no one wants to keep.
+
+    It is the one that sums over the head width. With as many keys as that, both are alike, and as large: both are kept.
+    """
+    if not head_width or not str(operation).startswith("aten.bmm"):
+        return False
+    return arguments[0].shape[-1] == head_width != arguments[1].shape[-1]
 
 
 # ---------------------------------------------------------------- a budget
@@ -186,9 +209,9 @@ class Sizes:
     worth: Mapping[str, float]  # FLOPs for each number of a role that are saved by keeping it
 
 
-def sizes_of(block: nn.Module) -> Sizes | None:
+def sizes_of(block: nn.Module, *, pieces: bool = False) -> Sizes | None:
     """None for blocks without roles. Queries and memory of cross-attention count as equally many."""
-    roles = roles_of(block)
+    roles = roles_of(block, pieces=pieces)
     if "attention" not in roles:
         return None
     attention: Any = roles["attention"][0]
@@ -213,23 +236,33 @@ def sizes_of(block: nn.Module) -> Sizes | None:
     return Sizes(width, everything, sizes, worth)
 
 
-def _within(budget: float, blocks: Sequence[nn.Module]) -> Plan:
+def least_budget(blocks: Sequence[nn.Module], *, pieces: bool = False) -> float:
+    """What remains when everything is recomputed, of the block of which the most does."""
+    sizes = [sizes_of(block, pieces=pieces) for block in blocks]
+    return max((size.entry / size.all for size in sizes if size is not None), default=0.0)
+
+
+def too_small(budget: float, least: float) -> str:
+    return f"{budget:g} is less than the {least:.2g} that remains when everything is recomputed"
+
+
+def _within(budget: float, blocks: Sequence[nn.Module], pieces: bool) -> Plan:
     """Each block keeps to the budget by itself, so that all do, however many tokens each kind of block sees."""
     if budget == 1:
         return Plan((None,) * len(blocks), "budget 1: no recomputation")
+    least = least_budget(blocks, pieces=pieces)
+    if budget < least:
+        raise UserError(
+            f"parallel.recompute.budget: {too_small(budget, least)}; use {math.ceil(100 * least) / 100:g} or more"
+        )
     kept: list[Kept] = []
     shares: dict[str, str] = {}
     for block in blocks:
-        sizes = sizes_of(block)
+        sizes = sizes_of(block, pieces=pieces)
         if sizes is None:
             kept.append(EVERYTHING)
             continue
         used = sizes.entry
-        if used > budget * sizes.all:
-            raise UserError(
-                f"parallel.recompute.budget: {budget:g} is less than the {used / sizes.all:.2g} that remains when "
-                f"everything is recomputed; use {used / sizes.all + 0.005:.2f} or more"
-            )
         chosen: set[str] = set()
         for role in sorted(sizes.roles, key=lambda role: (-sizes.worth[role], sizes.roles[role])):
             if sizes.worth[role] and used + sizes.roles[role] <= budget * sizes.all:

@@ -98,11 +98,12 @@ def chains_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     Other blocks (of a decoder with skips, say) may branch, and run in another order than they are listed in. A group
     or a prefetch that took them together would gather some too early, and keep them past the next update.
     """
-    return [list(chain) for _, chain in groupby(blocks, key=_make)]
+    return [list(chain) for _, chain in groupby(blocks, key=make_of)]
 
 
-def _make(block: nn.Module) -> tuple[Any, ...]:
-    return (type(block), *((name, tuple(p.shape)) for name, p in block.named_parameters()))
+def make_of(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that differ in the values of their weights alone."""
+    return (type(module), *((name, tuple(p.shape)) for name, p in module.named_parameters()))
 
 
 def cut(chain: list[nn.Module], c: Parallel, reduce: torch.dtype) -> list[Group]:

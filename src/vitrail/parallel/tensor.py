@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from vitrail.layers.attention import CrossAttention, SelfAttention
+from vitrail.layers.mlp import MLP, SwiGLU
 from vitrail.parallel.collectives import gather, scatter_sum
 from vitrail.parallel.mesh import local
+
+SHARED = (SelfAttention, CrossAttention, MLP, SwiGLU)
 
 
 def apply(blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
@@ -30,11 +34,11 @@ def apply(blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     for block in blocks:
         module: Any
         for module in block.modules():
-            if hasattr(module, "row"):
+            if isinstance(module, SHARED):
                 for name in module.columns:
                     share(getattr(module, name), mesh, Shard(0))
                 share(getattr(module, module.row), mesh, Shard(1))
-                module.forward = shared(module, group)
+                module.forward = shared(module, group)  # type: ignore[method-assign]
             for name in getattr(module, "gathered", ()):
                 layer = share(getattr(module, name), mesh, Shard(0))
                 layer.forward = gathered(layer.forward, group)

@@ -63,11 +63,11 @@ def evaluate(
     if samples is not None and samples < 1:
         raise UserError(f"samples: {samples} must be at least 1")
     list_or_refuse(run, checkpoint)
-    with joined(fitting(find_recipe(run, overrides))) as (place, watchdog):
+    with joined(fitting(find_recipe(run, overrides), overrides)) as (place, watchdog):
         # Rank 0 chooses: a run that goes on may save and remove checkpoints meanwhile.
         path = Path(on_chief(lambda: str(find_checkpoint(run, checkpoint)[0]), place.control))
         manifest = read_manifest(path)
-        recipe = fitting(stored_recipe(manifest, overrides))
+        recipe = fitting(stored_recipe(manifest, overrides), overrides)
         weights = which_weights(weights, recipe)
         if not recipe.data.valid:
             raise UserError(f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]")
@@ -103,11 +103,13 @@ def find_recipe(given: Any, overrides: Sequence[str] = ()) -> Recipe:
     return load_recipe(given, overrides)
 
 
-def fitting(recipe: Recipe) -> Recipe:
+def fitting(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe in a layout that the ranks here can have: a run is evaluated wherever it was trained."""
     try:
         refuse(recipe, find_world().size)
     except UserError:
+        if any(override.startswith("parallel") for override in overrides):
+            raise
         return recipe.model_copy(update={"parallel": Parallel(attention=recipe.parallel.attention)})
     return recipe
 

@@ -25,8 +25,9 @@ from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
 from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
-from vitrail.objectives.objective import Objective
+from vitrail.objectives.objective import Objective, check_prepare
 from vitrail.parallel.check import refuse
+from vitrail.parallel.float8 import rows_of
 from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.parallelize import parallelize
@@ -309,6 +310,7 @@ class Parts:
 
 def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Objective) -> Parts:
     """On the meta device, parallelised, materialised, initialised: no rank ever holds more than its shards."""
+    check_prepare(objective)
     c, on_gpu = recipe.parallel, place.device.type == "cuda"
     layout = layout_of(c, place.world.size)
     use_backend(c.attention, device=place.device, key="parallel.attention")
@@ -322,6 +324,11 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     if compute == "auto":
         compute = "bf16" if on_gpu else "fp32"
     dtype = torch.float32 if compute == "fp32" else torch.bfloat16
+
+    def rows(layer: str) -> int:
+        samples, tokens = micro_batch(recipe, data, layout), objective.tokens_at(layer)
+        return rows_of(layer, samples=samples, tokens=tokens, layout=layout, piece=c.chunk.mlp)
+
     flow = parallelize(
         model,
         mesh,
@@ -331,9 +338,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
         compute=dtype,
         reduce=DTYPES[recipe.precision.reduce],
         compiled=on_gpu if c.compile == "auto" else c.compile,
-        float8_rows=micro_batch(recipe, data, layout) * objective.tokens_per_sample() // layout.context
-        if compute == "float8"
-        else None,
+        float8_rows=rows if compute == "float8" else None,
         counts=cut_pipeline(recipe, place, data, objective, model, layout, dtype) if layout.pipeline > 1 else (),
     )
     model.to_empty(device="cpu" if c.offload else place.device)
@@ -355,12 +360,14 @@ def cut_pipeline(
     if c.split != "measured":
         return list(c.split)
 
-    def measure() -> list[float]:
+    def prepare() -> dict[str, Any]:
         sampler = data.train.sampler(seed=recipe.run.seed, lanes=1, reuse=1)
         reader = data.train.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, data.train))
         size = micro_batch(recipe, data, layout)
         batch = Loader(sampler, reader, device=place.device, workers=0, prefetch=1).load(range(size))
-        inputs, _ = objective.prepare(batch, Draws(recipe.run.seed, batch.counters))
-        return measure_costs(model, inputs, place.device, compute=compute)
+        return objective.prepare(batch, Draws(recipe.run.seed, batch.counters))[0]
+
+    def measure() -> list[float]:
+        return measure_costs(model, prepare, place.device, compute=compute)
 
     return cut(on_chief(measure, place.control), num_parts(c, layout.pipeline))

@@ -78,7 +78,7 @@ class Trainer:
         `stop_wish` is this rank's reason to stop after the step, one of STOP_REASONS; any rank's wish stops all.
         """
         # Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too.
-        torch.manual_seed(key(self.recipe.run.seed, "step", self.done, self.place.world.rank))
+        torch.manual_seed(key(self.recipe.run.seed, "step", self.done, self.flow.data_rank))
         self.model.watching = {} if watch else None
         loss_sum, count = self._forward_backward(batch)
         rms, self.model.watching = self.model.watching, None

@@ -6,6 +6,9 @@
 {% if cpus_per_rank %}
 #SBATCH --cpus-per-task={{ cpus_per_rank }}
 {% endif %}
+{% if not cpus_per_rank %}
+# No cores were asked for, and Slurm may then give a task a single one: write this again with --cpus-per-rank N.
+{% endif %}
 {% if ask_gpus %}
 #SBATCH --gpus-per-node={{ ranks_per_node }}
 {% endif %}
@@ -35,9 +38,15 @@ srun --kill-on-bad-exit=0 --wait=120{% for option in srun %} {{ option }}{% endf
 {% if requeue %}
 # 75 is a training that was stopped and saved: queue it again, and it goes on from its newest checkpoint.
 # Any other code is its end. The count is against jobs that never get anywhere.
-if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt {{ max_restarts }} ]; then
-  echo "stopped; job $SLURM_JOB_ID is queued again"
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
+if [ "$code" -eq 75 ]; then
+  if [ "${SLURM_RESTART_COUNT:-0}" -ge {{ max_restarts }} ]; then
+    echo "stopped, and not queued again: this was start {{ max_restarts }} after the first; submit the script again to go on"
+  elif scontrol requeue "$SLURM_JOB_ID"; then
+    echo "stopped; job $SLURM_JOB_ID is queued again"
+    exit 0
+  else
+    echo "stopped, but Slurm did not queue it again; submit the script again to go on"
+  fi
 fi
 {% endif %}
 exit "$code"

@@ -10,12 +10,11 @@
 : "${HEAD:?set HEAD to the name of the first node, the same on every node}"
 {% endif %}
 
-# One process a GPU. When one fails, all start again, at most {{ max_restarts }} times, from the newest checkpoint.
-{% if nodes == 1 %}
-exec {{ prefix }}{{ python }} -m torch.distributed.run --standalone --nproc-per-node={{ ranks_per_node }} \
-  --max-restarts={{ max_restarts }} --module {{ arguments }}
-{% else %}
-exec {{ prefix }}{{ python }} -m torch.distributed.run --nnodes={{ nodes }} --nproc-per-node={{ ranks_per_node }} \
+# One process a GPU. When one fails, all start again, at most {{ max_restarts }} times, from the newest checkpoint. Signals that ask
+# for a stop are passed on to the processes, which save; torchrun itself then ends with 1, whatever they end with.
+exec {{ prefix }}{{ python }} -m torch.distributed.run {% if nodes == 1 %}--standalone{% else %}--nnodes={{ nodes }}{% endif %} --nproc-per-node={{ ranks_per_node }} \
+{% if nodes > 1 %}
   --rdzv-backend=c10d --rdzv-id={{ name }} --rdzv-endpoint="$HEAD:${PORT:-29400}" \
-  --max-restarts={{ max_restarts }} --module {{ arguments }}
 {% endif %}
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+  --max-restarts={{ max_restarts }} --module {{ arguments }}
