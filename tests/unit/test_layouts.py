@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,11 +10,13 @@ import torch.distributed as dist
 from support import ROOT, merge, tiny_recipe
 from torch import nn
 
+from vitrail.cost.flops import Flops
 from vitrail.errors import UserError
+from vitrail.models.model import Model, Stage
 from vitrail.parallel import check, shard
 from vitrail.parallel.check import ImpossibleLayout, refuse
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
-from vitrail.recipe import Recipe, load_recipe
+from vitrail.recipe import Recipe, config, kinds, load_recipe
 from vitrail.recipe.sections import Parallel
 
 # ---------------------------------------------------------------- groups of ranks
@@ -209,6 +211,16 @@ IMPOSSIBLE: dict[str, tuple[Recipe, int, str]] = {
         4,
         "the 1 head of each tensor rank",
     ),
+    "a kernel without rings": (
+        recipe_of(parallel={"context": 2, "ulysses": 1, "attention": "flex"}),
+        2,
+        "parallel.attention: 'flex' cannot attend to keys part by part, as rings do",
+    ),
+    "a kernel without rings, where heads are too few": (
+        recipe_of(parallel={"context": 4, "attention": "flash3"}),
+        4,
+        "parallel.attention: 'flash3' cannot attend",
+    ),
     "visible tokens": (
         recipe_of(parallel__context=32, data__batch=32),
         32,
@@ -316,7 +328,7 @@ IMPOSSIBLE: dict[str, tuple[Recipe, int, str]] = {
     "budget": (recipe_of(parallel__recompute={"budget": 0.01}), 1, "parallel.recompute.budget: 0.01 is less than"),
     "no head": (vit_of(parallel__chunk={"head": 8}), 1, "parallel.chunk.head: ViT has no head"),
     "float8": (
-        recipe_of(precision={"compute": "float8"}, run={"device": "cpu"}),
+        recipe_of(precision={"compute": "float8"}, run__device="cpu"),
         1,
         "precision.compute: float8 cannot be used, since a CPU has no float8 products",
     ),
@@ -418,9 +430,7 @@ def test_possible_layouts_are_accepted(choice, world):
 def test_a_missing_torchao_is_told_at_once(monkeypatch):
     monkeypatch.setattr(check.float8, "refusal", lambda device: None)
     monkeypatch.setattr(check, "find_spec", lambda name: None)
-    with pytest.raises(
-        ImpossibleLayout, match=r"torchao is not installed \(pip install .*; set precision.compute=bf16"
-    ):
+    with pytest.raises(ImpossibleLayout, match=r"torchao is not installed \(pip .*; set precision.compute=bf16"):
         refuse(recipe_of(precision={"compute": "float8"}), 1)
 
 
@@ -434,3 +444,49 @@ def test_refusals_are_quick_for_large_models_and_worlds():
     recipe = recipe_of(model__encoder={"size": "G", "patch": 4}, model__decoder=decoder, **changes)
     with pytest.raises(ImpossibleLayout, match=r"model\.encoder\.heads: 16.*set parallel\.tensor=16"):
         refuse(recipe, 3072)
+
+
+class Foreign(Model):
+    """A model of a user's own, whose config knows nothing of tokens and whose blocks attend in their own way."""
+
+    def __init__(self, c: Any):
+        super().__init__()
+        self.config, self.inner = c, nn.Linear(2, 2)
+
+    def stages(self) -> list[Stage]:
+        return [Stage("inner", lambda x, side: self.inner(x), uses=(self.inner,))]
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def flops(self) -> Flops:
+        return Flops()
+
+
+@config
+class ForeignConfig:
+    kind: Literal["foreign"] = "foreign"
+    ndim: int = 3
+    shape: int | None = None
+    channels: int | None = None
+
+    def build(self) -> Foreign:
+        return Foreign(self)
+
+
+def test_models_with_other_attention_share_no_tokens(monkeypatch):
+    monkeypatch.setitem(kinds._registered["model"], "foreign", ForeignConfig)
+    assert refuse(recipe_of(model={"kind": "foreign"}), 2).shard == 2
+    shared = recipe_of(model={"kind": "foreign"}, parallel__context=2)
+    with pytest.raises(UserError, match=r"model\.kind 'foreign' hold no attention of vitrail's"):
+        refuse(shared, 2)
+
+
+def test_a_missing_group_lists_those_that_fit():
+    with pytest.raises(UserError, match=r"parallel\.group is missing.*one of 1, 2, 3, 6"):
+        layout_of(Parallel(strategy="HYBRID_SHARD"), 6)
+
+
+@pytest.mark.parametrize(("choice", "world"), [({"replicate": -1}, 4), ({"replicate": 2, "reshard": False}, 2)])
+def test_copies_have_buckets_however_they_are_asked_for(choice, world):
+    assert refuse(recipe_of(parallel=choice | {"bucket_mib": 1}), world).shard == 1

@@ -71,9 +71,8 @@ class PartedSequence(TokenSequence):
         if valid is not None:
             seen = gather(F.pad(valid, (prefix, 0), value=True).to(torch.uint8), 1, self.sequence_group).bool()
             common = seen[0].cpu().unflatten(0, (self.parts, -1)) & real
-            if (
-                common.any() and (seen == seen[:1]).all()
-            ):  # padding of every sample can be left out, which needs no mask
+            # Padding that every sample has can be left out, which needs no mask.
+            if common.any() and (seen == seen[:1]).all():
                 real, seen = common, None
         keep = None if real.all() else real.flatten().nonzero().squeeze(-1)
         if seen is not None and keep is not None:
