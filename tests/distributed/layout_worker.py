@@ -63,9 +63,14 @@ def run_case(tree: dict[str, Any], out: Path) -> None:
 
         training.step = step
         try:
-            losses = []
+            losses, kept = [], []
             for batch in loader.batches(0, trainer.total):
-                told = trainer.step(batch, stop_wish=None, watch=False)
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+                    told = trainer.step(batch, stop_wish=None, watch=False)
+                if not losses:
+                    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+                    found["kept"] = np.array(sum(storages.values()))  # bytes for the backward of the first step
+                kept.clear()
                 losses.append([told.loss, told.grad_norm])
         finally:
             training.step = update

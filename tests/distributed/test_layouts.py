@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mae-variables": {"model.encoder": VIEW | {"variables": {"known": COLOURS}}, **COLOURED},
     "mae-separate": {"model.encoder": VIEW | {"variables": {"known": COLOURS, "aggregate": "none"}}, **COLOURED},
+    "mae-long": {"model.encoder": VIEW, "data.crop": 24, "data.batch": 1, "data.lanes": 1, "data.valid": []},
     "mae-frozen": {"optimizer.groups": [{"match": "^encoder", "freeze": True}, {"match": "^decoder.head", "lr": 0.5}]},
     "mae-turned": {"model.encoder": ENCODER | {"rope": "superposed", "layer_scale": 0.1, "norm": "rms", "bias": False}},
     "vit": {"model": VIT | {"cls_token": True, "pool": "mean", "head_dropout": 0.2}, **CLASSIFIED},
@@ -137,6 +138,8 @@ CASES += [("mae-self", layout) for layout in ("ring2", "pipeline2", "ulysses2-ri
 CASES += [("mae-turned", "pipeline2-tensor2"), ("mae-stratified", "ulysses4"), ("vit-pooled", "tensor2-context2")]
 CASES += [("mae-variables", "ulysses2"), ("mae-separate", "tensor2-context2"), ("unetr", "pipeline2-gpipe")]
 CASES += [("mae-frozen", "pipeline2")]
+LONG = {"ulysses2": 2, "ring2": 2, "ulysses4": 4, "ring4": 4, "ulysses2-ring2": 4, "tensor2": 2}  # ranks
+CASES += [("mae-long", layout) for layout in LONG]
 COMPILED = [("mae", layout) for layout in ("ring2-compiled", "pipeline2-compiled")]  # slow
 
 
@@ -169,7 +172,7 @@ def put_together(folder: Path, reference: dict[str, np.ndarray] | None = None) -
     whole: dict[str, np.ndarray] = {}
     for file in sorted(folder.glob("*.npz")):
         for key, piece in np.load(file).items():
-            if key == "losses":
+            if key in ("losses", "kept"):
                 whole[key] = piece
                 continue
             kind, name, offset = key.split("|")
@@ -224,6 +227,17 @@ def test_every_layout_computes_the_same(results: Path, model: str, layout: str, 
     check(results, model, layout, optimizer)
 
 
+@pytest.mark.parametrize("layout", LONG)
+def test_what_the_backward_keeps_falls_with_the_ranks_that_share_tokens(results: Path, layout: str) -> None:
+    whole = put_together(results / "mae-long-sgd-1")
+    part = put_together(results / f"mae-long-sgd-{layout}", whole)
+    ranks = LONG[layout]
+    # Tensor ranks also keep the tokens that they gathered for attention and MLP.
+    most = 1.1 / ranks if layout != "tensor2" else 0.75
+    assert 1 / ranks < float(part["kept"]) / float(whole["kept"]) + 0.02
+    assert float(part["kept"]) / float(whole["kept"]) < most
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("model", "layout"), COMPILED, ids=[f"{m}-{name}" for m, name in COMPILED])
@@ -235,6 +249,7 @@ def check(results: Path, model: str, layout: str, optimizer: str) -> None:
     expected = put_together(results / f"{model}-{optimizer}-1")
     found = put_together(results / f"{model}-{optimizer}-{layout}", expected)
     assert found.keys() == expected.keys()
+    found["kept"] = expected["kept"]  # less, but that is another test
     norms = dict.fromkeys({key.partition("|")[0] for key in expected}, 0.0)  # of all tensors of a kind together
     for key, value in expected.items():
         norms[key.partition("|")[0]] += float(np.linalg.norm(value)) ** 2
