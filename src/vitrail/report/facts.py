@@ -78,6 +78,7 @@ def summarize(
         "seconds": sum(s["seconds"] or 0.0 for s in sessions),
         "parameters": start.get("parameters"),
         "world": start.get("world"),
+        "layout": start["layout"] if isinstance(start.get("layout"), str) else None,
         "device": start.get("device"),
         "threads": start.get("threads"),
         "speed": _measure_speed(raw),
