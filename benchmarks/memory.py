@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrail.cost.flops import peak_tflops
+from vitrail.data.batch import Statistics
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import grid_coordinates
 from vitrail.models import DecoderConfig, DiTConfig, EncoderConfig, MAEConfig, ViTConfig
-from vitrail.parallel.mesh import Mesh, layout_of
+from vitrail.models.inputs import encoder_of
+from vitrail.objectives.reconstruct import ReconstructConfig
+from vitrail.parallel import float8
+from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.parallelize import parallelize
 from vitrail.recipe.sections import Chunk, Parallel, Recompute
 
@@ -49,7 +54,7 @@ class Row:
     mode: str
     recompute: Any = "none"
     chunk: Chunk = field(default_factory=Chunk)
-    float8: str | None = None
+    float8: str | None = None  # "auto" as a recipe's precision.compute has it; else a kind of scale, for every layer
     warmup: int = 3
     steps: int | None = None
 
@@ -80,7 +85,7 @@ def rows() -> list[Row]:
     table += [
         Row(model, f"float8 {kind}", float8=kind)
         for model in ("vit", "mae95", "dit")
-        for kind in ("tensorwise", "rowwise")
+        for kind in ("auto", "tensorwise", "rowwise")
     ]
     table += [Row("mae95", "full, mlp in pieces", "full", Chunk(mlp=4096))]
     table += [
@@ -102,6 +107,11 @@ class Work:
     config: Any
     batch: int
     inputs: Callable[[torch.device], dict[str, Any]]
+    tokens: Callable[[str], int]  # of a sample, by the name of the layer that sees them
+
+    def rows(self, layer: str, layout: Layout, chunk: Chunk) -> int:
+        """What a run judges float8 by."""
+        return float8.rows_of(layer, samples=self.batch, tokens=self.tokens(layer), layout=layout, piece=chunk.mlp)
 
 
 def image_work(config: Any, batch: int) -> Work:
@@ -116,7 +126,8 @@ def image_work(config: Any, batch: int) -> Work:
             given["labels"] = torch.arange(batch, device=device) % 10
         return given
 
-    return Work(config, batch, inputs)
+    number = encoder_of(config).count_tokens((config.shape, config.shape))
+    return Work(config, batch, inputs, lambda layer: number)
 
 
 def mae_work(config: MAEConfig) -> Work:
@@ -133,7 +144,7 @@ def mae_work(config: MAEConfig) -> Work:
             "queries": places[order[visible : visible + predicted]].unsqueeze(0).to(device),
         }
 
-    return Work(config, 1, inputs)
+    return Work(config, 1, inputs, ReconstructConfig().build(config, Statistics((0.0,), (1.0,))).tokens_at)
 
 
 def works(tiny: bool) -> dict[str, Work]:
@@ -180,22 +191,19 @@ def measure(row: Row, work: Work, device: torch.device, steps: int) -> dict[str,
     inputs = work.inputs(device)
     tokens = work.batch * inputs["coordinates"].shape[1]
     notes: list[str] = []
-    if row.float8 is not None:
-        from vitrail.parallel import float8
-
-        judged = float8.apply(
-            model,
-            device=device,
-            rows=tokens,
-            recipe=row.float8,
-            force=True,
-            emulate=not cuda,  # type: ignore[arg-type]
-        )
-        notes += [f"float8 in {len(judged.taken)} layers", str(float8.check(model, tokens, row.float8))]  # type: ignore[arg-type]
+    rows = partial(work.rows, layout=layout, chunk=row.chunk)
+    as_users_get_it = row.float8 == "auto" and cuda
+    if row.float8 is not None and not as_users_get_it:
+        forced = row.float8 != "auto"
+        kind: Any = row.float8 if forced else "tensorwise"
+        judged = float8.apply(model, device=device, rows=rows, recipe=kind, force=forced, emulate=not cuda)
+        notes += [f"float8 in {len(judged.taken)} layers", str(float8.check(model, rows, kind))]
     flow = parallelize(
         model, Mesh.make(layout, device.type), layout, parallel, device=device, reduce=torch.float32,
-        compute=torch.bfloat16 if cuda else torch.float32, compiled=cuda,
+        compute=torch.bfloat16 if cuda else torch.float32, compiled=cuda, float8_rows=rows if as_users_get_it else None,
     )  # fmt: skip
+    if row.chunk != Chunk():
+        notes.append("HFU leaves out what pieces compute again")
     notes += flow.notes
     model.to_empty(device=device)
     initialise(model, rules, 0)

@@ -33,9 +33,9 @@ def make_recipe(volume: Path, home: Path, **changes: Any) -> Path:
     return write_recipe(home / "recipe.yaml", tiny_recipe(volume, home / "run", **options | changes))
 
 
-def script(launcher: str, recipe: Path, home: Path) -> Path:
+def script(launcher: str, recipe: Path, home: Path, *words: str) -> Path:
     path = home / "job.sh"
-    code, output = run(*LAUNCH, launcher, recipe, "--ranks-per-node", "2", "--output", path, cwd=home)
+    code, output = run(*LAUNCH, launcher, recipe, "--ranks-per-node", "2", "--output", path, *words, cwd=home)
     assert code == 0, output
     return path
 
@@ -64,7 +64,7 @@ def test_a_signal_to_torchrun_saves(volume: Path, tmp_path: Path) -> None:
 
 def test_torchrun_does_not_repeat_what_was_stopped_or_refused(volume: Path, tmp_path: Path) -> None:
     recipe = make_recipe(volume, tmp_path, run__time_limit="3s")
-    path = script("torchrun", recipe, tmp_path)
+    path = script("torchrun", recipe, tmp_path, "--max-restarts", "1")
     code, output = run("bash", path)
     assert code == 1
     assert [line["event"] for line in lines(tmp_path / "run")].count("start") == 1, output
@@ -77,7 +77,10 @@ def test_torchrun_does_not_repeat_what_was_stopped_or_refused(volume: Path, tmp_
 
 
 @needs_mpirun
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_a_signal_to_the_script_of_mpi_saves(volume: Path, tmp_path: Path, number: int) -> None:
     path = script("mpi", make_recipe(volume, tmp_path), tmp_path)
     code, output = stopped_by(number, start("bash", path, env=environment(**MPI_HERE)), tmp_path / "run")

@@ -2,21 +2,24 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from vitrail.errors import RunFailed, UserError
-from vitrail.training import failures
+from vitrail.training import failures, run
 from vitrail.training.failures import Board, Cause, is_lost_connection, summary, tell_launcher, was_said, within
 from vitrail.training.guards import STORE_GONE, Watchdog
+from vitrail.training.session import Session
 
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242")
 
@@ -58,7 +61,7 @@ def test_a_store_that_is_gone_leaves_the_own_words() -> None:
     assert board.is_mouth()
 
 
-def test_only_a_dead_process_of_this_machine_is_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_dead_process_of_this_machine_is_called_dead() -> None:
     store = dist.HashStore()
     board = Board(store, 0)
     assert board.find_dead(1) is None  # it has not said where it is
@@ -67,10 +70,11 @@ def test_only_a_dead_process_of_this_machine_is_called_dead(monkeypatch: pytest.
     number, here = dead_process(), failures.name_machine()
     assert here
     store.set("process/1", json.dumps([here, number, "node7"]))
-    assert (board.find_dead(1) or "").startswith(f"(process {number} on node7) died without a word")
+    assert board.find_dead(1) is None  # asked once
+    assert (Board(store, 0).find_dead(1) or "").startswith(f"(process {number} on node7) died without a word")
     for machine in ("another", ""):
         store.set("process/1", json.dumps([machine, number, "node7"]))
-        assert board.find_dead(1) is None
+        assert Board(store, 0).find_dead(1) is None
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,15 @@ def test_only_a_dead_process_of_this_machine_is_called_dead(monkeypatch: pytest.
     [
         (LOST, True),
         (dist.DistNetworkError("x"), True),
+        (RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("ProcessGroupGloo::reduce_scatter: unsupported dtype"), False),
+        (RuntimeError("DataLoader timed out after 60 seconds"), False),
+        (dist.DistBackendError("NCCL error: ncclRemoteError: A call failed"), True),
+        (dist.DistBackendError("NCCL error: ncclInternalError: Net: Connection closed by remote peer node7"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0"), True),
+        (dist.DistBackendError("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"), False),
+        (dist.DistBackendError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), False),
         (RuntimeError("shapes differ"), False),
         (ValueError("Connection reset"), False),
     ],
@@ -168,7 +181,9 @@ def test_a_rank_that_left_in_order_is_not_blamed_and_silence_is(monkeypatch: pyt
     store.set("process/1", json.dumps([failures.name_machine(), dead_process(), "here"]))
     store.set("beat/1", Watchdog.LEFT)
     error, _ = ranks[0].explain(LOST)
-    assert "rank 0 lost touch with another rank" in str(error)
+    why = f"rank 0 lost touch with another rank, which has not said why: RuntimeError: {LOST}"
+    assert str(error) == why  # all that is known is told, here and to the others
+    assert str(ranks[1].explain(LOST)[0]) == f"rank 1 ended because {why}"
     ranks = watchdogs(2)
     ranks[0]._pause, ranks[0]._silence = 0.01, 5.0
     assert "rank 1 has fallen silent" in str(ranks[0].explain(LOST)[0])
@@ -205,7 +220,7 @@ def test_a_rank_that_cannot_notice_is_ended() -> None:
     class Ended(Watchdog):
         GRACE = 0.2
 
-        def _end(self, what: str, blame: str) -> None:
+        def _end(self, what: str, blame: Cause | str) -> None:
             words.append(f"{what}; {blame}")
             ended.set()
 
@@ -215,6 +230,126 @@ def test_a_rank_that_cannot_notice_is_ended() -> None:
         Board(store, 1).tell(1, "failed: x")
         assert ended.wait(20)
     assert words[0] == "could not go on; rank 1 failed: x"
+
+
+def test_the_save_of_a_rank_that_tells_of_its_failure_is_waited_for() -> None:
+    """And its cause stands, whatever the own clock says meanwhile."""
+    ended = threading.Event()
+    words: list[str] = []
+
+    class Ended(Watchdog):
+        GRACE = 0.0
+
+        def _end(self, what: str, blame: Cause | str) -> None:
+            words.append(f"{what}; {blame}")
+            ended.set()
+
+    store = dist.HashStore()
+    saving = threading.Event()
+    saving.set()
+    Board(store, 1).tell(1, "failed: x")
+    with Ended(store, 0, 2, least=0.2) as watchdog:
+        watchdog.saving = saving.is_set
+        watchdog.beat(3, "training")
+        assert not ended.wait(0.8)
+        saving.clear()
+        assert ended.wait(20)
+    assert words[0] == "could not go on; rank 1 failed: x"
+    store, ended = dist.HashStore(), threading.Event()
+    Board(store, 0).tell(1, "is gone")  # it helps with no save
+    with Ended(store, 0, 2, least=0.2) as watchdog:
+        watchdog.saving = lambda: True
+        watchdog.beat(3, "training")
+        assert ended.wait(20)
+
+
+def test_a_failing_session_tells_before_it_waits_for_its_save() -> None:
+    store, seen = dist.HashStore(), []
+
+    def wait() -> dict[str, Any]:
+        seen.append(Board(store, 0).read())
+        return {"step": 4}
+
+    session: Any = SimpleNamespace(
+        place=SimpleNamespace(world=SimpleNamespace(rank=1, size=2)),
+        watchdog=watchdogs(2, store)[1],
+        checkpoints=SimpleNamespace(wait=wait),
+        note_saved=seen.append,
+        folder=None,
+        end=lambda *words: seen.append(words),
+    )
+    bug = KeyError("x")
+    assert Session.fail(session, bug, begun=True) is bug
+    why = "failed in training of step 7: KeyError: 'x'"
+    assert seen == [Cause(1, why, 1), {"step": 4}, ("failed", "KeyError: 'x'")]
+
+
+@pytest.mark.parametrize(("size", "destroyed"), [(1, 2), (2, 1)])
+def test_a_failed_rank_of_several_leaves_its_groups(size: int, destroyed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end may wait for the others; alone, a process can train again."""
+    calls: list[str] = []
+    place = SimpleNamespace(world=SimpleNamespace(rank=1, size=size), store=dist.HashStore())
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(hang_limit=60))
+    monkeypatch.setattr(run, "find_place", lambda _: place)
+    monkeypatch.setattr(run.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(run.dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(run.atexit, "register", lambda *_: None)
+    with run.joined(recipe):
+        pass
+    assert calls == ["destroyed"]
+    with pytest.raises(KeyError), run.joined(recipe):
+        raise KeyError("x")
+    assert len(calls) == destroyed
+
+
+def test_ranks_leave_after_the_last_words_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = watchdogs(2)
+    left = threading.Thread(target=ranks[1].part)
+    left.start()
+    left.join(timeout=0.2)
+    assert left.is_alive()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ranks[0].part()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # a launcher must not change the code it ends with
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    left.join(timeout=20)
+    assert not left.is_alive()
+    monkeypatch.setattr(Watchdog, "FAREWELL", 0.1)
+    alone = threading.Thread(target=watchdogs(2)[1].part)  # the first never comes
+    alone.start()
+    alone.join(timeout=20)
+    assert not alone.is_alive()
+
+
+def test_few_questions_are_asked() -> None:
+    """One thousand ranks ask one store every second."""
+    asked: list[str] = []
+
+    class Counting:
+        kept = dist.HashStore()
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "clone":
+                raise AttributeError(name)
+            asked.append(name)
+            return getattr(self.kept, name)
+
+    store: Any = Counting()
+    Board(store, 1).introduce()
+    store.set("beat/1", "[]")
+    watchdog = Watchdog(store, 0, 2)
+    rounds = iter([False, False, True])
+
+    def wait(_: float) -> bool:
+        if not (over := next(rounds)):
+            asked.clear()
+        return over
+
+    watchdog._stop = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    watchdog._talk()
+    assert asked == ["set", "get", "check", "set"]  # the last says that it has left
 
 
 # ---------------------------------------------------------------- torchrun and the flight recorder
@@ -245,6 +380,20 @@ def test_questions_without_an_answer() -> None:
     assert within(5, lambda: 3) == 3
     assert within(0.05, threading.Event().wait) is None
     assert within(5, lambda: 1 // 0) is None
+
+
+def test_each_run_has_its_own_place_for_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_FR_DUMP_TEMP_FILE"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", raising=False)
+    monkeypatch.setenv(name, "")  # put back afterwards
+    monkeypatch.delenv(name)
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        failures.keep_collectives(folder)
+        assert os.environ[name] == f"{folder}/nccl_rank_"
+    monkeypatch.setenv(name, "/mine")
+    failures.keep_collectives(tmp_path / "one")
+    assert os.environ[name] == "/mine"
 
 
 def test_the_flight_recorder_keeps_and_writes(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_rows_are_those_that_a_layer_of_a_block_sees() -> None:
     assert tokens("cross", "all")["decoder.blocks.0.attn.q"] == sum(counts.values())
     assert tokens("self")["decoder.blocks.0.attn.qkv"] == sum(counts.values())
 
-    layout = Layout(context=2, tensor=4)
-    assert float8.rows_of("blocks.0.mlp.fc1", samples=3, tokens=64, layout=Layout()) == 3 * 64
+    alone, layout = Layout(1, 1, True), Layout(1, 1, True, context=2, tensor=4)
+    assert float8.rows_of("blocks.0.mlp.fc1", samples=3, tokens=64, layout=alone) == 3 * 64
     assert float8.rows_of("blocks.0.attn.qkv", samples=3, tokens=64, layout=layout) == 3 * 32
     assert float8.rows_of("blocks.0.mlp.gate", samples=3, tokens=64, layout=layout, piece=5) == 3 * 5 * 4
     assert float8.rows_of("blocks.0.attn.qkv", samples=3, tokens=64, layout=layout, piece=5) == 3 * 32

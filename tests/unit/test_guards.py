@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vitrail.errors import UserError
 from vitrail.launch.world import World, agree_on_attempt
 from vitrail.training import guards, runfolder
+from vitrail.training.failures import Cause
 from vitrail.training.guards import STOP_SIGNALS, StopRequest, Watchdog
 from vitrail.training.runfolder import RunFolder, beside
 
@@ -69,7 +70,7 @@ class Ended(Watchdog):
         self.ended = threading.Event()
         self.words = ""
 
-    def _end(self, what: str, blame: str) -> None:
+    def _end(self, what: str, blame: Cause | str) -> None:
         if not self.ended.is_set():
             self.words = f"{what}; {blame}"
             self.ended.set()
@@ -179,7 +180,7 @@ def test_blame(beat: list[Any], words: str) -> None:
     beat = [*beat[:2], time.time() + LONG if beat[2] is None else beat[2]]
     watchdog = Watchdog(store_with(r1=beat), 0, 2, least=60)
     watchdog.beat(8, "training")
-    assert words in watchdog._find_blame()
+    assert words in str(watchdog._find_blame())
 
 
 def test_alone_nothing_watches() -> None:

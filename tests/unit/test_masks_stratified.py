@@ -8,7 +8,7 @@ import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.layers import tokens
+from vitrail.layers import tokens as all_tokens
 from vitrail.layers.masks import RandomMask, StratifiedMask, make_mask, num_visible
 from vitrail.layers.parts import Part, cut
 from vitrail.models.encoder import EncoderConfig
@@ -17,7 +17,7 @@ from vitrail.objectives.reconstruct import ReconstructConfig
 
 
 @pytest.mark.parametrize("grid", [(8, 6), (8, 3, 5)])
-@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.8])
 @pytest.mark.parametrize("slabs", [1, 2, 8])
 def test_every_slab_has_the_same_count(grid: tuple[int, ...], ratio: float, slabs: int) -> None:
     tokens = math.prod(grid)
@@ -96,7 +96,7 @@ def test_what_is_known_to_be_at_home_is_not_counted(slabs: int, monkeypatch: pyt
     def counted(*_: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(tokens, "count_owners", counted)
+    monkeypatch.setattr(all_tokens, "count_owners", counted)
     slab = objective.slab((16, 16), Part(1, 2))
     assert slab is not None
     batch = Batch([3, 4], images[:, :, 8:], slab=slab)

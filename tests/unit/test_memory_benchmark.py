@@ -12,18 +12,21 @@ SCRIPT = ROOT / "benchmarks/memory.py"
 
 def test_rows_are_written_and_replaced(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    only = ["vit/keep attention", "mae1/keep", "dit/float8 rowwise"]
+    only = ["vit/keep attention", "mae1/keep", "dit/float8 rowwise", "mae95/float8 auto"]
     tiny = [sys.executable, str(SCRIPT), "--tiny", "--steps", "1", "--out", str(tmp_path)]
     code, output = run(*tiny, "--only", *only, env=environment())
     assert code == 0, output[-3000:]
     rows = {row["row"]: row for row in json.loads((tmp_path / "memory_tiny.json").read_text())["rows"]}
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert not [row for row in rows.values() if "error" in row]
     assert rows["mae1/keep attention"]["steps_measured"] == 2
     assert rows["mae1/keep attention"]["losses"] == pytest.approx(
         rows["mae1/keep attention, mlp in pieces"]["losses"], abs=1e-3
     )
     assert rows["dit/float8 rowwise"]["notes"][0].startswith("float8 in ")
+    assert rows["mae95/float8 auto"]["notes"][0] == "float8 in 0 layers"  # tiny ones do not pay
+    assert "tokens);" in rows["mae95/float8 auto"]["notes"][1]
+    assert "HFU leaves out what pieces compute again" in rows["mae1/keep attention, mlp in pieces"]["notes"]
     assert "| vit/keep attention | - | " in output
 
 

@@ -207,7 +207,7 @@ def test_blocks_without_roles_are_recomputed_in_full() -> None:
 def test_unknown_roles_are_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match="keep: 'gate' is no role of this model's blocks; they have attention, fc1"):
         recompute.apply([make(Block)], Recompute(keep=("gate",)))
-    with pytest.raises(UserError, match="'attention' is no role .* they have none"):
+    with pytest.raises(UserError, match=r"'attention' is no role .* they have none"):
         recompute.plan([ConvBlock(2, 3, 4, residual=True, affine=False)], Recompute(keep=("attention",)))
     with pytest.raises(UserError, match="'fc1' is no role"):
         recompute.plan([make(Block)], Recompute(keep=("fc1",)), pieces=True)

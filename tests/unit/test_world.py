@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,13 +12,15 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support import run, torchrun
 
-from vitrail.errors import UserError
+from vitrail.errors import RunFailed, UserError
 from vitrail.launch import mpi, slurm, world
 from vitrail.launch.variables import port_for
 from vitrail.launch.world import (
     World,
     agree_on_attempt,
+    count_attempt,
     find_local_master,
     find_master,
     find_world,
@@ -165,6 +168,39 @@ def test_cores_that_a_launcher_has_divided_are_not_divided_again() -> None:
     assert share_of_cores(bound) == usable_cores()
 
 
+@pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI, OPEN_MPI | {"OMPI_MCA_orte_bound_at_launch": "1"}, MPICH])
+def test_cores_are_divided_among_the_processes_that_have_the_same(env: dict[str, str], monkeypatch) -> None:
+    """Once they have met, whatever their launcher says: bound to cores of their own, to a socket, or not at all."""
+    monkeypatch.setattr(world, "usable_cores", lambda: 14)
+    for alike, share in ((1, 14), (2, 7), (8, 1), (99, 1)):
+        monkeypatch.setattr(world, "_alike", [3, alike])
+        found = share_of_cores(find_world(env))
+        assert found == share
+    monkeypatch.setattr(world, "_alike", [1])
+    assert share_of_cores(find_world(SRUN | {"SLURM_CPUS_PER_TASK": "3"})) == 3
+    assert share_of_cores(World()) == 14
+
+
+def test_processes_with_the_same_cores_find_each_other(tmp_path: Path) -> None:
+    """Three processes of one host: two share a core, the third has the rest."""
+    code = (
+        "import os, sys\n"
+        "from datetime import timedelta\n"
+        "from vitrail.launch import world\n"
+        "cores = sorted(os.sched_getaffinity(0))\n"
+        "found = world.find_world()\n"
+        "os.sched_setaffinity(0, cores[:1] if found.rank < 2 else cores[1:])\n"
+        "world.connect(found, 'cpu', timeout=timedelta(seconds=60))\n"
+        "print('alike', world._alike, end=chr(10), flush=True)\n"
+    )
+    if usable_cores() < 2:
+        pytest.skip("one core can only be shared")
+    (tmp_path / "meet.py").write_text(code)
+    status, output = run(*torchrun(3, tmp_path / "meet.py"), timeout=120)
+    assert status == 0, output
+    assert sorted(line for line in output.splitlines() if line.startswith("alike")) == ["alike [1]", *["alike [2]"] * 2]
+
+
 # ---------------------------------------------------------------- lists of hosts
 
 
@@ -262,10 +298,12 @@ def test_mpi_carries_the_address_as_bytes_and_is_ended_at_once() -> None:
         def Get_size(self) -> int:
             return 2
 
-        def Bcast(self, message: list, root: int) -> None:
+        def Ibcast(self, message: list, root: int) -> types.SimpleNamespace:
             assert message[1] == "BYTE"
             assert root == 0
             message[0][: len(b"node01 4000")] = b"node01 4000"
+            answers = iter([False, True])
+            return types.SimpleNamespace(Test=lambda: next(answers))
 
     fake = types.SimpleNamespace(
         Is_initialized=lambda: False,
@@ -317,9 +355,83 @@ def test_every_attempt_has_a_name_that_all_its_ranks_share() -> None:
     assert len(set.union(*names)) == 5
 
 
-def test_a_rank_that_stays_away_is_an_error() -> None:
+@pytest.mark.parametrize("agree", [agree_on_attempt, count_attempt])
+def test_a_rank_that_stays_away_is_an_error(agree) -> None:
     with pytest.raises(UserError, match="waited 0 s for the 2 processes"):
-        agree_on_attempt(dist.HashStore(), World(rank=0, size=2), timedelta(seconds=0.1))
+        agree(dist.HashStore(), World(rank=0, size=2), timedelta(seconds=0.1))
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = dist.HashStore(), 0
+
+    def __getattr__(self, name: str):
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_a_large_world_asks_little_of_its_store() -> None:
+    store = Counting()
+    store.set("hello/1", "of a rank that died")
+    assert len(agree(store, 32)) == 1
+    assert store.requests < 32 * 100  # all ranks asking about all ranks, once, would be 1024 already
+
+
+def test_a_meeting_in_a_fresh_store_is_counted(monkeypatch) -> None:
+    monkeypatch.setattr(world, "_meetings", iter([0, 0, 1, 1]))  # of two processes, which are threads here
+    store = dist.HashStore()
+    for number in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            ranks = [World(rank=rank, size=2, launcher="slurm") for rank in range(2)]
+            names = set(pool.map(lambda rank: count_attempt(store, rank, timedelta(seconds=60)), ranks))
+        assert names == {f"meeting-{number}"}
+
+
+def test_an_attempt_that_is_in_vain_is_not_repeated(monkeypatch) -> None:
+    """torchrun starts all again whatever one ends with."""
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "_agents_store", lambda: store)
+
+    def attempt(number: int, error: Exception | None = None, code: int = 0) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        with contextlib.suppress(UserError), world.tried_once():
+            if error is not None:
+                raise error
+            if code:
+                world.end_for_good(code)
+
+    attempt(0, UserError("wrong"))  # not torchrun's
+    assert store.num_keys() == 0
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    attempt(0, RunFailed("a rank died"))
+    attempt(1, UserError("a trace of that, perhaps"))
+    attempt(2)
+    attempt(2, code=75)
+    attempt(0)  # a new job would have a new store
+    with pytest.raises(SystemExit) as left:
+        attempt(3)
+    assert left.value.code == 75
+    store.delete_key("ended")
+    attempt(0, UserError("a wrong recipe"))
+    with pytest.raises(SystemExit) as left:
+        attempt(1)
+    assert left.value.code == 2
+
+
+def test_a_signal_is_heard_while_rank_0_is_awaited() -> None:
+    """PyTorch's own wait would not let Python's handlers run before its end."""
+    code = (
+        "import os, signal, threading, time\n"
+        "from vitrail.launch import world\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
+        "world._open_store('localhost', {port}, world.World(rank=1, size=2, launcher='slurm'))\n"
+    )
+    with socket.socket() as free:
+        free.bind(("", 0))  # taken, but nobody listens
+        assert run(sys.executable, "-c", code.format(port=free.getsockname()[1]), timeout=60)[0] == 75
 
 
 def test_a_restart_finds_the_folder_that_the_first_attempt_chose(tmp_path: Path, monkeypatch) -> None:

@@ -4,7 +4,8 @@ Tokens that a masked autoencoder hides are charged to nobody; padding of adaptiv
 
 MFU divides what the model needs (training = 3 x forward) by the peak; HFU also counts what the hardware does besides:
 what checkpointed blocks compute again, and the flash backward, which does 2.5 times its forward. A block's last linear
-layer is not computed again where nothing reads its output, whatever is recomputed.
+layer is not computed again where nothing reads its output, whatever is recomputed. What MLPs in pieces compute again is
+in neither.
 """
 
 import re

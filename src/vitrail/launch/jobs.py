@@ -268,6 +268,7 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
         environment=environment,
         python=python,
         prefix=prefix,
+        find_infiniband=kind == "docker" and gpus != "none",
         arguments=arguments,
         command=f"{prefix}{python} -m {arguments}",
     )
@@ -447,7 +448,7 @@ def container_prefix(
         "none": "",
     }[gpus]
     if gpus != "none":
-        devices += "$([ ! -e /dev/infiniband ] || echo --device /dev/infiniband --cap-add IPC_LOCK) "
+        devices += '"${infiniband[@]}" '  # an array of the script
     variables = "".join(f"--env {item['name']} " for item in environment if not item["off"])
     # The host's network and memory: ranks talk through both.
     shared = "--network host --ipc host --ulimit memlock=-1 "

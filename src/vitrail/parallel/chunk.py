@@ -4,6 +4,7 @@
 - MLPs of blocks; and heads that predict voxels, with the norm before them
 - pieces are of tokens, the same for all samples of a batch; a sequence that fits one piece is left as it is
 - inside a block that is recomputed too, the MLP's forward runs three times: at first, for the block, for the piece
+- HFU does not count what pieces compute again (how many there are follows from the tokens of each pass)
 """
 
 from collections.abc import Callable

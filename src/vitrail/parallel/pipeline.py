@@ -302,8 +302,8 @@ class _Shell(nn.Module):
 class _Station(PipelineStage):
     """A part in a schedule. It has memory for what it receives only while that is in use.
 
-    It reaches into PyTorch's stage (args_recv_info, grad_recv_info, _prepare_*_infra), which is no public interface: tried
-    with VERSIONS.
+    It reaches into PyTorch's stage (args_recv_info, grad_recv_info, _prepare_*_infra), which is no public interface.
+    Tried with PyTorch 2.13.
     """
 
     def __init__(

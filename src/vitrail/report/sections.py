@@ -53,7 +53,7 @@ def _describe_best(facts: dict[str, Any], value: Any) -> Row:
 
 def _describe_place(facts: dict[str, Any]) -> str:
     ranks = "" if facts["world"] is None else _ranks(facts["world"])
-    if ranks and facts["world"] != 1 and facts["layout"]:
+    if ranks and facts["world"] != 1 and facts.get("layout"):
         ranks += f" ({facts['layout']})"
     return ", ".join(part for part in (ranks, str(facts["device"] or "")) if part)
 

@@ -9,6 +9,7 @@ Nothing here imports torch before it is needed: the command line reports its err
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -22,7 +23,17 @@ from typing import Any
 
 from vitrail.errors import UserError
 
-LOST = ("connection closed by peer", "connection reset", "connect failure", "broken pipe", "gloo")
+# What the end of another rank looks like from here; anything else that a backend says is this rank's own trouble.
+LOST = (
+    "connection closed by",
+    "connection refused",
+    "connection reset",
+    "connect failure",
+    "broken pipe",
+    "pair closure",
+    "timed out waiting",
+)
+LOST_OVER_NCCL = ("ncclremoteerror", "remote process exited", "timed out", "timeout", "aborted")
 LONGEST = 400  # characters of a cause
 
 
@@ -43,6 +54,7 @@ class Board:
 
     def __init__(self, store: Any, rank: int):
         self.store, self.rank = store, rank
+        self._processes: dict[int, Any] = {}  # what other ranks have said of theirs, which does not change
 
     def tell(self, rank: int, why: str) -> Cause:
         """Name a cause; returns the first that was named. Without a store that answers it is this one."""
@@ -68,9 +80,11 @@ class Board:
 
     def find_dead(self, rank: int) -> str | None:
         """What is left of another rank, if it runs on this machine and is no more."""
-        if not self.store.check([f"process/{rank}"]):
-            return None
-        machine, number, host = json.loads(self.store.get(f"process/{rank}"))
+        if rank not in self._processes:
+            if not self.store.check([f"process/{rank}"]):
+                return None
+            self._processes[rank] = json.loads(self.store.get(f"process/{rank}"))
+        machine, number, host = self._processes[rank]
         if not machine or machine != name_machine() or is_alive(number):
             return None
         return (
@@ -79,6 +93,7 @@ class Board:
         )
 
 
+@functools.cache
 def name_machine() -> str:
     """The same for two processes that see each other's numbers; empty where that cannot be known."""
     try:
@@ -101,7 +116,10 @@ def is_lost_connection(error: BaseException) -> bool:
         return False
     import torch.distributed as dist
 
-    return isinstance(error, dist.DistError) or any(words in str(error).lower() for words in LOST)
+    text = str(error).lower()
+    if isinstance(error, dist.DistBackendError):  # no memory, a GPU used twice: these are nobody else's
+        return any(words in text for words in LOST + LOST_OVER_NCCL)
+    return isinstance(error, dist.DistError) or any(words in text for words in LOST)
 
 
 def holds_store(rank: int) -> bool:
@@ -165,14 +183,20 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
+_chosen: set[str] = set()  # places of dumps that were set here, not by the user: the next run has another
+
+
 def keep_collectives(folder: Path) -> None:
     """Have NCCL's own watchdog write into the folder, too, if it ends the process before ours does."""
     import torch
 
-    if torch.cuda.is_available() and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+    name = "TORCH_FR_DUMP_TEMP_FILE"
+    taken = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" in os.environ or os.environ.get(name) not in (None, *_chosen)
+    if torch.cuda.is_available() and not taken:
         with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/nccl_rank_")
+            os.environ[name] = f"{folder}/nccl_rank_"
+            _chosen.add(os.environ[name])
 
 
 def dump_collectives(folder: Path, rank: int) -> bool:

@@ -1,5 +1,7 @@
 """What watches over a run: signals that ask it to stop, and a clock that ends it when it hangs."""
 
+import atexit
+import contextlib
 import faulthandler
 import json
 import os
@@ -10,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -99,6 +101,8 @@ class Watchdog:
     PATIENCE = 5.0  # seconds that the store may take to say who is to blame
     SILENCE = 4.0  # seconds without a sign of life, once a connection was lost
     GRACE = 10.0  # seconds to end by itself, once another rank has failed
+    SAVING = 1800.0  # the same, while a save is under way that the failed rank takes part in
+    FAREWELL = 10.0  # seconds that ranks which have ended in order wait for the first one's last words
     LEFT = b"left"  # what a rank says when it has ended in order
 
     def __init__(self, store: Any, rank: int, world: int, *, least: float = 60.0):
@@ -108,6 +112,7 @@ class Watchdog:
         self.board = Board(self.store, rank)
         self.step, self.phase = -1, "start"
         self.folder: Path | None = None  # of the run, once it has begun
+        self.saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
         self._beat = time.monotonic()
         self._durations: deque[float] = deque(maxlen=50)
         self._allowance: float | None = None
@@ -138,7 +143,7 @@ class Watchdog:
             for thread in self._threads:
                 thread.join(timeout=5)
             if error is not None and self.world > 1 and holds_store(self.rank):
-                within(self.PATIENCE, self._wait_for_others)  # they want to read why
+                atexit.register(self._wait_for_others)  # they want to read why; its own words come first
 
     def keep_traces(self, run_dir: Path) -> None:
         """From now on there is a folder for what a hang leaves behind."""
@@ -168,7 +173,7 @@ class Watchdog:
             return error, summary(error)
         self._explained = True
         if is_lost_connection(error):
-            return self._follow()
+            return self._follow(error)
         text = summary(error).removeprefix(f"rank {self.rank}: ")
         why = f"failed in {self.phase} of step {self.step}: {text}"
         told = within(self.PATIENCE, lambda: self.board.tell(self.rank, why))
@@ -189,13 +194,15 @@ class Watchdog:
             say(str(error), aloud=False)
         return error, story
 
-    def _follow(self) -> tuple[BaseException, str]:
+    def _follow(self, error: BaseException) -> tuple[BaseException, str]:
         """This rank ends because another has: who, and why?"""
         cause = self._find_cause()
         if cause is None:
-            why = "lost touch with another rank, which has not said why; the first error of any rank may"
+            why = f"lost touch with another rank, which has not said why: {summary(error)}"
             story, heard = f"rank {self.rank} {why}", True
-        else:
+            told = within(self.PATIENCE, lambda: self.board.tell(self.rank, why))
+            cause = told if told is not None and told.teller != self.rank else None
+        if cause is not None:
             story = f"rank {self.rank} ended because {cause}"
             heard = bool(within(self.PATIENCE, self.board.is_mouth))
         tell_launcher(story)
@@ -217,9 +224,9 @@ class Watchdog:
     def _look(self) -> bool:
         """Read the first cause, or find that the next rank is one."""
         self._cause = self._cause or self.board.read()
-        if self._cause is None and not self._has_left(self.next):
+        if self._cause is None:
             remains = self.board.find_dead(self.next)
-            if remains is not None:
+            if remains is not None and not self._has_left(self.next):
                 self._cause = self.board.tell(self.next, remains)
         return True
 
@@ -229,8 +236,23 @@ class Watchdog:
 
     def _wait_for_others(self) -> None:
         deadline = time.monotonic() + self.PATIENCE
-        while time.monotonic() < deadline and not all(map(self._has_left, range(1, self.world))):
-            time.sleep(0.1)
+        with contextlib.suppress(Exception):
+            while time.monotonic() < deadline and not all(map(self._has_left, range(1, self.world))):
+                time.sleep(0.1)
+
+    def part(self) -> None:
+        """After an orderly end, the last that a process does: nobody leaves before rank 0 has said its last words.
+
+        A launcher ends all ranks as soon as one has ended with another code than 0, and 75 is one.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to end, with a code of its own
+        deadline = time.monotonic() + self.FAREWELL
+        with contextlib.suppress(Exception):  # a store that is gone has gone with rank 0
+            if self.rank == 0:
+                self.store.set("over", "1")
+            while not self.store.check(["over"]) and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     # ------------------------------------------------------------ the two threads
 
@@ -239,14 +261,15 @@ class Watchdog:
         mine, other = f"beat/{self.rank}", f"beat/{self.next}"
         heard: bytes | None = None
         changed = asked = time.monotonic()
-        introduced = False
+        introduced = met = False
         while not self._stop.wait(self._pause):
             try:
                 if not introduced:
                     self.board.introduce()
                     introduced = True
                 self.store.set(mine, json.dumps([self.step, self.phase, time.time()]))
-                told = self.store.get(other) if self.store.check([other]) else None
+                met = met or self.store.check([other])
+                told = self.store.get(other) if met else None
                 self._look()
             except Exception:  # the store's host is gone: its own end is reported by whoever started it
                 continue
@@ -269,25 +292,26 @@ class Watchdog:
                 self._beat = looked
             if self._explained:  # it is about to end
                 continue
-            if looked - self._beat > self.limit:
-                self._end(f"made no progress for {looked - self._beat:.0f} s", self._find_blame())
-            if self._silence > self.least:
-                self._end(f"waited {self._silence:.0f} s for a sign of life", f"rank {self.next} {SILENT}")
             if self._cause is not None:
                 known = looked if known is None else known
-                if looked - known > self.GRACE:
-                    self._end("could not go on", str(self._cause))
+                # A rank that has told of its own failure lives, and waits for the same save.
+                helped = self._cause.teller == self._cause.rank and self.saving()
+                if looked - known > (self.SAVING if helped else self.GRACE):
+                    self._end("could not go on", self._cause)
+            elif looked - self._beat > self.limit:
+                self._end(f"made no progress for {looked - self._beat:.0f} s", self._find_blame())
+            elif self._silence > self.least:
+                silent = Cause(self.next, SILENT, self.rank)
+                self._end(f"waited {self._silence:.0f} s for a sign of life", silent)
 
-    def _end(self, what: str, blame: str) -> None:
+    def _end(self, what: str, blame: Cause | str) -> None:
         """Leave a record and end the process, whatever the other threads do."""
         faulthandler.dump_traceback_later(60, exit=True)  # even if one of them never gives the interpreter back
         story = f"rank {self.rank} {what} in {self.phase} of step {self.step}; {blame}"
         first = self._cause is None or self._cause.rank == self.rank  # the one to blame says where it was, too
         if self._cause is None:
-            words = blame.split(maxsplit=2)  # "rank N did this", or that nobody can be named
-            named = words[0] == "rank" and words[1].isdecimal()
-            culprit, why = (int(words[1]), words[2]) if named else (self.rank, f"{what}; {blame}")
-            cause = within(self.PATIENCE, lambda: self.board.tell(culprit, why))
+            mine = blame if isinstance(blame, Cause) else Cause(self.rank, f"{what}; {blame}", self.rank)
+            cause = within(self.PATIENCE, lambda: self.board.tell(mine.rank, mine.why))
             first = cause is None or self.rank in (cause.teller, cause.rank)
         if self.folder is not None and dump_collectives(self.folder / FLIGHTS, self.rank):
             story += f" (its latest collectives are in {self.folder / FLIGHTS})"
@@ -299,11 +323,11 @@ class Watchdog:
             print(f"error: {story}", file=sys.stderr, flush=True)
         os._exit(self.EXIT_CODE)
 
-    def _find_blame(self) -> str:
-        """Ask the store, but not for ever."""
+    def _find_blame(self) -> Cause | str:
+        """Ask the store, but not for ever; a sentence where nobody can be named."""
         return within(self.PATIENCE, self._blame) or NO_STORE
 
-    def _blame(self) -> str:
+    def _blame(self) -> Cause | str:
         beats = {}
         for rank in range(self.world):
             try:
@@ -316,8 +340,8 @@ class Watchdog:
                 return NO_STORE
         silent = [r for r, (_, _, seen) in beats.items() if time.time() - seen > max(5.0, self.least / 4)]
         if silent:
-            return f"rank {silent[0]} {SILENT}"
+            return Cause(silent[0], SILENT, self.rank)
         behind = min(beats, key=lambda r: beats[r][0], default=self.rank)
         if behind != self.rank and beats[behind][0] < self.step:
-            return f"rank {behind} is behind, in {beats[behind][1]} of step {beats[behind][0]}"
+            return Cause(behind, f"is behind, in {beats[behind][1]} of step {beats[behind][0]}", self.rank)
         return "all other ranks answer, so this rank or a collective between them hangs"

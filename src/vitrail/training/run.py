@@ -1,5 +1,6 @@
 """A run from the outside: train(), evaluate() and load()."""
 
+import atexit
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,8 @@ def find_recipe(given: Any, overrides: Sequence[str] = ()) -> Recipe:
 
 def fitting(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe in a layout that the ranks here can have: a run is evaluated wherever it was trained."""
+    if recipe.precision.compute == "float8":  # of training, for which it pays; weights are fp32
+        recipe = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"compute": "auto"})})
     try:
         refuse(recipe, find_world().size)
     except UserError:
@@ -123,15 +126,23 @@ def stored_recipe(manifest: dict[str, Any], overrides: Sequence[str] = ()) -> Re
 
 @contextmanager
 def joined(recipe: Recipe) -> Iterator[tuple[Place, Watchdog]]:
-    """Take part in the process group for the time of the block, watched over from the start."""
+    """Take part in the process group for the time of the block, watched over from the start.
+
+    A rank of several that fails leaves the group as it is: NCCL may wait for the others when it is shut down, with
+    nobody watching any more and the error not yet shown. Such a process can but end.
+    """
     place = find_place(recipe)
     world = place.world
+    in_order = False
     try:
         with Watchdog(place.store, world.rank, world.size, least=float(recipe.run.hang_limit)) as watchdog:
             watchdog.beat(0, "start", allowance=SLOW_PHASE)
             yield place, watchdog
+        in_order = True
+        if world.size > 1:
+            atexit.register(watchdog.part)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and (in_order or world.size == 1):
             dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
 from vitrail.training.collective import on_chief, share_json, together
 from vitrail.training.evaluate import Evaluator
-from vitrail.training.failures import is_lost_connection
+from vitrail.training.failures import is_lost_connection, within
 from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
 from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
 from vitrail.training.meters import Meter
@@ -379,10 +379,12 @@ class Session:
         rank, size = self.place.world.rank, self.place.world.size
         if isinstance(error, UserError) and size > 1:
             error = type(error)(f"rank {rank}: {error}")
-        if not isinstance(error, KeyboardInterrupt) and not (size > 1 and is_lost_connection(error)):
-            self.watchdog.beat(self.trainer.done, self.watchdog.phase, allowance=SLOW_PHASE)
-            self.note_saved(self.checkpoints.wait())  # the save under way is still a good one
-        error, story = self.watchdog.explain(error)
+        # A save under way may still become a good one; without another rank it ends soon, one way or the other.
+        patience = Watchdog.GRACE if size > 1 and is_lost_connection(error) else SLOW_PHASE
+        wait = not isinstance(error, KeyboardInterrupt)
+        error, story = self.watchdog.explain(error)  # first of all: the others are waiting, and their clocks run
+        if wait:
+            self.note_saved(within(patience, self.checkpoints.wait))
         if self.folder is not None and not begun and isinstance(error, UserError):
             self.folder.discard_if_new()
         else:

@@ -45,6 +45,7 @@ esac
 # So it gets that in their place; a second Ctrl-C ends all at once. It stands in a group of its own, away from Ctrl-C.
 set -m
 mpirun "${options[@]}" {{ command }} </dev/null &
+set +m
 pid=$! stop=USR1 asked=
 trap 'asked=yes; kill -USR1 "$pid"' TERM USR1
 trap 'asked=yes; kill -"$stop" "$pid"; stop=TERM' INT

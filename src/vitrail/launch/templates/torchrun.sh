@@ -10,6 +10,12 @@
 : "${HEAD:?set HEAD to the name of the first node, the same on every node}"
 {% endif %}
 
+{% if find_infiniband %}
+# A container sees the cards of a fast network only if it is given them.
+infiniband=()
+[ ! -e /dev/infiniband ] || infiniband=(--device /dev/infiniband --cap-add IPC_LOCK)
+
+{% endif %}
 # One process a GPU. When one fails, all start again, at most {{ max_restarts }} times, from the newest checkpoint. Signals that ask
 # for a stop are passed on to the processes, which save; torchrun itself then ends with 1, whatever they end with.
 exec {{ prefix }}{{ python }} -m torch.distributed.run {% if nodes == 1 %}--standalone{% else %}--nnodes={{ nodes }}{% endif %} --nproc-per-node={{ ranks_per_node }} \
