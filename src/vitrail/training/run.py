@@ -1,7 +1,6 @@
 """A run from the outside: train(), evaluate() and load()."""
 
 import atexit
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from vitrail.launch.world import find_world
 from vitrail.models.model import Model
 from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe, load_recipe
+from vitrail.recipe.find import find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.checkpoint import (
     BadCheckpoint,
@@ -91,17 +91,6 @@ def evaluate(
 
 
 # ---------------------------------------------------------------- what they share
-
-
-def find_recipe(given: Any, overrides: Sequence[str] = ()) -> Recipe:
-    if isinstance(given, str | Path) and Path(given).is_dir():
-        stored = Path(given) / "recipe.yaml"
-        if not stored.is_file():
-            raise UserError(f"{given}: this folder has no recipe.yaml; give a recipe file or the folder of a run")
-        return load_recipe(stored, [f"run.dir={json.dumps(str(given))}", *overrides])
-    if isinstance(given, Recipe):
-        return load_recipe(given.to_tree(), overrides) if overrides else given
-    return load_recipe(given, overrides)
 
 
 def fitting(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

@@ -64,14 +64,14 @@ def find_place(recipe: Recipe) -> Place:
     device = torch.device("cuda", world.device_index(torch.cuda.device_count())) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    asked = os.environ.get("OMP_NUM_THREADS", "") if world.launcher != "torchrun" else ""  # it sets 1 unasked
-    threads = int(asked) if asked.isdigit() and int(asked) > 0 else share_of_cores(world)
-    torch.set_num_threads(threads)
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(recipe.run.deterministic)
     record_collectives()
     store, root_store = connect(world, device.type, timeout=FIRST_TIMEOUT)
+    asked = os.environ.get("OMP_NUM_THREADS", "") if world.launcher != "torchrun" else ""  # it sets 1 unasked
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else share_of_cores(world)
+    torch.set_num_threads(threads)
     groups = [dist.new_group(backend="gloo", timeout=FIRST_TIMEOUT) for _ in range(2)]
     return Place(world, device, threads, store, root_store, *groups)
 
