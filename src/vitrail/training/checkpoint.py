@@ -289,6 +289,10 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finished(self) -> dict[str, Any] | None:
         """The outcome of a save that has ended since it was last asked for, without waiting."""
         return self.wait() if self._thread is not None and not self._thread.is_alive() else None

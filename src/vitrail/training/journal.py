@@ -78,8 +78,8 @@ class Journal:
         self.log("end", step=step, reason=reason, seconds=seconds, message=message)
         try:
             write_report(self.folder.path)
-        except UserError as error:  # the run is what counts
-            self.note(str(error))
+        except Exception as error:  # the run is what counts, and above all why it failed
+            self.note(str(error) if isinstance(error, UserError) else f"the report failed: {error!r}")
 
 
 def check_tensorboard(recipe: Recipe) -> None:

@@ -94,6 +94,7 @@ class Session:
             cpu_mesh=self.parts.cpu_mesh,
             larger_is_better=self.metric_name in self.objective.larger_is_better,
         )
+        watchdog.saving = self.checkpoints.is_saving
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
         self.notes += self.parts.flow.notes
