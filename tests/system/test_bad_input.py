@@ -149,9 +149,9 @@ WRONG = {
         {"parallel": {"group": 1}},
         r"^parallel\.group: it is only for strategy HYBRID_SHARD",
     ),
-    "not in this version": (
+    "more tensor ranks than there are": (
         {"parallel": {"tensor": 2}},
-        r"^parallel\.tensor: expected 1, the only value in this version",
+        r"^parallel: tensor 2 does not divide the 1 ranks; start a multiple of 2 ranks, or set parallel\.tensor=1",
     ),
 }
 
@@ -404,7 +404,10 @@ def test_a_batch_that_ranks_cannot_share_is_told_once(recipe, tmp_path: Path) ->
     assert code != 0
     told = [line for line in output.splitlines() if "error: " in line and "data.batch" in line]
     assert len(told) == 1, output
-    assert "error: data.batch: 3 cannot be shared evenly by 2 ranks; use a multiple" in told[0]
+    assert (
+        "error: data.batch: 3 samples cannot be shared evenly by 2 data-parallel ranks (shard 2); set data.batch=2"
+        in told[0]
+    )
     assert not re.search(r'File ".*/vitrail/(?!__main__)', output), output
     assert not (tmp_path / "run").exists()
 

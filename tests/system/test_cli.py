@@ -348,7 +348,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_a_page_exist(page, monkeypatch):
     for line in commands(page):
-        assert_parses(line.replace("[key=value ...]", "key=value"), monkeypatch)
+        assert_parses(
+            line.replace("[key=value ...]", "key=value").replace(r"torchrun\|slurm\|mpi", "slurm"), monkeypatch
+        )
 
 
 def test_commands_are_found_at_all():
