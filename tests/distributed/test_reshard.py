@@ -52,8 +52,6 @@ def train_all(home: Path, trees: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 PAIRS = [(first, second) for first in LAYOUTS for second in LAYOUTS]
-NAMES = list(LAYOUTS)
-CHAIN = [(first, NAMES[(place + 1) % len(NAMES)]) for place, first in enumerate(NAMES)]  # every one is left and entered
 
 
 def continue_all(volume: Path, home: Path, pairs: list[tuple[str, str]]) -> Path:
@@ -66,11 +64,6 @@ def continue_all(volume: Path, home: Path, pairs: list[tuple[str, str]]) -> Path
         trees.append((second, recipe_of(volume, folder, second, WHOLE)))
     train_all(home, trees)
     return home
-
-
-@pytest.fixture(scope="module")
-def chain(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return continue_all(volume, tmp_path_factory.mktemp("chain"), CHAIN)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +80,6 @@ def check(runs: Path, first: str, second: str) -> None:
         assert got.keys() == expected.keys()
         for key, value in expected.items():
             np.testing.assert_allclose(got[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
-
-
-@pytest.mark.parametrize(("first", "second"), CHAIN)
-def test_every_layout_continues_from_another(chain: Path, first: str, second: str) -> None:
-    check(chain, first, second)
 
 
 @pytest.mark.slow

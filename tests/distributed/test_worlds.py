@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support import losses, parameters, run, tiny_recipe, torchrun
 
+pytestmark = pytest.mark.slow  # fewer steps of many more layouts are in test_layout_matrix.py
 WORLDS = (1, 2, 4)
 WORKER = Path(__file__).parent / "worker.py"
 

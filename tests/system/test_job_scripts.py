@@ -62,6 +62,7 @@ def test_a_signal_to_torchrun_saves(volume: Path, tmp_path: Path) -> None:
     assert code == 1  # torchrun does not pass codes on
 
 
+@pytest.mark.slow
 def test_torchrun_does_not_repeat_what_was_stopped_or_refused(volume: Path, tmp_path: Path) -> None:
     recipe = make_recipe(volume, tmp_path, run__time_limit="3s")
     path = script("torchrun", recipe, tmp_path, "--max-restarts", "1")
@@ -87,6 +88,7 @@ def test_a_signal_to_the_script_of_mpi_saves(volume: Path, tmp_path: Path, numbe
     assert code == 75, output
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_the_script_of_mpi_ends_as_the_training_does(volume: Path, tmp_path: Path) -> None:
     recipe = make_recipe(volume, tmp_path, run__steps=3)

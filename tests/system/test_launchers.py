@@ -160,6 +160,7 @@ def test_mpirun_trains_the_same(volume: Path, by_torchrun: Path, tmp_path: Path)
     assert_same_training(tmp_path / "run", by_torchrun)
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun_names_the_rank_that_failed(volume: Path, tmp_path: Path) -> None:
     words = (sys.executable, "-m", "vitrail", "train", raising(volume, tmp_path), "--plugin", "raising_objective")
