@@ -155,6 +155,12 @@ def test_a_process_takes_its_own_gpu() -> None:
         bound.device_index(2, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
+@pytest.fixture(autouse=True)
+def _nobody_met(monkeypatch) -> None:
+    """Other tests of this process may have met others."""
+    monkeypatch.setattr(world, "_alike", [])
+
+
 def test_cores_are_divided_among_the_ranks_of_a_host() -> None:
     assert share_of_cores(World()) == usable_cores()
     assert share_of_cores(World(size=64, local_size=64)) == max(1, usable_cores() // 64)
@@ -191,7 +197,7 @@ def test_processes_with_the_same_cores_find_each_other(tmp_path: Path) -> None:
         "found = world.find_world()\n"
         "os.sched_setaffinity(0, cores[:1] if found.rank < 2 else cores[1:])\n"
         "world.connect(found, 'cpu', timeout=timedelta(seconds=60))\n"
-        "print('alike', world._alike, end=chr(10), flush=True)\n"
+        "os.write(1, f'alike {world._alike}{chr(10)}'.encode())\n"  # at once: lines of others must not come between
     )
     if usable_cores() < 2:
         pytest.skip("one core can only be shared")
