@@ -6,7 +6,9 @@ on the meta device; the values are written after sharding.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,10 +80,11 @@ def _default_rule(module: nn.Module, name: str, full_name: str) -> Rule:
 @torch.no_grad()
 def initialise(model: nn.Module, rules: dict[str, Rule], seed: int) -> None:
     """Write the initial values into the (sharded or plain) parameters of a materialised model."""
-    for name, parameter in model.named_parameters():
-        local, offset = local_shard(parameter)
-        if local.numel():
-            _fill(local, offset, tuple(parameter.shape), rules[name], name, seed)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # drawing releases the GIL
+        for name, parameter in model.named_parameters():
+            local, offset = local_shard(parameter)
+            if local.numel():
+                _fill(local.detach(), offset, tuple(parameter.shape), rules[name], name, seed, threads)
 
 
 def initialise_here(model: nn.Module) -> None:
@@ -103,7 +106,15 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor.to_local(), tuple(offset)
 
 
-def _fill(local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], rule: Rule, name: str, seed: int) -> None:
+def _fill(
+    local: Tensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    rule: Rule,
+    name: str,
+    seed: int,
+    threads: ThreadPoolExecutor,
+) -> None:
     window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
     if isinstance(rule, Constant):
         local.fill_(rule.value)
@@ -113,11 +124,15 @@ def _fill(local: Tensor, offset: tuple[int, ...], shape: tuple[int, ...], rule: 
         # Row by row groups: what is drawn at a time stays near one block, whatever the sharding.
         row = math.prod(shape[1:])
         rows = max(1, BLOCK // max(row, 1))
-        for first in range(0, local.shape[0], rows):
+        std = rule.std
+
+        def draw(first: int) -> None:
             last = min(first + rows, local.shape[0])
             start = (offset[0] + first) * row
             values = _normal(seed, name, start, start + (last - first) * row).reshape(last - first, *shape[1:])
-            local[first:last].copy_(values[(slice(None), *window[1:])] * rule.std)
+            local[first:last].copy_(values[(slice(None), *window[1:])] * std)
+
+        deque(threads.map(draw, range(0, local.shape[0], rows)), maxlen=0)  # raises what a thread raised
 
 
 def _normal(seed: int, name: str, start: int, stop: int) -> Tensor:

@@ -499,7 +499,8 @@ def _part_efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask | None, scale: float
 ) -> tuple[Tensor, ...]:
     state = _no_dropout(q)
-    grad, q, k, v, out = _heads_first(grad, q, *share_heads(q, k, v), out)
+    # In half precision the kernel takes the output's rows to follow each other as [B, N, H, K], whatever its strides.
+    grad, q, k, v, out = _heads_first(grad, q, *share_heads(q, k, v), out.contiguous())
     bias = _bias(mask, q.dtype)
     bias = None if bias is None else bias.expand(*q.shape[:3], -1)
     if torch.version.hip is None:
