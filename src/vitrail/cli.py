@@ -265,31 +265,138 @@ def generate(
 
 @data.command(short_help="Look at data before training on it.")
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="An OME-Zarr group or a folder of images.")],
-    picture: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="Also draw a picture with a scale bar.")
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, folder or URL of data.")],
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the entry; repeatable.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Also draw samples with a scale bar, labels and histograms.")
+    ] = None,
+    plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Look at data before training on it: shape, axes, voxel size, levels, and statistics of a few crops.
+    """Look at data before training on it: what it is, statistics of a few crops, what to beware of, what to write.
 
     \b
     vitrail data inspect data/em.zarr
     vitrail data inspect data/em.zarr --picture em.png --json
+    vitrail data inspect scan.raw --kind numpy --set shape=[64,512,512] --set dtype=uint16
 
-    The facts are printed; the picture, if asked for, goes to OUT.png.
+    The facts are printed, and last the `data` section of a recipe; the picture, if asked for, goes to OUT.png.
     """
-    from vitrail.data.inspect import inspect as look_at
+    from vitrail.data.inspect import look, read_settings
     from vitrail.data.inspect import picture as draw
-    from vitrail.data.sources import guess_kind
-    from vitrail.recipe import kinds
 
-    config: Any = kinds.find("source", guess_kind(path))
-    source = config(path=path).open()
-    facts = look_at(source)
+    _load_plugins(plugin)
+    source, facts = look(path, kind=kind, settings=read_settings(settings or ()))
     if picture is not None:
-        facts["picture"] = str(draw(source, picture))
-    _print_tree(facts, as_json)
+        facts["picture"] = str(draw(source, picture, facts=facts))
+    if as_json:
+        _print_tree(facts, as_json)
+        return
+    warnings, recipe = facts.pop("warnings"), facts.pop("recipe")
+    _print_tree({name: value for name, value in facts.items() if value not in ([], {}, None)}, as_json)
+    notes = [f"note: {warning}" for warning in warnings]
+    print("\n".join(["", *notes, *[""] * bool(notes), "in a recipe:", recipe]))
+
+
+@data.command(short_help="Draw what the model of a recipe will see.")
+def preview(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder.")],
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Samples, one a row.")] = 4,
+    out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where the picture goes.")] = Path("preview.png"),
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Draw what the model will see: windows of the files, augmented, cut into tokens, and masked, a row a sample.
+
+    \b
+    vitrail data preview configs/demo/mae3d.yaml
+    vitrail data preview configs/demo/mae3d.yaml data.augment.orientations=false --samples 8 --out seen.png
+
+    These are samples of the first steps of a training with that recipe, with the draws of its seed. The path of the
+    picture is printed; of volumes it shows the middle planes. Nothing else is written.
+    """
+    from vitrail.training.diagnose import preview as draw
+
+    _load_plugins(plugin)
+    facts = draw(recipe, out, samples=samples, overrides=overrides or ())
+    if as_json:
+        _print_tree(facts, as_json)
+    else:
+        print(facts["picture"])
+
+
+@data.command("bench", short_help="Measure how fast data load, and whether training waits for them.")
+def bench_data(
+    what: Annotated[str, typer.Argument(metavar="RECIPE_OR_PATH", help="A recipe, a run folder, or data.")],
+    overrides: Overrides = None,
+    mode: Annotated[
+        Literal["real", "syn", "io"] | None, typer.Option(help="Which to measure; all if not given.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds of each measurement.")] = 5.0,
+    workers: Annotated[
+        list[int] | None, typer.Option(metavar="N", min=0, help="Reading threads; repeatable, to compare.")
+    ] = None,
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Measure training on real data (real), on one batch again and again (syn), and loading alone (io).
+
+    \b
+    vitrail data bench configs/demo/mae3d.yaml
+    vitrail data bench configs/demo/mae3d.yaml data.reuse=8 --mode io --workers 1 --workers 2
+    vitrail data bench data/em.zarr --seconds 10   loading alone
+
+    Shown are samples and bytes a second, voxels decoded for each that is used, where the threads' time goes, and the
+    most memory; and in one sentence what limits the training. Warm-up is left out. Nothing is written.
+    """
+    from vitrail.training.diagnose import bench as measure
+
+    _load_plugins(plugin)
+    modes = [mode] if mode else ()
+    found = measure(what, modes=modes, seconds=seconds, workers=workers or (), overrides=overrides or ())
+    if not _is_chief():
+        return
+    if as_json:
+        _print_tree(found, as_json)
+        return
+    for result in found["results"]:
+        name = f"{result.pop('mode')} (workers {result.pop('workers')})"
+        _print_tree({name: result}, as_json)
+    print(f"\n{found['summary']}")
+
+
+@data.command(short_help="Show how data are shared out over ranks.")
+def balance(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder.")],
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Data-parallel ranks.")] = 1,
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Show how the training data of a recipe are shared out over ranks, and that no sample is lost or doubled.
+
+    \b
+    vitrail data balance configs/demo/mae3d.yaml --ranks 4
+    vitrail data balance configs/demo/mae3d.yaml data.tiles={} --ranks 4 --json
+
+    Two ways are compared: ranks that read one entry each (`data.balance`), and mixing by the global counter, which is
+    what training does otherwise. An epoch is gone through for all ranks. Nothing is written.
+    """
+    from vitrail.data.balance_report import compare, rows
+    from vitrail.training.run import find_recipe
+
+    _load_plugins(plugin)
+    found = compare(find_recipe(recipe, overrides or ()), ranks)
+    if as_json:
+        _print_tree(found, as_json)
+        return
+    _print_rows(rows(found), as_json)
+    print()
+    _print_tree({name: found[name] for name in ("by_rank", "by_counter")}, as_json)
 
 
 @app.command(short_help="List the models and their sizes, or describe one.")

@@ -16,9 +16,21 @@ from support import ROOT, end, start, tiny_recipe, write_recipe
 
 from vitrail import cli
 from vitrail.errors import RunFailed, UserError
+from vitrail.recipe import kinds
 from vitrail.training import run as training
 
-VERBS = ("train", "eval", "report", "data generate", "data inspect", "doctor", "schema")
+VERBS = (
+    "train",
+    "eval",
+    "report",
+    "data generate",
+    "data inspect",
+    "data preview",
+    "data bench",
+    "data balance",
+    "doctor",
+    "schema",
+)
 HEAVY = ("torch", "numpy", "matplotlib", "zarr", "tensorstore", "yaml", "rich", "PIL", "jinja2")
 
 
@@ -406,9 +418,20 @@ SECTIONS = {
     "init": "Init",
     "data": "Data",
     "data.augment": "Augment",
+    "data.augment.elastic": "Elastic",
+    "data.augment.resized_crop": "ResizedCrop",
+    "data.augment.sections": "Artefacts",
+    "data.augment.jitter": "Jitter",
     "data.normalize": "Statistics",
-    "source: ome_zarr": "OmeZarrConfig",
-    "source: image_folder": "ImageFolderConfig",
+    "data.tiles": "Tiles",
+    "data.fit": "Fit",
+    "data.filter": "Filter",
+    "data.balance": "Balance",
+    "data.stage": "Stage",
+    "sources of grids": "GridConfig",
+    "sources of items": "ItemsConfig",
+    "sources of images": "ImagesConfig",
+    **{f"source: {name}": path.rpartition(":")[2] for name, path in kinds.BUILT_IN["source"].items()},
     "optimizer: adamw": "AdamWConfig",
     "optimizer: sgd": "SGDConfig",
     "optimizer.groups": "GroupRule",
@@ -426,9 +449,17 @@ SECTIONS = {
 
 
 def test_the_reference_of_recipes_has_every_key_with_its_default():
+    from pydantic import TypeAdapter
+
+    from vitrail.data.grid import GridConfig
+    from vitrail.data.image_source import ImagesConfig
+    from vitrail.data.items import ItemsConfig
     from vitrail.recipe import json_schema, seconds_of, yaml
 
     parts = json_schema()["$defs"]
+    parts |= {cls.__name__: TypeAdapter(cls).json_schema() for cls in (GridConfig, ItemsConfig, ImagesConfig)}
+    bases = {"model: vit": "EncoderConfig", "model: study_vit": "ViTConfig", "sources of images": "ItemsConfig"}
+    bases |= {f"source: {name}": kinds.find("source", name).__mro__[1].__name__ for name in kinds.BUILT_IN["source"]}
     # What has no key that another page does not show.
     alike = {"RandomMask", "TubeMask", "GridMask", "LinearConfig", "ConstantConfig"}
     alike |= {"UniformTokens", "GradientScore", "VarianceScore"}
@@ -438,10 +469,14 @@ def test_the_reference_of_recipes_has_every_key_with_its_default():
     for heading, name in SECTIONS.items():
         rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", pages[heading], re.MULTILINE))
         fields = dict(parts[name]["properties"])
-        base = {"model: vit": "EncoderConfig", "model: study_vit": "ViTConfig"}.get(heading)
+        base = bases.get(heading)
         if base:  # its own keys, and those with another default
             known = parts[base]["properties"]
-            fields = {k: f for k, f in fields.items() if known.get(k, {}).get("default", "-") != f.get("default", "-")}
+            fields = {
+                k: f
+                for k, f in fields.items()
+                if k not in known or known[k].get("default", "-") != f.get("default", "-")
+            }
         assert set(rows) == set(fields), heading
         for key, cell in rows.items():
             where = f"{heading}, {key}"
@@ -452,9 +487,9 @@ def test_the_reference_of_recipes_has_every_key_with_its_default():
             if cell == "*required*" or isinstance(default, dict) or "$ref" in fields[key]:
                 continue
             value = yaml.parse(cell.strip("`"))
-            if key == "hang_limit":
+            if key in ("hang_limit", "read_limit"):
                 value = seconds_of(value)
-            assert value == ({} if key in ("region", "options") else default), where
+            assert value == ({} if key in ("region", "options", "label_map") else default), where
 
 
 # ---------------------------------------------------------------- make

@@ -165,7 +165,9 @@ def test_missing_labels_are_asked_for(zarr: Path, folder: Path, tmp_path: Path) 
     bare = write_ome_zarr(tmp_path / "bare.zarr", Volume(np.zeros(SHAPE, np.uint8), None), levels=1)
     with pytest.raises(UserError, match="it has none"):
         Dataset([OmeZarrConfig(path=str(bare))], (8, 8, 8), where="data.train", labels="voxel")
-    with pytest.raises(UserError, match=r"data.train.0: .* image folders have no labels of voxels; use ome_zarr"):
+    with pytest.raises(
+        UserError, match=r"data.train.0: .* image folders have no labels of voxels; use a format that does"
+    ):
         Dataset([ImageFolderConfig(path=str(folder / "train"))], (8, 8), where="data.train", labels="voxel")
     with pytest.raises(UserError, match=r"data.train.0: .* class of every image, .* one folder a class"):
         Dataset([ImageFolderConfig(path=str(folder / "train/cat"))], (8, 8), where="data.train", labels="item")

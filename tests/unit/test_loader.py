@@ -14,15 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitrail.data.augment import orient, orientations
+from vitrail.data.augment import Augmenter, Raw, orient, orientations
+from vitrail.data.bad import BadData
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
 from vitrail.data.reader import Reader, host_dtype
-from vitrail.data.sampler import Sampler
+from vitrail.data.sampler import Extent, Sample, Sampler
+from vitrail.data.shrink import fit_image, pool
 from vitrail.data.source import Item
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.errors import UserError
+from vitrail.recipe.sections import Augment
 
 AXES = ("z", "y", "x")
 
@@ -327,7 +330,8 @@ def test_a_block_that_failed_can_be_read_again(volume: ArraySource) -> None:
             raise OSError("disk on fire")
 
     volume.before = fail
-    with pytest.raises(OSError, match="disk on fire"):
+    loader.reader.retries = 0
+    with pytest.raises(BadData, match=r"a0 .* cannot be read: disk on fire"):
         loader.load([0])
     failing = False
     np.testing.assert_array_equal(loader.load([0]).values[0].numpy(), expected(loader.sampler, [volume], 0))
@@ -368,8 +372,9 @@ def test_an_error_while_the_consumer_is_slow_does_not_hang(volume: ArraySource) 
             raise OSError("gone")
 
     volume.before = fail
+    loader.reader.retries = 0
     slowly = (time.sleep(0.05) for _ in loader.batches(0, 1000))
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(BadData, match="gone"):
         list(slowly)
     assert not reading_threads()
 
@@ -633,3 +638,160 @@ def test_thick_sections_are_never_laid_on_their_side() -> None:
     codes = dataset.orientation_codes()
     assert len(codes) == 16
     assert all(orientations((4, 4, 4))[code][0][0] == 0 for code in codes)
+
+
+# ---------------------------------------------------------------- windows that are not the crop
+
+
+class KeepRaw:
+    """An augmenter that keeps what it is given."""
+
+    resamples = True
+
+    def __call__(self, raw: Raw) -> Batch:
+        self.raw = raw
+        return Batch(raw.counters, raw.values, raw.labels, raw.variables)
+
+
+def raw_of(source: ArraySource, windows: list[tuple[int, ...]], crop: tuple[int, ...], **options) -> tuple:
+    """The sampler and what the augmenter is given of the first 12 samples."""
+    extents = [
+        Extent(0, i, item.shape, item.chunk, item.origin, 1.0, w)
+        for i, (item, w) in enumerate(zip(source.items, windows, strict=True))
+    ]
+    sampler = Sampler(extents, crop, seed=0, lanes=3, reuse=2)
+    reader = Reader([source], crop, whole_blocks=True, cache_bytes=1 << 20, **options)
+    keep = KeepRaw()
+    loader = Loader(sampler, reader, device=torch.device("cpu"), workers=2, prefetch=1, augmenter=keep)
+    loader.load(range(12))
+    return sampler, keep.raw
+
+
+def cut(source: ArraySource, sample: Sample) -> np.ndarray:
+    window = tuple(slice(s, s + n) for s, n in zip(sample.start, sample.window, strict=True))
+    return source.arrays[sample.item][(slice(None), *window)]
+
+
+def test_windows_of_several_sizes_share_one_room() -> None:
+    rng = np.random.default_rng(0)
+    source = ArraySource(*[rng.integers(0, 255, (2, n, 20), dtype=np.uint8) for n in (12, 30)])
+    sampler, raw = raw_of(source, [(8, 9), (11, 7)], (6, 6))
+    assert raw.values.shape == (12, 2, 11, 9)
+    assert set(raw.sizes) == {(8, 9), (11, 7)}
+    for counter, values, size in zip(raw.counters, raw.values, raw.sizes, strict=True):
+        np.testing.assert_array_equal(values[:, : size[0], : size[1]].numpy(), cut(source, sampler(counter)))
+    assert raw.scales == [(1.0, 1.0)] * 12
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_slices_of_volumes_lose_their_axis(axis: int) -> None:
+    source = ArraySource(np.random.default_rng(0).integers(0, 255, (1, 14, 15, 16), dtype=np.uint8))
+    source.items[0] = dataclasses.replace(source.items[0], slices=axis, spacing=(1.0, 2.0, 3.0))
+    window = tuple(1 if i == axis else 6 for i in range(3))
+    sampler, raw = raw_of(source, [window], (6, 6))
+    assert raw.values.shape == (12, 1, 6, 6)
+    assert raw.spacings[0] == tuple(s for i, s in enumerate((1.0, 2.0, 3.0)) if i != axis)
+    for counter, values in zip(raw.counters, raw.values, strict=True):
+        np.testing.assert_array_equal(values.numpy(), cut(source, sampler(counter)).squeeze(axis + 1))
+
+
+def test_scales_of_two_and_more_are_pooled_before_the_device() -> None:
+    source = ArraySource(np.random.default_rng(0).integers(0, 255, (1, 40, 40), dtype=np.uint8))
+    source.items[0] = dataclasses.replace(source.items[0], scale=(5.0, 1.5), spacing=(2.0, 3.0))
+    sampler, raw = raw_of(source, [(21, 9)], (4, 6))
+    assert raw.values.shape == (12, 1, 5, 9)
+    assert raw.scales[0] == (1.25, 1.5)
+    assert raw.spacings[0] == (8.0, 3.0)
+    for counter, values in zip(raw.counters, raw.values, strict=True):
+        window = cut(source, sampler(counter))[0, :20].astype(np.float64)
+        np.testing.assert_array_equal(values[0].numpy(), np.rint(window.reshape(5, 4, 9).mean(axis=1)))
+
+
+def test_pooled_labels_are_those_of_first_voxels() -> None:
+    labels = np.arange(1 * 6 * 4).reshape(1, 6, 4)
+    np.testing.assert_array_equal(pool(labels, (2, 4), labels=True)[0], labels[0, ::2, ::4])
+    np.testing.assert_array_equal(pool(labels, (8, 1), labels=True)[0], labels[0, :1])  # thinner than a box
+    assert pool(labels.astype(np.float32), (2, 1)).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "int32"])
+@pytest.mark.parametrize("shape", [(40, 60), (61, 33), (16, 16), (10, 12)])
+def test_images_are_fitted(dtype: str, shape: tuple[int, int]) -> None:
+    """A ramp stays a ramp: the shorter side becomes 16 and the centre is taken, without a shift."""
+    ramp = np.linspace(0, 200, shape[1], endpoint=False) + 100 / shape[1]  # centres of pixels
+    image = np.broadcast_to(ramp, (2, *shape)).astype(dtype)
+    got = fit_image(image, 16, (12, 12))
+    assert got.shape == (2, 12, 12)
+    assert got.dtype == image.dtype
+    width = max(16, round(shape[1] * 16 / min(shape)))
+    places = (np.arange(12) + (width - 12) // 2 + 0.5) / width * 200
+    inside = slice(1, -1) if width == 16 else slice(None)  # at the border of the image, its last pixel is repeated
+    np.testing.assert_allclose(got[0, 5].astype(float)[inside], places[inside], atol=4)
+    assert fit_image(image[:1].astype(np.int64), 16, (12, 12), labels=True).dtype == np.int64
+
+
+def test_entries_may_have_statistics_of_their_own() -> None:
+    sources = [ArraySource(np.zeros((2, 12, 20), np.uint8)), ArraySource(np.ones((2, 30, 30), np.uint8))]
+    loader = loader_of(*sources, crop=(5, 7))
+    told = [Statistics((1.0, 2.0), (3.0, 4.0)), Statistics((5.0, 6.0), (7.0, 8.0))]
+    keep = KeepRaw()
+    own = Loader(
+        loader.sampler,
+        loader.reader,
+        device=torch.device("cpu"),
+        workers=1,
+        prefetch=1,
+        augmenter=keep,
+        statistics=told,
+    )
+    own.load(range(60))
+    assert keep.raw.statistics is not None
+    mean, std = keep.raw.statistics
+    for row, source in enumerate(keep.raw.sources):
+        assert mean[row].tolist() == list(told[source].mean)
+        assert std[row].tolist() == list(told[source].std)
+    assert len(set(keep.raw.sources)) == 2
+
+
+def test_whole_images_are_pooled_until_a_batch_has_room_for_them() -> None:
+    """For boxes of whole images: the shorter side of what is sent stays between 1.5 and 3 crops, if it was larger."""
+    rng = np.random.default_rng(0)
+    shapes = [(200, 90), (64, 64), (9, 11), (17, 40)]
+    source = ArraySource(*[rng.integers(0, 255, (1, *s), dtype=np.uint8) for s in shapes], chunk=1000)
+    extents = [Extent(0, i, s, s, (0, 0), 1.0, s) for i, s in enumerate(shapes)]
+    sampler = Sampler(extents, (8, 8), seed=0, lanes=1, reuse=1)
+    reader = Reader([source], (8, 8), whole_blocks=False, cache_bytes=0)
+    augmenter = Augmenter(Augment.model_validate({"resized_crop": {}}), (8, 8), seed=0)
+    loader = Loader(sampler, reader, device=torch.device("cpu"), workers=1, prefetch=1, augmenter=augmenter)
+    assert [reader.size_of(0, i, s) for i, s in enumerate(shapes)] == [(50, 22), (16, 16), (9, 11), (17, 40)]
+    assert loader.room == (50, 40)
+    assert loader.load(range(8)).values.shape == (8, 1, 8, 8)
+
+
+class StraightSource(ArraySource):
+    """Keeps chunks itself, and copies to where a window belongs."""
+
+    keeps_chunks = True
+
+    def read_into(self, item: int, region: tuple[slice, ...], out: np.ndarray) -> None:
+        self.before()
+        out[...] = self.arrays[item][(slice(None), *region)]
+
+    def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        raise AssertionError("there is a shorter way")
+
+
+def test_windows_are_copied_straight_where_a_source_can() -> None:
+    source = StraightSource(np.random.default_rng(0).integers(0, 60_000, (2, 21, 24, 18), dtype=np.uint16))
+    loader = loader_of(source, turn=False)
+    calls = iter(range(10**6))
+
+    def fail_sometimes() -> None:
+        if next(calls) % 5 == 0:
+            raise OSError(5, "Input/output error")
+
+    source.before = fail_sometimes
+    for batch in loader.batches(0, 5):
+        for counter, values in zip(batch.counters, batch.values, strict=True):
+            np.testing.assert_array_equal(values.numpy(), expected(loader.sampler, [source], counter))
+    assert not loader.reader._blocks

@@ -1,4 +1,4 @@
-"""NGFF metadata: versions, axes, composed transforms, units, level choice, and paths that must not escape."""
+"""NGFF metadata: versions, axes, composed transforms, units, and paths that must not escape."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.data.ngff import choose_level, find_images, read_multiscale, safe_join
+from vitrail.data.ngff import find_images, read_multiscale, safe_join
 from vitrail.errors import UserError
 
 ZYX = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
@@ -126,33 +126,6 @@ def test_links_must_stay_inside(tmp_path) -> None:
     (group / "real").mkdir()
     (group / "s0").symlink_to(group / "real")
     assert read_multiscale(group).array_path(0) == group / "s0"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "number"),
-    [
-        ([8, 8, 8], 0),
-        ([16, 16, 16], 1),
-        ([15.9, 15.9, 15.9], 1),
-        ([15, 15, 15], 0),
-        ([20, 20, 20], 1),
-        ([99, 99, 99], 2),
-    ],
-)
-def test_level_choice(tmp_path, wanted: list[float], number: int) -> None:
-    datasets = [level(f"s{i}", scale(*[8 * 2**i] * 3)) for i in range(3)]
-    assert choose_level(read_multiscale(save(tmp_path, {"axes": ZYX, "datasets": datasets})), wanted) == number
-
-
-def test_level_choice_looks_at_every_axis(tmp_path) -> None:
-    datasets = [level("a", scale(40, 4, 4)), level("b", scale(40, 8, 8)), level("c", scale(80, 16, 16))]
-    image = read_multiscale(save(tmp_path, {"axes": ZYX, "datasets": datasets}))
-    assert choose_level(image, [40, 8, 8]) == 1
-    assert choose_level(image, [40, 16, 16]) == 1
-    with pytest.raises(UserError, match=r"finer than every level.*\[40.0, 4.0, 4.0\]"):
-        choose_level(image, [30, 4, 4])
-    with pytest.raises(UserError, match="one positive number for each of the axes z, y, x"):
-        choose_level(image, [8, 8])
 
 
 @pytest.mark.parametrize(

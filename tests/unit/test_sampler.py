@@ -15,6 +15,7 @@ from vitrail.data.sampler import Extent, Sample, Sampler, permute
 from vitrail.launch.world import World
 from vitrail.layers.parts import WHOLE
 from vitrail.parallel.mesh import Layout
+from vitrail.recipe.sections import Augment
 from vitrail.training.setup import DataParts, Place, make_loader
 
 
@@ -265,7 +266,7 @@ def test_neighbouring_counters_are_not_related() -> None:
 @pytest.mark.parametrize("origin", [0, 1, 15])
 def test_a_crop_as_large_as_the_volume(origin: int) -> None:
     sampler = Sampler([extent((16, 16, 16), (16, 16, 16), (origin,) * 3)], (16, 16, 16), seed=0, lanes=4)
-    assert all(sampler(i) == Sample(0, 0, (slice(0, 16),) * 3, (0, 0, 0), 0) for i in range(50))
+    assert all(sampler(i) == Sample(0, 0, (slice(0, 16),) * 3, (0, 0, 0), 0, (16,) * 3) for i in range(50))
 
 
 def test_a_margin_of_one_voxel_has_two_starts_an_axis() -> None:
@@ -297,22 +298,64 @@ def test_volumes_are_reused_and_images_are_not() -> None:
     assert Sampler([extent((64, 64))], (8, 8), seed=0, lanes=1, reuse=3).reuse == 3
 
 
+def test_windows_larger_than_the_crop_lie_inside_their_items() -> None:
+    """Windows of a resampled sample, and of a slice: places are uniform over those that the window has."""
+    windows = [(7, 5), (1, 6)]
+    extents = [extent((12, 9), (4, 4), source=n)._replace(window=w) for n, w in enumerate(windows)]
+    sampler = Sampler(extents, (4, 4), seed=0, lanes=3)
+    seen: dict[int, set] = {0: set(), 1: set()}
+    for counter in range(4000):
+        sample = sampler(counter)
+        assert sample.window == windows[sample.source]
+        for start, size, block in zip(sample.start, sample.window, sample.block, strict=True):
+            assert block.start <= start
+            assert start + size <= block.stop
+        seen[sample.source].add(sample.start)
+    assert seen[0] == set(itertools.product(range(6), range(5)))
+    assert seen[1] == set(itertools.product(range(12), range(4)))
+
+
+def test_other_attempts_stand_in_for_a_sample() -> None:
+    sampler = Sampler([extent((64, 64), (16, 16))], (8, 8), seed=0, lanes=4)
+    stand_ins = [sampler(3, attempt) for attempt in range(1, 20)]
+    assert [s.attempt for s in stand_ins] == list(range(1, 20))
+    assert len({block_of(s) for s in stand_ins}) > 5  # a whole block may be bad
+    assert stand_ins == [sampler(3, attempt) for attempt in range(1, 20)]
+    assert sampler(3) == sampler(3, 0)
+
+
+def test_shares_of_sources_are_kept_whatever_their_sizes() -> None:
+    extents = [
+        extent((100,), (8,), source=0, weight=5.0),
+        extent((12,), (8,), source=1),
+        extent((9,), source=1, item=1),
+    ]
+    sampler = Sampler(extents, (4,), seed=0, lanes=2, reuse=1, shares=[1.0, 3.0])
+    counts = Counter(sampler(i).source for i in range(4000))
+    assert counts[1] / 4000 == pytest.approx(0.75, abs=0.02)
+
+
 # ---------------------------------------------------------------- ranks
 
 CONFIG = types.SimpleNamespace(
-    data=types.SimpleNamespace(cache_mib=1, workers=0, prefetch=1),
+    data=types.SimpleNamespace(cache_mib=1, workers=0, prefetch=1, augment=Augment()),
+    run=types.SimpleNamespace(seed=0),
+    objective=types.SimpleNamespace(),
 )
 
 
-def loader_of(sampler: Sampler, batch: int, rank: int, world: int, *, step: int = 0, samples: int = 0):
+def loader_of(sampler, batch: int, rank: int, world: int, *, step: int = 0, samples: int = 0):
     place = Place(World(rank=rank, size=world), torch.device("cpu"), 1, None, None, None, None)
-    reader = types.SimpleNamespace(lanes=None, crop=(8, 8))
+    reader = types.SimpleNamespace(
+        lanes=None, crop=sampler.crop, labelling=None, sources=[], size_of=lambda source, item, window: window
+    )
 
-    def make_reader(_sampler, *, lanes, cache_bytes, labelling):
+    def make_reader(_sampler, *, lanes, cache_bytes, labelling, augmented):
         reader.lanes = lanes
         return reader
 
-    data = DataParts(types.SimpleNamespace(reader=make_reader, labels=None), None, None, batch)  # type: ignore[arg-type]
+    train = types.SimpleNamespace(reader=make_reader, labels=None, crop=sampler.crop, sample_axes=("y", "x"))
+    data = DataParts(train, None, None, batch)  # type: ignore[arg-type]
     flow = types.SimpleNamespace(layout=Layout(world, 1, reshard=False), data_rank=rank, part=WHOLE)
     objective = types.SimpleNamespace(slab=lambda crop, part: None)
     return make_loader(CONFIG, place, data, sampler, objective, flow, step=step, samples=samples)  # type: ignore[arg-type]

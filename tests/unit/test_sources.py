@@ -12,11 +12,12 @@ import zarr
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
+from vitrail.data.files import natural_key
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.inspect import inspect, picture, round_length
 from vitrail.data.source import Source, normalize_window, resolve_region
 from vitrail.data.sources import guess_kind
-from vitrail.data.sources.image_folder import ImageFolderConfig, natural_key
+from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.errors import UserError
 
@@ -233,7 +234,7 @@ def test_levels_labels_and_places(tmp_path, values: np.ndarray, version: str) ->
     for options, words in [
         ({"level": 3}, "level = 3 does not exist .* choose 0 to 2"),
         ({"level": 0, "spacing": [8, 8, 8]}, "both level and spacing"),
-        ({"spacing": [4, 4, 4]}, "finer than every level"),
+        ({"spacing": [4, 4]}, "one positive number for each of the axes z, y, x"),
         ({"labels": "cells"}, "labels = 'cells' .* choose from structures"),
         ({"region": {"x": [0, 99]}}, "ends beyond"),
     ]:
@@ -424,9 +425,9 @@ def test_kinds_are_guessed(tmp_path, values: np.ndarray) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.bin").write_bytes(b"")
     for name, words in [
-        ("empty", "neither zarr metadata nor images"),
+        ("empty", "is an empty folder"),
         ("nowhere", "does not exist"),
-        ("file.bin", "is a file"),
+        ("file.bin", "is an empty file"),
     ]:
         with pytest.raises(UserError, match=words):
             guess_kind(str(tmp_path / name))
@@ -488,5 +489,5 @@ def test_images_are_split_by_their_names(tmp_path: Path) -> None:
     assert names(0, 0.7) - {"new.png"} == train
     with pytest.raises(UserError, match="two rising numbers"):
         ImageFolderConfig(path=str(tmp_path), split=(0.8, 0.2))
-    with pytest.raises(UserError, match="holds none of its 41 images"):
+    with pytest.raises(UserError, match="holds none of its 41 items"):
         ImageFolderConfig(path=str(tmp_path), split=(0.0, 0.0001)).open()

@@ -112,7 +112,7 @@ def test_a_key_given_twice():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1: a", "r.yaml:1: key '1' is not text; put it in quotes"),
+        ("1.5: a", "r.yaml:1: key '1.5' is not text; put it in quotes"),
         ("true: a", "r.yaml:1: key 'true' is not text; put it in quotes"),
         ("a: 1\n~: b", "r.yaml:2: key '~' is not text; put it in quotes"),
         ("? [a, b]\n: c", "r.yaml:1: a key must be a word, not a list, a mapping or an alias"),
@@ -125,6 +125,11 @@ def test_a_key_given_twice():
 )
 def test_keys_are_words(text, message):
     assert refusal(text) == message
+
+
+def test_whole_numbers_as_keys_are_text():
+    assert yaml.parse("labels: {255: 1, 0: 0}") == {"labels": {"255": 1, "0": 0}}
+    assert "'255'" in refusal("{255: 1, '255': 2}")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What flows from the data to an objective."""
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,19 @@ class Batch:
     labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], the class of each voxel
     variables: tuple[str, ...] = ()  # names of the channels, in their order
     slab: Slab | None = None  # what the values are of each crop, where other ranks hold the rest; labels are whole
+    statistics: tuple[Tensor, Tensor] | None = None  # [B, C] mean and std, where sources have their own
+    soft: Tensor | None = None  # [B, classes]: how much of each class a mixed sample is
 
     def narrow(self, start: int, stop: int) -> "Batch":
-        labels = None if self.labels is None else self.labels[start:stop]
-        return Batch(self.counters[start:stop], self.values[start:stop], labels, self.variables, self.slab)
+        part = slice(start, stop)
+        return replace(
+            self,
+            counters=self.counters[part],
+            values=self.values[part],
+            labels=None if self.labels is None else self.labels[part],
+            statistics=None if self.statistics is None else (self.statistics[0][part], self.statistics[1][part]),
+            soft=None if self.soft is None else self.soft[part],
+        )
 
     def __len__(self) -> int:
         return len(self.counters)
@@ -44,3 +53,12 @@ class Statistics(NamedTuple):
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.mean), torch.tensor(self.std)
+
+
+class EntryStatistics(Statistics):
+    """Statistics that differ between entries: the shared ones, and in the manifest those of each entry."""
+
+    entries: list[list[list[float]]]  # [mean, std] of each
+
+    def _asdict(self) -> dict[str, Any]:
+        return super()._asdict() | {"entries": self.entries}

@@ -1,18 +1,23 @@
-"""From the `data` section of a recipe to loaders and statistics."""
+"""From the `data` section of a recipe to orders of samples, readers and statistics."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
-
-from vitrail.data.augment import orientations
+from vitrail.data import statistics
+from vitrail.data.augment import Augmenter, orientations
+from vitrail.data.balance import Balanced, Shares, share
 from vitrail.data.batch import Labelling, Statistics
+from vitrail.data.checks import check_size, check_source, without
+from vitrail.data.filter import Occupancy, cell_of, check_filter, occupancy_of
+from vitrail.data.mixture import Groups, check_batch, group_entries, source_shares
 from vitrail.data.reader import Reader
-from vitrail.data.sampler import Extent, Sampler
-from vitrail.data.source import ClassifiedSource, LabelledSource, Source
+from vitrail.data.sampler import Extent, Order, Sampler
+from vitrail.data.source import Item, Source
+from vitrail.data.tiles import Tiles
 from vitrail.draws import key
 from vitrail.errors import UserError
+from vitrail.recipe.sections import Augment, Data
 
 MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
 
@@ -20,7 +25,9 @@ MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of thi
 class Dataset:
     """The sources of one list (`data.train` or `data.valid`), checked against each other and the crop.
 
-    `labels` says what an objective needs the classes of: each "item", each "voxel", or nothing.
+    `labels` says what an objective needs the classes of: each "item", each "voxel", or nothing. `settings` is the data
+    section of a recipe, which says how samples are cut; without it they are random crops. `mixed` entries may have
+    different variables: batches are then of one set of them.
     """
 
     def __init__(
@@ -30,66 +37,218 @@ class Dataset:
         *,
         where: str,
         labels: Literal["item", "voxel"] | None = None,
+        settings: Data | None = None,
+        mixed: bool = False,
     ):
-        self.crop, self.where, self.labels = crop, where, labels
+        self.configs, self.crop, self.where, self.labels = list(configs), crop, where, labels
+        self.settings = settings if settings is not None else Data.model_construct(augment=Augment())
         self.sources: list[Source] = [c.open() for c in configs]
-        self.variables = self.sources[0].variables
+        self._unchanged = Augmenter(Augment(), crop, seed=0)
+        self.groups = group_entries([source.variables for source in self.sources])  # that batches are made of
+        self.variables = tuple(dict.fromkeys(name for source in self.sources for name in source.variables))
         self.axes = self.sources[0].axes
         extents = []
+        any_size = self.settings.fit is not None or (self._takes_whole and where == "data.train")
         for number, (source, c) in enumerate(zip(self.sources, configs, strict=True)):
-            name = f"{where}.{number}"
-            if source.variables != self.variables:
+            if source.variables != self.sources[0].variables and not mixed:
                 raise UserError(
-                    f"{name}: variables {list(source.variables)} do not match {list(self.variables)} of {where}.0; "
-                    "choose the same `variables` for every entry"
+                    f"{where}.{number}: variables {list(source.variables)} do not match "
+                    f"{list(self.sources[0].variables)} of {where}.0; choose the same `variables` for every entry"
+                    + ("" if where != "data.train" else ", or a model that knows them by name (`variables`)")
                 )
-            if len(source.axes) != len(crop):
-                raise UserError(
-                    f"{name}: {c.path} has {len(source.axes)} axes ({', '.join(source.axes)}), "
-                    f"but the model has {len(crop)}; set model.ndim to {len(source.axes)} or choose other data"
-                )
-            if labels == "item" and not (isinstance(source, ClassifiedSource) and source.class_names):
-                raise UserError(
-                    f"{name}: the objective needs the class of every image, but {c.path} has none; "
-                    "put the images into one folder a class, such as cat/1.png and dog/1.png"
-                )
-            if labels == "voxel" and not isinstance(source, LabelledSource):
-                raise UserError(
-                    f"{name}: the objective needs the class of every voxel, but {c.kind.replace('_', ' ')}s have no "
-                    "labels of voxels; use ome_zarr"
-                )
-            if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
-                found = source.describe().get("labels")
-                have = f"it has {', '.join(found)}" if found else "it has none"
-                raise UserError(
-                    f"{name}: the objective needs the class of every voxel; name the labels of {c.path} with "
-                    f"`labels: {found[0] if found else '...'}` ({have})"
-                )
+            check_source(f"{where}.{number}", source, c, crop, labels, self.settings.fit)
             for index, item in enumerate(source.items):
-                if any(s < size for s, size in zip(item.shape, crop, strict=True)):
-                    raise UserError(
-                        f"{name}: {item.name} is {_by(item.shape)} voxels ({', '.join(source.axes)}), smaller than "
-                        f"data.crop {_by(crop)}; use a smaller crop or a larger region"
-                    )
+                if not any_size:
+                    check_size(f"{where}.{number}", source.axes, item, crop)
                 extents.append(Extent(number, index, item.shape, item.chunk, item.origin, c.weight))
+        if not extents:
+            raise UserError(
+                f"{where}: there is nothing in {', '.join(str(c.path) for c in configs)}; choose other data"
+            )
         self.extents = extents
+        self.occupancy: list[Occupancy] | None = None if self.settings.filter is None else self._look_for_filled()
 
-    def sampler(self, *, seed: int, lanes: int, reuse: int | None, block: Any = None, turn: bool = False) -> Sampler:
-        codes = self.orientation_codes() if turn else (0,)
-        return Sampler(self.extents, self.crop, seed=seed, lanes=lanes, reuse=reuse, block=block, orientations=codes)
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Names of a sample's axes."""
+        return without(self.axes, self._item(self.extents[0]).slices)
+
+    def _item(self, extent: Extent) -> Item:
+        return self.sources[extent.source].items[extent.item]
+
+    @property
+    def _takes_whole(self) -> bool:
+        """Whether augmentation chooses boxes of whole images in training."""
+        return self.settings.augment.resized_crop is not None
+
+    def _look_for_filled(self) -> list[Occupancy]:
+        """Where each item has what the filter asks for; every entry must have some."""
+        f = self.settings.filter
+        assert f is not None
+        found, some = [], set()
+        for number, (source, c) in enumerate(zip(self.sources, self.configs, strict=True)):
+            check_filter(source, f.by, f"{self.where}.{number}")
+            mark = statistics.fingerprint([c], {"filter": f.model_dump(), "crop": self.crop})
+            for e in self.extents:
+                if e.source == number:
+                    window = self._window(e, None)
+                    filled = occupancy_of(
+                        source, e.item, cell_of(window), by=f.by, above=f.above, share=f.share, mark=mark
+                    )
+                    found.append(filled)
+                    if filled.anywhere(window):
+                        some.add(number)
+        empty = [number for number in range(len(self.sources)) if number not in some]
+        if empty:
+            raise UserError(
+                f"data.filter: nowhere in {self.where}.{empty[0]} ({self.configs[empty[0]].path}) is {f.by} above "
+                f"{f.above:g} in {f.share:.3g} of a sample; lower `share` or `above`, or leave this entry out"
+            )
+        return found
+
+    def _window(self, extent: Extent, augmenter: Augmenter | None) -> tuple[int, ...]:
+        """Voxels of an item that one sample is cut from, at most all of it."""
+        item = self._item(extent)
+        if self.settings.fit is not None and (augmenter is None or not self._takes_whole):
+            return item.shape
+        window = tuple((augmenter or self._unchanged).window(item, self.crop))
+        if item.slices is not None and len(window) < len(item.shape):
+            window = (*window[: item.slices], 1, *window[item.slices :])
+        return tuple(min(w, size) for w, size in zip(window, item.shape, strict=True))
+
+    def sampler(
+        self,
+        *,
+        seed: int,
+        lanes: int,
+        reuse: int | None,
+        block: Any = None,
+        turn: bool = False,
+        augmenter: Augmenter | None = None,
+        batch: int | str | None = None,
+    ) -> Order:
+        """The order of samples.
+
+        A `batch` is that of training: entries take turns by it, or ranks are shared out. Without it, and where entries
+        have different variables, samples are those of the first set of them.
+        """
+        settings, weights = self.settings, [c.weight for c in self.configs]
+        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0}):
+            raise UserError(
+                "data.tiles: every tile comes once an epoch, so entries have no other shares; leave out data.mix and "
+                "the entries' weight, or use data.balance"
+            )
+        options = {
+            "lanes": lanes,
+            "reuse": reuse,
+            "block": block,
+            "codes": self.orientation_codes() if turn else (0,),
+            "augmenter": augmenter,
+        }
+        if batch is not None and settings.balance is not None:
+            return self._balanced(seed, check_balance(batch, self), options)
+        shares = source_shares(settings.mix, weights)
+        if len(self.groups) == 1 or batch is None:
+            return self._order(self.groups[0], seed=seed, shares=shares, **options)
+        orders = [
+            self._order(group, seed=key(seed, "group", number), shares=shares, **options)
+            for number, group in enumerate(self.groups)
+        ]
+        if shares is None:
+            each = [float(o.cumulative[-1]) if isinstance(o, Sampler) else float(o.epoch) for o in orders]
+        else:
+            each = [sum(shares[number] for number in group) for group in self.groups]
+        return Groups(orders, each, batch=check_batch(batch))
+
+    def _order(
+        self,
+        sources: Sequence[int],
+        *,
+        seed: int,
+        lanes: int,
+        reuse: int | None,
+        block: Any,
+        codes: Sequence[int],
+        augmenter: Augmenter | None,
+        shares: Sequence[float] | None = None,
+    ) -> Sampler | Tiles:
+        """Samples of some sources: crops at random places, or tiles."""
+        wanted = set(sources)
+        chosen = [i for i, e in enumerate(self.extents) if e.source in wanted]
+        extents = [self.extents[i]._replace(window=self._window(self.extents[i], augmenter)) for i in chosen]
+        filled = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
+        tiles = self.settings.tiles
+        common: dict[str, Any] = {
+            "seed": seed,
+            "lanes": lanes,
+            "block": block,
+            "orientations": codes,
+            "occupancy": filled,
+        }
+        if tiles is None:
+            return Sampler(extents, self.crop, reuse=reuse, shares=shares, **common)
+        return Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
+
+    def _balanced(self, seed: int, batch: int, options: dict[str, Any]) -> Balanced:
+        orders = [
+            self._order([number], seed=key(seed, "entry", number), **options) for number in range(len(self.sources))
+        ]
+        return Balanced(orders, self.balance(batch), batch=batch)
+
+    def balance(self, batch: int) -> Shares:
+        """Ranks and batches of each entry, by the rule of data.balance; a batch is that of all ranks."""
+        b = self.settings.balance
+        assert b is not None
+        if batch % b.ranks:
+            raise UserError(f"data.balance.ranks: {b.ranks} do not divide data.batch {batch}; choose a multiple")
+        images, tiles = self.count_tiles()
+        return share(images, tiles, b.ranks, batch // b.ranks, groups=b.groups, batches=b.batches)
+
+    def count_tiles(self) -> tuple[list[int], list[int]]:
+        """Items of each entry, and samples of its first item: tiles, or crops' worth of places."""
+        images, tiles = [], []
+        for number in range(len(self.sources)):
+            mine = [e for e in self.extents if e.source == number]
+            first = mine[0]._replace(window=self._window(mine[0], None))
+            t = self.settings.tiles
+            overlap, edges = (0.0, False) if t is None else (t.overlap, t.edges)
+            images.append(len(mine))
+            tiles.append(Tiles([first], self.crop, seed=0, lanes=1, overlap=overlap, edges=edges).epoch)
+        return images, tiles
 
     def orientation_codes(self) -> list[int]:
         """Turns that keep the crop's shape and the voxels' size: thick sections are never laid on their side."""
-        spacings = {item.spacing for source in self.sources for item in source.items}
+        spacings = {
+            without([s * r for s, r in zip(item.spacing, item.scale, strict=True)], item.slices)
+            for source in self.sources
+            for item in source.items
+        }
 
         def keeps(axes: tuple[int, ...]) -> bool:
             return all(math.isclose(s[i], s[j], rel_tol=0.01) for s in spacings for i, j in enumerate(axes))
 
         return [code for code, (axes, _) in enumerate(orientations(self.crop)) if keeps(axes)]
 
-    def reader(self, sampler: Sampler, *, lanes: int, cache_bytes: int, labelling: Labelling | None = None) -> Reader:
+    def reader(
+        self,
+        sampler: Order,
+        *,
+        lanes: int,
+        cache_bytes: int,
+        labelling: Labelling | None = None,
+        augmented: bool = False,
+    ) -> Reader:
         """Whole blocks are read where they are used again and those of all lanes (as many as one rank sees) fit."""
-        reader = Reader(self.sources, self.crop, whole_blocks=False, cache_bytes=cache_bytes, labelling=labelling)
+        c = self.settings
+        reader = Reader(
+            self.sources,
+            self.crop,
+            whole_blocks=False,
+            cache_bytes=cache_bytes,
+            labelling=labelling,
+            retries=c.retries,
+            fit=None if c.fit is None or (augmented and self._takes_whole) else c.fit.resize,
+        )
         largest = sampler.largest_block * max(reader.voxel_bytes(s) for s in self.sources)
         reader.whole_blocks = sampler.reuse > 1 and lanes * largest <= cache_bytes
         return reader
@@ -128,26 +287,41 @@ class Dataset:
             )
         return tuple(named.get(value, f"class {value}") for value in range(max(values) + 1))
 
-    def fit_statistics(self, *, seed: int, samples: int = 128, voxels: int = 2**27) -> Statistics:
-        """Mean and standard deviation of each variable over crops drawn like training samples, in float64."""
-        number = max(4, min(samples, voxels // math.prod(self.crop)))
-        sampler = self.sampler(seed=key(seed, "statistics"), lanes=1, reuse=1)
-        reader = self.reader(sampler, lanes=1, cache_bytes=0)
-        crop = np.empty((reader.channels, *self.crop), reader.dtype)
-        total = np.zeros((2, reader.channels))
-        for counter in range(number):
-            reader.read_into(crop, sampler(counter))
-            flat = crop.reshape(reader.channels, -1).astype(np.float64)
-            if counter == 0:
-                # Sums of differences from a first value: exactly 0 for constants, and no loss under a large mean.
-                first = flat[:, :1].copy()
-            flat -= first
-            total += [flat.mean(axis=1), np.square(flat).mean(axis=1)]
-        mean, square = total / number
-        std = np.sqrt(np.maximum(square - mean**2, 0.0))
-        # A constant variable carries nothing to scale.
-        return Statistics(tuple((mean + first[:, 0]).tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))
+    def fit_statistics(
+        self,
+        *,
+        seed: int,
+        samples: int = statistics.SAMPLES,
+        sources: Sequence[int] | None = None,
+        percentiles: tuple[float, float] | None = None,
+    ) -> Statistics:
+        """Of each variable, over crops drawn like training samples of some sources (with the same variables)."""
+        sources = range(len(self.sources)) if sources is None else sources
+        shares = source_shares(self.settings.mix, [c.weight for c in self.configs])
+        order = self._order(
+            sources,
+            seed=key(seed, "statistics"),
+            lanes=1,
+            reuse=1,
+            block=None,
+            codes=(0,),
+            augmenter=None,
+            shares=shares,
+        )
+        reader = self.reader(order, lanes=1, cache_bytes=0)
+        skip = self.settings.bad == "skip"
+        return statistics.measure(order, reader, samples=samples, percentiles=percentiles, skip=skip)
 
 
-def _by(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+def check_balance(batch: int | str, dataset: Dataset) -> int:
+    """The batch that ranks are shared out of."""
+    if not isinstance(batch, int):
+        raise UserError(
+            f"data.batch: {batch!r} is another number of samples in every world; with data.balance give the samples of "
+            "a step over all ranks as one number"
+        )
+    if len(dataset.groups) > 1:
+        raise UserError(
+            "data.balance: entries with different variables cannot share a batch; leave it out, and they take turns"
+        )
+    return batch

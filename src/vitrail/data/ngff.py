@@ -7,14 +7,12 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
+from vitrail.data.places import Place, find_place
 from vitrail.errors import UserError
-
-TOLERANCE = 0.01  # spacings that differ by less are the same
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Multiscale:
-    group: Path
+    group: Place
     version: str
     axes: tuple[Axis, ...]
     levels: tuple[Level, ...]  # finest first
@@ -64,11 +62,11 @@ class Multiscale:
             )
         return units.pop()
 
-    def array_path(self, level: int) -> Path:
+    def array_path(self, level: int) -> Place:
         return safe_join(self.group, self.levels[level].path)
 
 
-def load_attributes(node: Path) -> tuple[str, dict[str, Any]] | None:
+def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
     """("group" or "array", attributes) of a zarr node of either format, or None where there is no zarr metadata."""
     try:
         if (node / "zarr.json").is_file():
@@ -87,7 +85,7 @@ def load_attributes(node: Path) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def _load_json(path: Place) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken JSON, or bytes that are not text
@@ -97,9 +95,9 @@ def _load_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def read_multiscale(path: str | Path) -> Multiscale:
+def read_multiscale(path: str | Place) -> Multiscale:
     """The first pyramid of the image or label group at `path`."""
-    group = Path(path)
+    group = find_place(path)
     if not group.exists():
         raise UserError(f"data path {str(path)!r} does not exist; check the spelling")
     found = load_attributes(group)
@@ -122,23 +120,23 @@ def read_multiscale(path: str | Path) -> Multiscale:
         ) from error
 
 
-def _explain_no_image(group: Path, kind: str) -> str:
+def _explain_no_image(group: Place, kind: str) -> str:
     """Why there is no image here, and where one is."""
     if kind == "array":
         parent = load_attributes(group.parent)
         if parent and (parent[1].get("ome") or parent[1]).get("multiscales"):
             return f"{group} is one level of an image; give {group.parent} as path and choose the level with `level`"
-        return f"{group} is a bare zarr array without NGFF metadata; give an OME-Zarr image group (NGFF 0.4 or 0.5)"
+        return f"{group} is a bare zarr array without NGFF metadata; say `kind: zarr`, or give an OME-Zarr image group"
     inside = find_images(group)
     if inside:
         return f"{group} holds images but is none itself; give one of them as path, such as {inside[0]}"
     return f"{group} has no `multiscales` metadata, so it is no OME-Zarr image; give an image group (NGFF 0.4 or 0.5)"
 
 
-def find_images(group: Path, depth: int = 4) -> list[Path]:
+def find_images(group: Place, depth: int = 4) -> list[Place]:
     """OME-Zarr images below a group of a bigger hierarchy, without looking into arrays."""
-    images: list[Path] = []
-    children = sorted(child for child in group.iterdir() if child.is_dir()) if depth else []
+    images: list[Place] = []
+    children = sorted((child for child in group.iterdir() if child.is_dir()), key=str) if depth else []
     for child in children[:200]:
         found = load_attributes(child)
         if found is None or found[0] == "array":
@@ -150,7 +148,7 @@ def find_images(group: Path, depth: int = 4) -> list[Path]:
     return images
 
 
-def _parse(group: Path, block: dict[str, Any]) -> Multiscale:
+def _parse(group: Place, block: dict[str, Any]) -> Multiscale:
     entry = block["multiscales"][0]
     version = str(block.get("version") or entry.get("version") or "unknown")
     systems = entry.get("coordinateSystems")
@@ -206,7 +204,7 @@ def _flatten(transforms: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _compose(
-    group: Path, name: str, steps: list[dict[str, Any]], num_axes: int
+    group: Place, name: str, steps: list[dict[str, Any]], num_axes: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """One scale and one translation out of several, applied in their order."""
     scale, translation, scaled = [1.0] * num_axes, [0.0] * num_axes, False
@@ -244,30 +242,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def safe_join(group: Path, path: object) -> Path:
+def safe_join(group: Place, path: object) -> Place:
     """The place of a path named in the metadata of a group; refuses what leads out of the group."""
     pure = PurePosixPath(path) if isinstance(path, str) else PurePosixPath()
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\\" in str(path) or "\0" in str(path):
         raise UserError(f"{group} names the path {path!r}, which does not lie inside it; use a plain name such as 's0'")
     place = group.joinpath(*pure.parts)
-    if not place.resolve().is_relative_to(group.resolve()):
+    inside: Any = place.resolve()
+    if not inside.is_relative_to(group.resolve()):
         raise UserError(f"{group} names the path {path!r}, a link that leads out of it; copy the data into the group")
     return place
-
-
-def choose_level(image: Multiscale, wanted: Sequence[float]) -> int:
-    """The level to read for a wanted spacing: the coarsest that is not coarser than asked on any axis, within 1 %."""
-    if len(wanted) != len(image.spatial) or min(wanted) <= 0:
-        names = ", ".join(image.axes[i].name for i in image.spatial)
-        raise UserError(f"spacing = {list(wanted)} must be one positive number for each of the axes {names}; mend it")
-    fits = [
-        number
-        for number in range(len(image.levels))
-        if all(have <= want * (1 + TOLERANCE) for have, want in zip(image.spacing(number), wanted, strict=True))
-    ]
-    if not fits:
-        finest = min((image.spacing(number) for number in range(len(image.levels))), key=math.prod)
-        raise UserError(
-            f"spacing = {list(wanted)} is finer than every level of {image.group}; ask for {list(finest)} or coarser"
-        )
-    return max(fits, key=lambda number: math.prod(image.spacing(number)))

@@ -1,9 +1,13 @@
-"""Reads the crops that the sampler names. It is only a cache: it never changes the answer.
+"""Reads the windows that the sampler names. It is only a cache: it never changes the answer.
 
 Blocks are decoded once and shared by all threads; a block that another thread is already reading is waited for, not
 read twice. Room for a block is made before it is read, so that the limit of memory holds; where there is none, because
-other threads are filling it, just the crop is read. Labels of voxels are read, kept and cut together with the image;
-where only a window of the crop is asked for, they are still those of the whole crop.
+other threads are filling it, just the window is read; so it is where a block has bad data, which the window may not
+touch. Sources that keep decoded chunks themselves are asked for the window, straight into its place in the batch.
+
+What a window becomes on the host, in this order: the axis across which it is a slice is dropped, images are fitted, a
+scale of two or more is pooled by powers of two. Labels of voxels go through the same; where only a slab of the crop is
+asked for, they are still those of the whole crop.
 """
 
 import math
@@ -15,8 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail.data.bad import BadData, ShortRead, read_again
 from vitrail.data.batch import Labelling
 from vitrail.data.sampler import Sample
+from vitrail.data.shrink import fit_image, pool, pool_factors, whole_image_factors
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 
@@ -50,10 +56,14 @@ class Reader:
         whole_blocks: bool,
         cache_bytes: int,
         labelling: Labelling | None = None,
+        retries: int = 3,
+        fit: int | None = None,
     ):
         self.sources, self.crop, self.labelling = list(sources), crop, labelling
         self.whole_blocks = whole_blocks  # decode the block once for several crops, or just the crop
-        self.cache_bytes = cache_bytes
+        self.cache_bytes, self.retries = cache_bytes, retries
+        self.fit = fit  # shorter side that images are resized to before their centre is cut out
+        self.whole_images = False  # whether boxes of whole images are resized to the crop on the device
         self.dtype = host_dtype(np.result_type(*[host_dtype(s.dtype) for s in sources]))
         self.variables = tuple(sources[0].variables)
         self.channels = len(self.variables)
@@ -67,6 +77,24 @@ class Reader:
         self._bytes = 0
         self._lock = threading.Lock()
 
+    def size_of(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
+        """Voxels that `read_into` writes for a window of an item."""
+        if self.fit is not None:
+            return self.crop
+        factors = self.factors(source, item, window)
+        return self.kept(source, item, [max(1, size // f) for size, f in zip(window, factors, strict=True)])
+
+    def factors(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
+        """By how much a window of an item is pooled, along each axis of the item."""
+        if self.whole_images:
+            return whole_image_factors(window, self.crop)
+        return pool_factors(self.sources[source].items[item])
+
+    def kept(self, source: int, item: int, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What belongs to the axes of a sample, out of one value an axis of its item."""
+        across = self.sources[source].items[item].slices
+        return tuple(value for axis, value in enumerate(values) if axis != across)
+
     def read_into(
         self,
         out: np.ndarray,
@@ -74,36 +102,36 @@ class Reader:
         labels: np.ndarray | None = None,
         window: tuple[slice, ...] | None = None,
     ) -> None:
-        """Write the sample's crop, unturned, into out [C, *crop]; and the labels of its voxels into labels [*crop].
+        """Write the sample's window, unturned, into out [C, *size]; and the labels of its voxels into labels [*size].
 
         Of the image just a `window` of the crop, if there is one.
         """
-        whole = tuple(slice(0, size) for size in self.crop)
+        whole = tuple(slice(0, size) for size in sample.window or self.crop)
         window = whole if window is None else window
-        block = self._block(sample) if self.whole_blocks else None
-        if block is not None:
-            first = [s - b.start for s, b in zip(sample.start, sample.block, strict=True)]
-            inside, around = _shift(window, first), _shift(whole, first)
-            crop = Block(block.values[(slice(None), *inside)], None if block.labels is None else block.labels[around])
-        else:
-            inside, around = _shift(window, sample.start), _shift(whole, sample.start)
-            crop = self._read(sample, inside, around)
+        if labels is None and self._copies_straight(out, sample):
+            source: Any = self.sources[sample.source]
+            region = _shift(window, sample.start)
+            name = self.name_of(sample)
+            return read_again(lambda: source.read_into(sample.item, region, out), name, retries=self.retries)
+        crop = self._cut(sample, window, whole)
+        item = self.sources[sample.source].items[sample.item]
         if labels is not None:
             assert crop.labels is not None
-            assert crop.labels.shape == labels.shape
             self._check_labels(crop.labels, sample)
-            labels[...] = crop.labels
         with np.errstate(over="ignore"):  # what is too large for the type is named below
-            out[...] = crop.values
-        if out.dtype.kind == "f" and not np.isfinite(out).all():
-            name = self.sources[sample.source].items[sample.item].name
-            where = tuple(int(i) for i in np.argwhere(~np.isfinite(out))[0])
+            values = crop.values.astype(self.dtype, copy=False)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
             position = [s + w.start + i for s, w, i in zip(sample.start, window, where[1:], strict=True)]
             variable = self.sources[sample.source].variables[where[0]]
-            raise UserError(
-                f"{name}: variable {variable!r} is NaN or infinite at voxel {position} of the region that is read; "
-                "fill or mask such values in the file, or leave them out with `region`"
+            raise BadData(
+                f"{item.name}: variable {variable!r} is NaN or infinite at voxel {position} of the region that is "
+                "read; fill or mask such values in the file, or leave them out with `region`"
             )
+        factors = self.factors(sample.source, sample.item, sample.window or self.crop)
+        out[...] = self._shrink(values, factors, item.slices, labels=False)
+        if labels is not None:
+            labels[...] = self._shrink(crop.labels[None], factors, item.slices, labels=True)[0]  # type: ignore[index]
 
     def item_label(self, sample: Sample) -> int:
         """The class of a sample's item, as a place in the names of the labelling."""
@@ -112,11 +140,65 @@ class Reader:
             raise UserError(f"{item.name} has no class; give every item one, or leave it out")
         return self._classes[sample.source][item.label]
 
-    def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...]) -> Block:
+    def name_of(self, sample: Sample) -> str:
+        """Where a sample lies, for errors."""
+        source = self.sources[sample.source]
+        sizes = sample.window or self.crop
+        places = [f"{a} {s} to {s + n - 1}" for a, s, n in zip(source.axes, sample.start, sizes, strict=True)]
+        return f"{source.items[sample.item].name} (voxels {', '.join(places)})"
+
+    def voxel_bytes(self, source: Source) -> int:
+        """Bytes of one voxel of a source with all that is read of it."""
+        labels = 0 if self.label_dtype is None else _label_dtype(source).itemsize
+        return len(source.variables) * source.dtype.itemsize + labels
+
+    # ------------------------------------------------------------ from the source, or from a block of it
+
+    def _cut(self, sample: Sample, window: tuple[slice, ...], whole: tuple[slice, ...]) -> Block:
+        """Voxels of one window of the sample, labels of all of it."""
+        block = None
+        if self.whole_blocks and not _keeps_chunks(self.sources[sample.source]):
+            try:
+                block = self._block(sample)
+            except BadData:
+                block = None  # some of the block is bad, or failed just now; the window decides
+        if block is None:
+            inside, around = _shift(window, sample.start), _shift(whole, sample.start)
+            return self._read(sample, inside, around, retries=self.retries)
+        first = [s - b.start for s, b in zip(sample.start, sample.block, strict=True)]
+        labels = None if block.labels is None else block.labels[_shift(whole, first)]
+        return Block(block.values[(slice(None), *_shift(window, first))], labels)
+
+    def _copies_straight(self, out: np.ndarray, sample: Sample) -> bool:
+        """Whether a source can put a window where it belongs, as it is: whole numbers, neither sliced nor shrunk."""
+        source = self.sources[sample.source]
+        if not _keeps_chunks(source) or not hasattr(source, "read_into") or out.dtype.kind == "f":
+            return False
+        shrunk = max(self.factors(sample.source, sample.item, sample.window or self.crop)) > 1
+        return source.items[sample.item].slices is None and self.fit is None and not shrunk
+
+    def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...], *, retries: int) -> Block:
         """A window of the sample's item: voxels of one region, labels of another."""
         source: Any = self.sources[sample.source]
-        values = source.read(sample.item, region)
-        return Block(values, None if self.label_dtype is None else source.read_labels(sample.item, labelled))
+        name = self.name_of(sample)
+
+        def read_values() -> np.ndarray:
+            return _complete(source.read(sample.item, region), (len(source.variables), *_sizes(region)))
+
+        def read_labels() -> np.ndarray:
+            return _complete(source.read_labels(sample.item, labelled), _sizes(labelled))
+
+        values = read_again(read_values, name, retries=retries)
+        if self.label_dtype is None:
+            return Block(values, None)
+        return Block(values, read_again(read_labels, f"labels of {name}", retries=retries))
+
+    def _shrink(self, values: np.ndarray, factors: Sequence[int], across: int | None, *, labels: bool) -> np.ndarray:
+        if across is not None:
+            values, factors = values.squeeze(across + 1), [f for axis, f in enumerate(factors) if axis != across]
+        if self.fit is not None:
+            return fit_image(values, self.fit, self.crop, labels=labels)
+        return pool(values, factors, labels=labels)
 
     def _check_labels(self, crop: np.ndarray, sample: Sample) -> None:
         """Refuse a value that no class has, here where its place can be told."""
@@ -131,16 +213,18 @@ class Reader:
             where = tuple(np.argwhere(wrong)[0])
             value, position = int(crop[where]), [int(s + w) for s, w in zip(sample.start, where, strict=True)]
             name = self.sources[sample.source].items[sample.item].name
-            raise UserError(
+            raise BadData(
                 f"{name}: label {value} at voxel {position} of the region that is read, but the "
                 f"{len(names)} classes are 0 ({names[0]}) to {len(names) - 1} ({names[-1]}); "
                 f"set objective.ignore: {value} if such voxels are not to be scored, or name all in objective.names"
             )
 
+    # ------------------------------------------------------------ blocks
+
     def _block(self, sample: Sample) -> Block | None:
         """The block of a sample, or None if there is no room for it."""
         name = (sample.source, sample.item, *[(b.start, b.stop) for b in sample.block])
-        size = self._size(sample)
+        size = math.prod(_sizes(sample.block)) * self.voxel_bytes(self.sources[sample.source])
         with self._lock:
             mine = name not in self._blocks
             if mine:
@@ -152,7 +236,7 @@ class Reader:
             future, _ = self._blocks[name]
         if mine:
             try:
-                future.set_result(self._read(sample, sample.block, sample.block))
+                future.set_result(self._read(sample, sample.block, sample.block, retries=0))
             except BaseException as error:
                 with self._lock:
                     del self._blocks[name]
@@ -160,15 +244,6 @@ class Reader:
                 future.set_exception(error)
                 raise
         return future.result()
-
-    def _size(self, sample: Sample) -> int:
-        """Bytes of a block as its source gives it."""
-        return math.prod(b.stop - b.start for b in sample.block) * self.voxel_bytes(self.sources[sample.source])
-
-    def voxel_bytes(self, source: Source) -> int:
-        """Bytes of one voxel of a source with all that is read of it."""
-        labels = 0 if self.label_dtype is None else _label_dtype(source).itemsize
-        return self.channels * source.dtype.itemsize + labels
 
     def _make_room(self, size: int) -> bool:
         """Forget the blocks that were used longest ago; blocks that are being read stay."""
@@ -179,6 +254,21 @@ class Reader:
                 break
             self._bytes -= self._blocks.pop(name)[1]
         return self._bytes + size <= self.cache_bytes
+
+
+def _keeps_chunks(source: Any) -> bool:
+    """Whether a source keeps decoded chunks itself (data/chunks.py), so that blocks of them need not be kept here."""
+    return bool(getattr(source, "keeps_chunks", False))
+
+
+def _complete(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if values.shape != shape:
+        raise ShortRead(f"{list(values.shape)} values came for the {list(shape)} that were asked for")
+    return values
+
+
+def _sizes(region: Sequence[slice]) -> tuple[int, ...]:
+    return tuple(r.stop - r.start for r in region)
 
 
 def _shift(window: tuple[slice, ...], by: Sequence[int]) -> tuple[slice, ...]:

@@ -26,6 +26,12 @@ class Item:
     spacing: tuple[float, ...]  # physical size of a voxel
     unit: str | None  # of the spacing; None where the file does not say
     label: int | None = None  # class of the item, a place in the source's `class_names`, where it knows one
+    scale: tuple[float, ...] = ()  # voxels of the file to one of a sample, where another voxel size is wanted; else 1
+    slices: int | None = None  # number of the axis across which samples are 2-D slices
+
+    def __post_init__(self) -> None:
+        if not self.scale:
+            object.__setattr__(self, "scale", (1.0,) * len(self.shape))
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """Name the class of each image or volume: cross-entropy over classes.
 
 - labels are the classes of items: of a folder of images, the folders; model.classes follows from them
+- samples that were mixed (mixup, cutmix) are as much of each class as they have of it
 - label smoothing in training; the loss of validation is without it, so that runs can be compared
 - metrics: loss, accuracy and, for more than five classes, top5 (the true class is among the five likeliest)
 """
@@ -78,7 +79,8 @@ class Classify(Objective):
         if rate and not evaluating:
             kept = draws.uniform("head_dropout", encoder_of(self.model).width) >= rate
             inputs["head_dropout"] = (kept / (1 - rate)).to(batch.values.device)  # [B, D]
-        return inputs, check_labels(batch.labels, self.model.classes)
+        labels = check_labels(batch.labels, self.model.classes)
+        return inputs, labels if batch.soft is None or evaluating else batch.soft  # [B], or [B, classes] of mixed ones
 
     def loss(self, output: Tensor, targets: Tensor) -> Loss:
         smoothing = self.config.smoothing

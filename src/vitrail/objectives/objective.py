@@ -124,7 +124,7 @@ def make_part(
     model: Any, batch: Batch, statistics: Statistics, part: Part, draws: Draws | None
 ) -> tuple[dict[str, Any], Tokens]:
     """Inputs of a model for a part of all tokens, in their order, and the tokens of the whole samples."""
-    images = normalise(batch.values, statistics)
+    images = normalise(batch.values, batch.statistics or statistics)
     if batch.slab is None:
         variables = batch.variables or None
         inputs, tokens = make_inputs(model, images, variables=variables, scored=batch.values, draws=draws)
@@ -158,9 +158,10 @@ def drop_path_table(draws: Draws, rates: list[float]) -> Tensor | None:
     return (draws.uniform("drop_path", len(rates), 2) >= rate) / (1 - rate)
 
 
-def normalise(values: Tensor, statistics: Statistics) -> Tensor:
-    """[B, C, *S] as read to mean 0 and variance 1 of each variable, float32."""
-    mean, std = (t.to(values.device).view(-1, *[1] * (values.ndim - 2)) for t in statistics.tensors())
+def normalise(values: Tensor, statistics: Statistics | tuple[Tensor, Tensor]) -> Tensor:
+    """[B, C, *S] as read to mean 0 and variance 1 of each variable, float32; by statistics of all, or [B, C]."""
+    tables = statistics.tensors() if isinstance(statistics, Statistics) else statistics
+    mean, std = (t.to(values.device)[..., *[None] * (values.ndim - 2)] for t in tables)
     return (values.float() - mean) / std
 
 

@@ -116,7 +116,7 @@ class Reconstruct(Objective):
         # Each list is fetched once, and in the same order on every rank. Strata that no part shares are all at home.
         at_home = self.model.mask.kind == "stratified" and self.model.mask.strata % part.count == 0
         seen, asked = (
-            self.normalised(tokens.take(index, part, exchange, at_home=at_home), mine, tokens)
+            self.normalised(tokens.take(index, part, exchange, at_home=at_home), mine, tokens, batch.statistics)
             for index, mine in zip(everything, (visible, hidden), strict=True)
         )
         inputs["x"] = seen[0]
@@ -157,17 +157,22 @@ class Reconstruct(Objective):
             hidden = hidden.unflatten(1, (shares, -1)).gather(2, chosen.sort(dim=2).values).flatten(1, 2)
         return visible, hidden
 
-    def normalised(self, values: Tensor, index: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    def normalised(
+        self, values: Tensor, index: Tensor, tokens: Tokens, own: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Values [B, n, P*C] to mean 0 and variance 1; with what takes them back.
 
-        That is a mean and a std for each feature [P*C]; for separate variables one a token, [B, n, 1].
+        That is a mean and a std for each feature [P*C]; for separate variables one a token, [B, n, 1]; for samples with
+        statistics of their `own` [B, C] one for each feature of each token.
         """
-        mean, std = (t.to(values.device) for t in self.statistics.tensors())
-        if not self.model.encoder.separate:
-            mean, std = (t.repeat(num_voxels(self.model.patch)) for t in (mean, std))
+        mean, std = (t.to(values.device) for t in own or self.statistics.tensors())
+        if self.model.encoder.separate:
+            variable = index // (tokens.number // tokens.separate)
+            mean, std = ((t[variable] if own is None else t.gather(1, variable)).unsqueeze(-1) for t in (mean, std))
         else:
-            variable = (index // (tokens.number // tokens.separate)).unsqueeze(-1)
-            mean, std = mean[variable], std[variable]
+            mean, std = (t.tile(num_voxels(self.model.patch)) for t in (mean, std))
+            if own is not None:
+                mean, std = (t.unsqueeze(1).expand(values.shape) for t in (mean, std))
         return (values.float() - mean) / std, mean, std
 
     def join(self, outputs: Sequence[Tensor], targets: Targets) -> Tensor:

@@ -9,9 +9,14 @@ from typing import Any
 # precision.compute: auto stands for; a person who changes these means it.
 SAFE_KEYS = (
     "checkpoint",
+    "data.bad",
     "data.cache_mib",
     "data.micro_batch",
+    "data.most_bad",
     "data.prefetch",
+    "data.read_limit",
+    "data.retries",
+    "data.stage",
     "data.workers",
     "eval",
     "log",

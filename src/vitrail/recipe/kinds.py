@@ -33,7 +33,21 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "score": {},  # what adaptive trees follow: users' own beside those of layers/scores.py
     "source": {
         "ome_zarr": "vitrail.data.sources.ome_zarr:OmeZarrConfig",
+        "zarr": "vitrail.data.sources.zarr:ZarrConfig",
+        "n5": "vitrail.data.sources.n5:N5Config",
+        "nifti": "vitrail.data.sources.nifti:NiftiConfig",
+        "tiff": "vitrail.data.sources.tiff:TiffConfig",
+        "hdf5": "vitrail.data.sources.hdf5:Hdf5Config",
+        "numpy": "vitrail.data.sources.numpy:NumpyConfig",
+        "netcdf": "vitrail.data.sources.netcdf:NetcdfConfig",
+        "geotiff": "vitrail.data.sources.geotiff:GeotiffConfig",
         "image_folder": "vitrail.data.sources.image_folder:ImageFolderConfig",
+        "parquet": "vitrail.data.sources.parquet:ParquetConfig",
+        "webdataset": "vitrail.data.sources.webdataset:WebdatasetConfig",
+        "cifar10": "vitrail.data.sources.cifar10:Cifar10Config",
+        "latents": "vitrail.data.sources.latents:LatentsConfig",
+        "synthetic": "vitrail.data.sources.synthetic:SyntheticConfig",
+        "dummy": "vitrail.data.sources.dummy:DummyConfig",
     },
     "optimizer": {
         "adamw": "vitrail.training.optimizer:AdamWConfig",

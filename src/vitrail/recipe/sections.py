@@ -111,17 +111,169 @@ class Run(Section):
     hang_limit: Clock = Field(default=60, description="end when no step passes for this long, or for 10 usual steps")
 
 
+def _range(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in value):
+        raise ValueError
+    if not 0 < value[0] <= value[1] < float("inf"):
+        raise ValueError
+    return float(value[0]), float(value[1])
+
+
+Range = Annotated[
+    tuple[float, float],
+    Rule(
+        _range,
+        "two numbers above 0, the smaller first, such as [0.8, 1.25]",
+        lambda: {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+        list,
+    ),
+]
+Chance = Annotated[float, Field(ge=0, le=1)]
+Strength = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AxisName = Annotated[str, Field(min_length=1)]
+
+
+class Elastic(Section):
+    """Smooth bends of a crop."""
+
+    amplitude: Annotated[float, Field(gt=0, le=1000)] = Field(description="most that a voxel moves, in voxels")
+    grid: PositiveInt = Field(default=4, description="free bends along each axis; more are finer")
+
+
+class Artefacts(Section):
+    """What goes wrong with single sections of electron microscopy, each with a probability a section."""
+
+    missing: Chance = Field(default=0.0, description="black, or as bright as the mean of the data")
+    shifted: Chance = Field(default=0.0, description="moved sideways: that one, or all from there on")
+    blurred: Chance = Field(default=0.0, description="out of focus")
+    axis: AxisName | None = Field(default=None, description="across which sections were cut; the first if null")
+    shift: PositiveInt = Field(default=4, description="most voxels that a section is moved by")
+    blur: Annotated[float, Field(gt=0, le=20)] = Field(default=2.0, description="most blur, as a standard deviation")
+
+
+class ResizedCrop(Section):
+    """A box of the whole image, drawn anew each time and resized to the crop."""
+
+    scale: Range = Field(default=(0.08, 1.0), description="share of the image's area or volume")
+    ratio: Range = Field(default=(0.75, 1.3333), description="of the sides of the box")
+
+    @model_validator(mode="after")
+    def _inside(self) -> ResizedCrop:
+        if self.scale[1] > 1:
+            raise ValueError(f"scale: {list(self.scale)} is more than the whole image; end at 1 or before")
+        return self
+
+
+class Jitter(Section):
+    """Changes of colour, each by a random amount up to the one given."""
+
+    brightness: Strength = 0.0
+    contrast: Strength = 0.0
+    saturation: Strength = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(default=0.0, description="0.5 is any hue")
+
+
 class Augment(Section):
     """Changes to a crop that leave its meaning as it is."""
 
     orientations: bool = Field(default=False, description="flip and turn crops at random")
+    flip: bool | tuple[AxisName, ...] = Field(default=False, description="mirror along every axis, or those named")
+    rotate: Annotated[float, Field(ge=0, le=180)] = Field(default=0.0, description="degrees; 180 is any rotation")
+    rotate_axes: tuple[AxisName, ...] = Field(default=(), description="axes to turn about; any direction if empty")
+    scale: Range | None = Field(default=None, description="things appear so many times as large")
+    shear: Annotated[float, Field(ge=0, le=60)] = Field(default=0.0, description="degrees")
+    elastic: Elastic | None = Field(default=None, description="smooth bends")
+    chance: Chance = Field(default=1.0, description="share of the samples that flip to elastic apply to")
+    resized_crop: ResizedCrop | None = Field(default=None, description="boxes of whole images instead of crops")
+    gamma: Range | None = Field(default=None, description="exponents of intensity")
+    contrast: Range | None = Field(default=None, description="factors of the distance from the mean")
+    brightness: Strength = Field(default=0.0, description="most that is added, in standard deviations of the data")
+    noise: Strength = Field(default=0.0, description="most Gaussian noise, in standard deviations of the data")
+    blur: Range | None = Field(default=None, description="standard deviations of Gaussian blur, in voxels")
+    sections: Artefacts | None = Field(default=None, description="missing, shifted and blurred sections")
+    jitter: Jitter | None = Field(default=None, description="changes of colour")
+    mixup: Strength = Field(default=0.0, description="alpha of mixing two samples and their classes; 0 for none")
+    cutmix: Strength = Field(default=0.0, description="alpha of pasting a box of one sample into another; 0 for none")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Augment:
+        if self.blur is not None and self.blur[1] > 20:
+            raise ValueError(f"blur: {list(self.blur)} is wider than 20 voxels; blur less")
+        if self.resized_crop is not None and self.scale is not None:
+            raise ValueError("resized_crop and scale both choose the size; give one of them")
+        if self.rotate_axes and not self.rotate:
+            raise ValueError("rotate_axes turn nothing without rotate; say by how many degrees")
+        return self
 
 
 class Statistics(Section):
-    """Mean and standard deviation of each variable, given instead of measured."""
+    """How each variable is normalised: by mean and std that are given, or by percentiles that are measured."""
 
-    mean: Annotated[tuple[float, ...], Field(min_length=1)]
-    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+    mean: tuple[float, ...] = Field(default=(), description="of each variable")
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), description="of each variable")
+    percentiles: tuple[float, float] | None = Field(default=None, description="two of them, which become -1 and 1")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Statistics:
+        if bool(self.mean) != bool(self.std) or bool(self.mean) == (self.percentiles is not None):
+            raise ValueError("give mean and std, or percentiles such as [1, 99]")
+        if self.percentiles and not 0 <= self.percentiles[0] < self.percentiles[1] <= 100:
+            raise ValueError(f"percentiles: {list(self.percentiles)} must rise from 0 or more to 100 or less")
+        return self
+
+
+Overlap = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Tiles(Section):
+    """Every part of the data once an epoch, instead of crops at random places."""
+
+    overlap: Overlap | Annotated[tuple[Overlap, ...], Field(min_length=1)] = Field(
+        default=0.0, description="share of a tile that the next one covers too, one number or one per axis"
+    )
+    edges: bool = Field(default=True, description="move the last tile back to the border, else leave the rest out")
+
+
+class Fit(Section):
+    """Images of many sizes, brought to one by a rule that draws nothing."""
+
+    resize: PositiveInt = Field(description="pixels of the shorter side")
+    crop: Literal["centre"] = Field(default="centre", description="which part of it is taken")
+
+
+class Filter(Section):
+    """Leaves out samples with too little in them."""
+
+    by: Annotated[str, Field(min_length=1)] = Field(description="labels, or the name of a variable")
+    above: float = Field(default=0.0, description="a voxel counts where it is larger than this")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(default=0.05, description="least share of voxels that count")
+
+
+class Balance(Section):
+    """Data-parallel ranks that each read from one entry of data.train alone."""
+
+    ranks: PositiveInt = Field(description="ranks to share out; any number may compute them")
+    groups: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = Field(
+        default=None, description="ranks of each entry; by the number of their tiles if null"
+    )
+    batches: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = Field(
+        default=None, description="batches of each entry's ranks in an epoch; as many as they have if null"
+    )
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Balance:
+        if self.groups is not None and sum(self.groups) != self.ranks:
+            raise ValueError(f"groups: {list(self.groups)} are {sum(self.groups)} ranks, not {self.ranks}")
+        return self
+
+
+class Stage(Section):
+    """A fast disk of each node that the needed files are copied to before the run."""
+
+    dir: Annotated[str, Field(min_length=1)] = Field(description="a folder on that disk; $VARIABLES are filled in")
+    limit_gib: Annotated[float, Field(gt=0)] = Field(default=100, description="most that is kept there, in GiB")
 
 
 class Data(Section):
@@ -135,8 +287,18 @@ class Data(Section):
         default=None, description="samples per rank and pass; gradients are accumulated"
     )
     augment: Augment = Augment()
+    tiles: Tiles | None = Field(default=None, description="every part of the data once an epoch, not random crops")
+    fit: Fit | None = Field(default=None, description="bring images of many sizes to one")
+    filter: Filter | None = Field(default=None, description="leave out samples with too little in them")
+    mix: Literal["size", "equal", "weights"] = Field(
+        default="size", description="share of each entry: by its size times its weight, the same, or its weight alone"
+    )
+    balance: Balance | None = Field(default=None, description="give each entry ranks of its own")
     normalize: Literal["fit", "none"] | Statistics = Field(
         default="fit", description="fit measures mean and std of the data"
+    )
+    statistics: Literal["shared", "each"] = Field(
+        default="shared", description="normalise all entries alike, or each by its own statistics"
     )
     reuse: PositiveInt | None = Field(
         default=None, description="crops cut from one super-block before the next is read; 4 for volumes, 1 for images"
@@ -146,6 +308,13 @@ class Data(Section):
     workers: Annotated[int, Field(ge=0)] | None = Field(default=None, description="reading threads per rank")
     prefetch: PositiveInt = Field(default=2, description="batches read ahead")
     cache_mib: Annotated[int, Field(ge=0)] = Field(default=512, description="memory for read blocks, in MiB per rank")
+    bad: Literal["error", "skip", "fill"] = Field(
+        default="error", description="what data that cannot be used do: end the run, give way to others, or be filled"
+    )
+    most_bad: Annotated[int, Field(ge=0)] = Field(default=100, description="samples a rank may skip, with bad: skip")
+    retries: Annotated[int, Field(ge=0)] = Field(default=3, description="times a read that failed is tried again")
+    read_limit: Clock = Field(default=120, description="end the run when reading a sample takes longer")
+    stage: Stage | None = Field(default=None, description="copy what is read to a disk of the node first")
 
     def global_batch(self, ranks: int) -> int:
         """Samples of one step over `ranks` data-parallel ranks."""

@@ -139,6 +139,8 @@ class _Reader:
         if not isinstance(event, yaml.ScalarEvent):
             self.refuse(event, "a key must be a word, not a list, a mapping or an alias")
         key = self.value(event, depth + 1)
+        if type(key) is int:  # a table such as {255: 1} maps numbers, and keys are text everywhere
+            return str(key)
         if not isinstance(key, str):
             self.refuse(event, f"key {event.value!r} is not text; put it in quotes")
         if key == "<<" and event.style is None:

@@ -111,14 +111,14 @@ def segmentation_panel(
             image, truth, guess, name = image[:, z], truth[z], guess[z], f"{name}\nslice {z}".strip()
         tiles.append((_viewable(image), truth, guess, name))
     span = find_range([image for image, _, _, _ in tiles], value_range)
-    colours = np.stack([_label_colour(number) for number in range(len(names))])
+    colours = np.stack([label_colour(number) for number in range(len(names))])
     cells, seen = [], set()
     for image, truth, guess, name in tiles:
         grey = paint(image, span)
         cells += [
             (grey, name),
-            (_overlay(grey, truth, colours, ignore), ""),
-            (_overlay(grey, guess, colours, None), ""),
+            (overlay(grey, truth, colours, ignore), ""),
+            (overlay(grey, guess, colours, None), ""),
         ]
         seen |= {int(value) for value in np.union1d(truth, guess)}
     shown = [number for number in range(1, len(names)) if number in seen][:_MOST_KEYS]
@@ -176,7 +176,7 @@ def _viewable(image: np.ndarray) -> np.ndarray:
     return image.astype(np.float32) if image.shape[0] == 3 else image[:1].astype(np.float32)
 
 
-def _label_colour(number: int) -> np.ndarray:
+def label_colour(number: int) -> np.ndarray:
     """Colours that most eyes can tell apart (Okabe and Ito's) for the first classes, then hues spread evenly."""
     from matplotlib.colors import hsv_to_rgb
 
@@ -185,7 +185,7 @@ def _label_colour(number: int) -> np.ndarray:
     return np.array(hsv_to_rgb((number * 0.618 % 1, 0.75, 0.95 - 0.3 * (number % 2))))
 
 
-def _overlay(grey: np.ndarray, labels: np.ndarray, colours: np.ndarray, ignore: int | None) -> np.ndarray:
+def overlay(grey: np.ndarray, labels: np.ndarray, colours: np.ndarray, ignore: int | None) -> np.ndarray:
     """Labels in colour over the image, which still shows through; class 0 leaves it as it is."""
     known = (labels > 0) & (labels < len(colours))
     # Over a lightened image: dark structures would blacken their colours.

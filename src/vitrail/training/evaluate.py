@@ -11,6 +11,7 @@ import torch.distributed as dist
 from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader
 from vitrail.data.sampler import Sampler
+from vitrail.data.tiles import Tiles
 from vitrail.draws import Draws
 from vitrail.objectives.objective import Objective
 from vitrail.parallel.flow import Flow
@@ -83,10 +84,12 @@ class Evaluator:
 
 
 def count_once(sampler: Any) -> int | None:
-    """Samples of the first pass, where it visits every item once and each item is one crop; None for other data."""
+    """Samples of the first pass, where that is every tile once, or every item once and each is one crop; else None."""
+    if isinstance(sampler, Tiles):
+        return sampler.epoch
     if not isinstance(sampler, Sampler):
         return None
-    whole = all(extent.shape == sampler.crop for extent in sampler.extents)
+    whole = all(extent.shape == (extent.window or sampler.crop) for extent in sampler.extents)
     shares = np.diff(sampler.cumulative, prepend=0.0)
     alike = np.allclose(shares, shares[0])  # with other weights some come more often than others, as was asked for
     return sampler.epoch if whole and alike and sampler.reuse == 1 else None

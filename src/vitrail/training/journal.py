@@ -56,6 +56,15 @@ class Journal:
         self.note(f"step {step}: the {what} is not finite; the step is skipped")
         self.log("skip", step=step, reason=f"{what} is not finite", counters=counters)
 
+    def bad(self, news: list[list[str]], *, step: int, bad: tuple[int, int]) -> None:
+        """Bad data that any rank has met: each item once, in the sentences of the ranks."""
+        sentences = list(dict.fromkeys(sentence for rank in news for sentence in rank))
+        for sentence in sentences:
+            self.note(sentence)
+        if bad[1] and not sentences:
+            self.note(f"step {step}: {bad[1]} absent chunks were read as the fill value so far")
+        self.log("bad", step=step, samples=bad[0], filled_chunks=bad[1], sentences=sentences)
+
     def saved(self, outcome: dict[str, Any], *, final: bool) -> None:
         """The end of a save: step, error, seconds, bytes."""
         if not outcome["error"]:

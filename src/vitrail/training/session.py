@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
+from vitrail.data.bad import Policy
 from vitrail.data.batch import Batch, Statistics
+from vitrail.data.loader import count_bad
+from vitrail.data.stage import as_opened
 from vitrail.errors import RunFailed, UserError
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
-from vitrail.training.collective import on_chief, share_json, together
+from vitrail.training.collective import gather_json, on_chief, share_json, together
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.failures import is_lost_connection, within
 from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
@@ -67,6 +70,8 @@ class Session:
         self.run_dir = Path(on_chief(lambda: str(choose_folder(recipe, place, fresh)), place.control))
         # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
         known = on_chief(lambda: find_statistics(self.run_dir), place.control)
+        if recipe.data.stage is not None:  # before the data are opened, since it may take long
+            together(lambda: self.stage(recipe), place.control)
         self.data = open_data(recipe, place, None if known is None else Statistics(*map(tuple, known)))
         self.recipe = recipe = complete(recipe, self.data)
         self.objective = recipe.objective.build(recipe.model, self.data.statistics)
@@ -96,6 +101,14 @@ class Session:
         )
         watchdog.saving = self.checkpoints.is_saving
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
+        ranks = place.world.size
+        self.policy = Policy.of(
+            recipe.data,
+            hang_limit=recipe.run.hang_limit if ranks > 1 else None,
+            shared=self.parts.flow.layout.data < ranks,
+        )
+        self.evaluator.loader.obey(self.policy)
+        self.bad_told = (0, False)  # samples skipped, and whether chunks were filled, as last told
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
         self.notes += self.parts.flow.notes
         self.folder: RunFolder | None = None  # rank 0 has one, from here on
@@ -104,6 +117,13 @@ class Session:
         self.save_seconds = self.trainer.state_bytes() / SLOW_DISK
         self.save_error: str | None = None
         self.rounds: deque[float] = deque(maxlen=50)  # seconds of the latest steps with all that came between
+
+    def stage(self, recipe: Recipe) -> None:
+        def tick() -> None:
+            self.watchdog.beat(0, "staging", allowance=SLOW_PHASE)
+
+        for configs in (recipe.data.train, recipe.data.valid):
+            as_opened(recipe.data, configs, tick=tick)
 
     def open_folder(self) -> None:
         self.folder = RunFolder(self.run_dir)
@@ -181,6 +201,8 @@ class Session:
             step=trainer.done,
             samples=trainer.samples,
         )
+        loader.obey(self.policy)
+        loaders = (loader, self.evaluator.loader)
         meter = Meter(
             batch=self.data.batch,
             tokens=self.objective.tokens_per_sample(),
@@ -201,12 +223,17 @@ class Session:
             rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
             compiling = meter.steps_seen < 2
             self.watchdog.beat(trainer.done, "training", allowance=SLOW_PHASE if compiling else None)
-            told = trainer.step(batch, stop_wish=self.stop_wish(), watch=watch)
+            told = trainer.step(batch, stop_wish=self.stop_wish(), watch=watch, bad=count_bad(*loaders))
             meter.add(time.perf_counter() - began + wait, wait)
             rms = told.activation_rms or rms
             if not told.finite:
                 self.skip(batch, told)
             self.journal.progress.update(trainer.done, {"loss": told.loss, "lr": rate})
+            found = (told.bad[0], told.bad[1] > 0)
+            if found != self.bad_told:
+                self.bad_told = found
+                news = [sentence for each in loaders for sentence in each.bad.take_news()]
+                self.journal.bad(gather_json(news, self.place.control), step=trainer.done, bad=told.bad)
             if due("log") or told.stop:
                 self.tell(told, rate, meter, rms)
                 rms = None
@@ -295,6 +322,7 @@ class Session:
             "grad_norm": told.grad_norm,
             "skipped": trainer.skipped,
             **meter.read(),
+            **{name: n for name, n in zip(("bad_samples", "filled_chunks"), told.bad, strict=True) if n},
         }
         self.journal.step(fields | ({"activation_rms": rms} if rms else {}))
 

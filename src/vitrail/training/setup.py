@@ -13,10 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vitrail.data import entries
+from vitrail.data.augment import Augmenter
 from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
-from vitrail.data.sampler import Sampler
+from vitrail.data.sampler import Order
+from vitrail.data.stage import as_opened
 from vitrail.draws import Draws, key
 from vitrail.errors import UserError
 from vitrail.launch.world import World, connect, find_world, share_of_cores
@@ -82,6 +85,8 @@ class DataParts:
     valid: Dataset | None
     statistics: Statistics
     batch: int  # samples of a step, over all ranks
+    train_entries: list[Statistics] | None = None  # of each entry, where they differ
+    valid_entries: list[Statistics] | None = None
 
 
 def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
@@ -94,35 +99,45 @@ def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
 
 def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataParts:
     """Open every source on every rank; statistics come from the checkpoint, the recipe or the data."""
-    crop = sizes_of(recipe, "crop")
+    crop, c = sizes_of(recipe, "crop"), recipe.data
     labels = getattr(recipe.objective, "labels", None)
+    by_name = getattr(encoder_of(recipe.model), "variables", None) is not None
+    entries.check(c)
 
     def open_all() -> tuple[Dataset, Dataset | None]:
-        train = Dataset(recipe.data.train, crop, where="data.train", labels=labels)
-        valid = Dataset(recipe.data.valid, crop, where="data.valid", labels=labels) if recipe.data.valid else None
-        if valid is not None and valid.variables != train.variables:
+        train = Dataset(as_opened(c, c.train), crop, where="data.train", labels=labels, settings=c, mixed=by_name)
+        valid = Dataset(as_opened(c, c.valid), crop, where="data.valid", labels=labels, settings=c) if c.valid else None
+        if valid is None or valid.variables == train.variables:
+            return train, valid
+        if len(train.groups) == 1 or not set(valid.variables) <= set(train.variables):
             raise UserError(
                 f"data.valid has variables {list(valid.variables)}, data.train {list(train.variables)}; "
                 "choose the same `variables`"
             )
         return train, valid
 
+    if c.filter is not None:  # the first process makes the maps, and the others find them
+        on_chief(lambda: bool(open_all()), place.control)
     train, valid = together(open_all, place.control)
-    batch = recipe.data.global_batch(layout_of(recipe.parallel, place.world.size).data)
-    normalize = recipe.data.normalize
-    number = len(train.variables)
-    if known is not None:
-        statistics = known
-    elif normalize == "none":
-        statistics = Statistics((0.0,) * number, (1.0,) * number)
-    elif normalize == "fit":
-        fitted = on_chief(lambda: train.fit_statistics(seed=recipe.run.seed), place.control)
-        statistics = Statistics(*(tuple(part) for part in fitted))
-    else:
-        statistics = Statistics(normalize.mean, normalize.std)
-        if len(normalize.mean) != number or len(normalize.std) != number:
-            raise UserError(f"data.normalize: give {number} means and stds, one for each of {list(train.variables)}")
-    return DataParts(train, valid, statistics, batch)
+    batch = c.global_batch(layout_of(recipe.parallel, place.world.size).data)
+
+    def measure() -> list[Any]:
+        seed, names = recipe.run.seed, train.variables
+        base = known or entries.shared(train, seed=seed)
+        mine = entries.of_entries(train, base, names=names, seed=seed)
+        theirs = None
+        if valid is not None:
+            theirs = entries.of_entries(valid, base, names=names, seed=seed, known=entries.places(train, mine))
+        return [base, mine, theirs]
+
+    base, *each = on_chief(measure, place.control)
+    mine, theirs = (None if part is None else [_statistics(one) for one in part] for part in each)
+    return DataParts(train, valid, entries.with_entries(_statistics(base), mine), batch, mine, theirs)
+
+
+def _statistics(parts: list[list[float]]) -> Statistics:
+    """What another rank has sent."""
+    return Statistics(*(tuple(part) for part in parts))
 
 
 def complete(recipe: Recipe, data: DataParts) -> Recipe:
@@ -211,7 +226,23 @@ def labelling_of(recipe: Recipe, dataset: Dataset) -> Labelling | None:
     return Labelling(dataset.labels, recipe.objective.names, getattr(recipe.objective, "ignore", None))
 
 
-def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
+def make_augmenter(recipe: Recipe, data: DataParts) -> Augmenter:
+    """What changes training samples; for sampling alone an uncompleted recipe does, too."""
+    labelled = data.train.labels is not None
+    names = getattr(recipe.objective, "names", None) if labelled else None
+    return Augmenter(
+        recipe.data.augment,
+        data.train.crop,
+        seed=recipe.run.seed,
+        statistics=data.statistics,
+        labels=data.train.labels,
+        num_classes=len(names) if names else None,
+        ignore=getattr(recipe.objective, "ignore", None) if labelled else None,
+        axes=data.train.sample_axes,
+    )
+
+
+def make_sampler(recipe: Recipe, data: DataParts) -> Order:
     """The order of training samples: the same at every world size."""
     block = None if recipe.data.block is None else sizes_of(recipe, "block")
     lanes = recipe.data.lanes or (recipe.data.batch if isinstance(recipe.data.batch, int) else 64)
@@ -221,6 +252,8 @@ def make_sampler(recipe: Recipe, data: DataParts) -> Sampler:
         reuse=recipe.data.reuse,
         block=block,
         turn=recipe.data.augment.orientations,
+        augmenter=make_augmenter(recipe, data),
+        batch=recipe.data.batch,
     )
 
 
@@ -228,7 +261,7 @@ def make_loader(
     recipe: Recipe,
     place: Place,
     data: DataParts,
-    sampler: Sampler,
+    sampler: Order,
     objective: Objective,
     flow: Flow,
     *,
@@ -248,7 +281,8 @@ def make_loader(
     stride = math.gcd(data.batch, sampler.lanes)  # a rank's slices begin at every so many lanes
     lanes = sampler.lanes // stride * min(share, stride)
     labelling = labelling_of(recipe, data.train)
-    reader = data.train.reader(sampler, lanes=lanes, cache_bytes=recipe.data.cache_mib << 20, labelling=labelling)
+    cache_bytes = recipe.data.cache_mib << 20
+    reader = data.train.reader(sampler, lanes=lanes, cache_bytes=cache_bytes, labelling=labelling, augmented=True)
     return Loader(
         sampler,
         reader,
@@ -257,6 +291,8 @@ def make_loader(
         workers=reading_threads(recipe, place),
         prefetch=recipe.data.prefetch,
         slab=objective.slab(reader.crop, flow.part),
+        augmenter=make_augmenter(recipe, data),
+        statistics=data.train_entries,
     )
 
 
@@ -286,6 +322,7 @@ def make_evaluator(
             workers=workers,
             prefetch=1,
             slab=objective.slab(reader.crop, flow.part),
+            statistics=data.train_entries if data.valid is None else data.valid_entries,
         ),
         seed=recipe.run.seed,
         samples=samples or recipe.eval.samples,
@@ -364,7 +401,8 @@ def cut_pipeline(
         sampler = data.train.sampler(seed=recipe.run.seed, lanes=1, reuse=1)
         reader = data.train.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, data.train))
         size = micro_batch(recipe, data, layout)
-        batch = Loader(sampler, reader, device=place.device, workers=0, prefetch=1).load(range(size))
+        loader = Loader(sampler, reader, device=place.device, workers=0, prefetch=1, statistics=data.train_entries)
+        batch = loader.load(range(size))
         return objective.prepare(batch, Draws(recipe.run.seed, batch.counters))[0]
 
     def measure() -> list[float]:

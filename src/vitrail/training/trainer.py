@@ -37,6 +37,7 @@ class Progressed:
     finite: bool
     stop: str | None
     activation_rms: dict[str, float] | None
+    bad: tuple[int, int] = (0, 0)  # samples skipped and chunks filled so far, over all ranks
 
 
 class TooManySkips(UserError):
@@ -72,10 +73,11 @@ class Trainer:
 
     # ------------------------------------------------------------ one step
 
-    def step(self, batch: Batch, *, stop_wish: str | None, watch: bool) -> Progressed:
+    def step(self, batch: Batch, *, stop_wish: str | None, watch: bool, bad: tuple[int, int] = (0, 0)) -> Progressed:
         """Forward, backward and update; or a skip, if anything is not finite anywhere.
 
         `stop_wish` is this rank's reason to stop after the step, one of STOP_REASONS; any rank's wish stops all.
+        `bad` is what this rank has found of bad data so far.
         """
         # Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too.
         torch.manual_seed(key(self.recipe.run.seed, "step", self.done, self.flow.data_rank))
@@ -87,9 +89,10 @@ class Trainer:
         gradients.add_up()
         wishes = torch.tensor([float(reason == stop_wish) for reason in STOP_REASONS], dtype=torch.float64)
         numbers = torch.stack([t.to(self.place.device) for t in (loss_sum, count, gradients.squares())])
-        table = torch.cat([numbers, wishes.to(numbers.device)])
+        found = torch.tensor(bad, dtype=torch.float64)
+        table = torch.cat([numbers, found.to(numbers.device), wishes.to(numbers.device)])
         dist.all_reduce(table)
-        loss_sum_all, count_all, squares_all, *wished = table.tolist()
+        loss_sum_all, count_all, squares_all, skipped, filled, *wished = table.tolist()
 
         # With nothing to score (no hidden token in any sample, say) there is no step to take.
         scale = 1 / count_all if count_all else math.nan
@@ -111,7 +114,9 @@ class Trainer:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         sizes = None if rms is None else self.flow.merge({name: float(value) for name, value in rms.items()})
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
-        return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes)
+        share = self.flow.layout.data / self.place.world.size  # ranks that share samples count the same ones
+        all_bad = (round(skipped * share), round(filled * share))
+        return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes, all_bad)
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.recipe.data.micro_batch or len(batch)

@@ -1,0 +1,256 @@
+"""Random unaligned crops of a compressed volume: zarr-python, tensorstore, bare decoding and vitrail in one run.
+
+    python benchmarks/volumes.py [--side 1024] [--repeats 7] [--work FOLDER] [--out benchmarks/results]
+
+Crops of 128^3 bytes out of a zarr of 64^3 chunks of noise, compressed by zstd to nine tenths; files in the page cache.
+All methods take turns, several times, so that other work on the machine meets all of them; medians. Rates are of voxels
+delivered. Reuse is voxels delivered for each voxel decoded, as counted: an unaligned crop alone has 0.3, because it
+touches 27 chunks. The bare decoders deliver nothing: chunks are decoded by as many threads and dropped, from bytes that
+lie in memory, or with their files read.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import tensorstore
+import torch
+import zarr
+
+from vitrail.data.chunks import shared
+from vitrail.data.loader import Loader
+from vitrail.data.reader import Reader
+from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.sources.zarr import ZarrConfig
+from vitrail.launch.machine import environment, usable_cores
+
+ROOT = Path(__file__).resolve().parent.parent
+CROP, CHUNK, BATCH = 128, 64, 8
+CACHE = 80 * 2**20  # bytes of decoded chunks: those that the lanes need at a time, and a few more
+# Crops of a block of starts before the next one: those that give a reuse of 1 and of 4 with blocks of one chunk.
+TURNS = {"vitrail, reuse 1": 3, "vitrail, reuse 4": 13}
+GOALS = {  # method: [(times, of what)]
+    "vitrail, reuse 1": [(2.5, "tensorstore"), (0.8, "zstd alone")],
+    "vitrail, reuse 4": [(7.0, "tensorstore")],
+}
+
+
+def write_volume(path: Path, side: int, threads: int) -> float:
+    """Chunks of noise with the spread of noisy electron microscopy; returns how much smaller they became."""
+    zarr.create_array(
+        str(path), shape=(side,) * 3, chunks=(CHUNK,) * 3, dtype="uint8", compressors=zarr.codecs.ZstdCodec(level=3)
+    )
+    rng = np.random.default_rng(0)
+    noise = np.clip(rng.normal(128, 38, 2**24), 0, 255).astype(np.uint8)
+    size, codec = CHUNK**3, numcodecs.Zstd(3)
+    names = [path / "c" / str(z) / str(y) for z in range(side // CHUNK) for y in range(side // CHUNK)]
+    starts = rng.integers(0, len(noise) - size, (len(names), side // CHUNK))
+
+    def write(row: int) -> int:
+        names[row].mkdir(parents=True)
+        chunks = [codec.encode(noise[s : s + size]) for s in starts[row]]
+        return sum((names[row] / str(x)).write_bytes(chunk) for x, chunk in enumerate(chunks))
+
+    with ThreadPoolExecutor(threads) as pool:
+        return side**3 / sum(pool.map(write, range(len(names))))
+
+
+class Methods:
+    """Ways to get voxels out of the volume; each gives bytes delivered for about so many crops."""
+
+    def __init__(self, path: Path, side: int, threads: int):
+        self.side, self.threads = side, threads
+        self.rng = np.random.default_rng(1)
+        self.zarr = zarr.open_array(str(path), mode="r")
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+        self.tensorstore = tensorstore.open(spec, open=True, read=True).result()
+        self.pool = ThreadPoolExecutor(threads)
+        count = side // CHUNK
+        self.files = [str(path / "c" / str(z) / str(y) / str(x)) for z, y, x in np.ndindex(count, count, count)]
+        self.chunks = [Path(file).read_bytes() for file in self.files[:: max(1, len(self.files) // 1024)]]
+        shared.limit = CACHE
+        self.source = ZarrConfig(path=str(path)).open()
+        self.reader = Reader([self.source], (CROP,) * 3, whole_blocks=True, cache_bytes=0)
+        self.decoder: Any = self.source.entries[0].images[0].chunk_reader
+        self.steps = dict.fromkeys(TURNS, 0)  # so far
+
+    def sampler(self, turns: int) -> Sampler:
+        extent = Extent(0, 0, (self.side,) * 3, (CHUNK,) * 3, (0,) * 3, 1.0)
+        return Sampler([extent], (CROP,) * 3, seed=0, lanes=BATCH, reuse=turns, block=(CHUNK,) * 3)
+
+    def windows(self, number: int) -> list[tuple[slice, ...]]:
+        starts = self.rng.integers(0, self.side - CROP + 1, (number, 3)).tolist()
+        return [tuple(slice(a, a + CROP) for a in start) for start in starts]
+
+    def take_zarr(self, number: int = 10) -> int:
+        return sum(self.zarr[window].nbytes for window in self.windows(number))
+
+    def take_tensorstore(self, number: int = 40) -> int:
+        """One crop after the other; its own threads decode."""
+        return sum(self.tensorstore[window].read().result().nbytes for window in self.windows(number))
+
+    def take_tensorstore_at_once(self, number: int = 40) -> int:
+        return sum(self.pool.map(lambda w: self.tensorstore[w].read().result().nbytes, self.windows(number)))
+
+    def _decode(self, sources: list[Any], load: Callable[[Any], Any]) -> int:
+        codec = numcodecs.Zstd()
+
+        def work(part: int) -> int:
+            out = np.empty(CHUNK**3, np.uint8)
+            return sum(codec.decode(load(s), out).nbytes for s in sources[part :: self.threads])
+
+        return sum(self.pool.map(work, range(self.threads)))
+
+    def decode_memory(self) -> int:
+        return self._decode(self.chunks, lambda chunk: chunk)
+
+    def decode_files(self) -> int:
+        places = self.rng.integers(0, len(self.files), len(self.chunks))
+        return self._decode([self.files[i] for i in places], read_file)
+
+    def take_vitrail(self, name: str, number: int = 240) -> int:
+        """Batches as training gets them, from the first request to the last batch: blocks that are used up."""
+        turns, first = TURNS[name], self.steps[name]
+        loader = Loader(
+            self.sampler(turns),
+            self.reader,
+            lambda step: range(step * BATCH, (step + 1) * BATCH),
+            device=torch.device("cpu"),
+            workers=self.threads,
+            prefetch=3,
+        )
+        self.steps[name] += turns * math.ceil(number / BATCH / turns)
+        return sum(batch.values.numel() for batch in loader.batches(first, self.steps[name]))
+
+
+def read_file(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+def uniformity(starts: np.ndarray, places: int) -> dict[str, float]:
+    """Chi-square of crop starts in equal boxes, and of places within a chunk; p by Wilson and Hilferty."""
+    edges = np.linspace(0, places, 9)
+    found = {}
+    boxes, _ = np.histogramdd(starts, bins=[edges] * 3)
+    exact = np.diff(np.ceil(edges))  # starts are whole numbers: boxes hold some more or fewer of them
+    shares = np.einsum("i,j,k->ijk", exact, exact, exact) / places**3
+    inside = np.stack([np.bincount(starts[:, axis] % CHUNK, minlength=CHUNK) for axis in range(3)])
+    of_axis = np.bincount(np.arange(places) % CHUNK, minlength=CHUNK) / places
+    for name, seen, share, free in (
+        ("boxes", boxes, shares, boxes.size - 1),
+        ("within chunks", inside, np.stack([of_axis] * 3), 3 * (CHUNK - 1)),
+    ):
+        expected = share * len(starts)
+        square = float((np.square(seen - expected) / expected).sum())
+        z = ((square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
+        found |= {
+            name: round(square, 1),
+            f"{name}, free": free,
+            f"{name}, p": round(math.erfc(z / math.sqrt(2)) / 2, 4),
+        }
+    return found
+
+
+def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
+    work: dict[str, Callable[[], int]] = {
+        "zarr-python": methods.take_zarr,
+        "tensorstore": methods.take_tensorstore,
+        f"tensorstore, {methods.threads} at a time": methods.take_tensorstore_at_once,
+        "zstd alone": methods.decode_memory,
+        "zstd and files": methods.decode_files,
+        **{name: lambda name=name: methods.take_vitrail(name) for name in TURNS},  # type: ignore[misc]
+    }
+    rows: dict[str, dict[str, Any]] = {name: {"rates": [], "cpu": [], "reuse": []} for name in work}
+    for repeat in range(repeats + 1):
+        for name, take in work.items():
+            decoded, start, busy = methods.decoder.decoded, time.perf_counter(), time.process_time()
+            amount = take()
+            seconds, busy = time.perf_counter() - start, time.process_time() - busy
+            if not repeat:  # warm-up
+                continue
+            rows[name]["rates"].append(amount / seconds / 1e9)
+            rows[name]["cpu"].append(busy / amount * 1e9)
+            if name in TURNS:
+                rows[name]["reuse"].append(amount / max(1, methods.decoder.decoded - decoded) / CHUNK**3)
+    for row in rows.values():
+        row["rate"] = statistics.median(row["rates"])
+        row["cpu"] = statistics.median(row["cpu"])
+        row["reuse"] = statistics.median(row["reuse"]) if row["reuse"] else None
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| | GB/s (least-most) | times tensorstore | of zstd alone | of zstd and files | CPU ns/byte | reuse |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        shares = [row["rate"] / rows[other]["rate"] for other in ("tensorstore", "zstd alone", "zstd and files")]
+        reuse = "" if row["reuse"] is None else f"{row['reuse']:.2f}"
+        lines.append(
+            f"| {name} | {row['rate']:.2f} ({min(row['rates']):.2f}-{max(row['rates']):.2f}) | {shares[0]:.2f} | "
+            f"{shares[1]:.2f} | {shares[2]:.2f} | {row['cpu']:.2f} | {reuse} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", type=int, default=1024, help="voxels of the volume along each axis")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--work", type=Path, help="where the volume is written; a folder that is removed afterwards")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
+        path = Path(folder) / "noise.zarr"
+        ratio = write_volume(path, arguments.side, arguments.threads)
+        methods = Methods(path, arguments.side, arguments.threads)
+        rows = measure(methods, arguments.repeats)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(table(rows))
+    sampler = methods.sampler(TURNS["vitrail, reuse 1"])
+    starts = np.array([sampler(counter).start for counter in range(sampler.epoch * 4)])
+    offsets = uniformity(starts, arguments.side - CROP + 1)
+    print(f"zstd ratio {ratio:.3f}; peak memory {peak:.2f} GiB; offsets of {len(starts):,} crops: {offsets}")
+    goals = [
+        {"method": m, "times": t, "of": o, "found": rows[m]["rate"] / rows[o]["rate"]}
+        for m, each in GOALS.items()
+        for t, o in each
+    ]
+    for goal in goals:
+        met = "reached" if goal["found"] >= goal["times"] else "NOT reached"
+        print(f"{goal['method']}: {goal['found']:.2f} of {goal['of']}, goal {goal['times']}: {met}")
+    result = {
+        "benchmark": "volumes",
+        "side": arguments.side,
+        "threads": arguments.threads,
+        "load_before": load,
+        "zstd_ratio": ratio,
+        "cache_bytes": CACHE,
+        "peak_gib": peak,
+        "offsets": offsets,
+        "goals": goals,
+        "rows": rows,
+        "environment": environment(),
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "volumes.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""What to know of a source before training on it, in sentences, and what to write in a recipe."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from vitrail.data.picture import by, has_labels, spread
+from vitrail.data.source import Item, Source
+from vitrail.errors import UserError
+
+CROP = {2: 256, 3: 64}  # voxels of a suggested crop along an axis at most
+MUCH_DECODING = 28.0  # voxels decoded for one of a crop, from which on reading is slow: 32 of chunks of 64 need 26
+MOST_CLASSES, MANY_LABELS = 1000, 24
+BATCH = {2: 64, 3: 16}
+NOT_MEASURED = ("synthetic", "dummy", "latents")  # kinds whose voxels have no size in the world
+
+
+def entry_of(cls: Any, entry: dict[str, Any]) -> Any:
+    """The config of a source, each key checked as in a recipe."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from vitrail.recipe.kinds import nearest
+
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(entry), strict=True)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        key = str(fault["loc"][0]) if fault["loc"] else "path"
+        known = [field.name for field in dataclasses.fields(cls)]
+        if key not in known:
+            near = nearest(key, known)
+            hint = f"did you mean {near!r}? " if near else ""
+            raise UserError(
+                f"--set {key}: {cls.__name__[:-6]} has no such key; {hint}it has {', '.join(known)}"
+            ) from None
+        reason = (fault.get("ctx") or {}).get("error")
+        message = str(reason) if reason else f"{fault['msg'][0].lower()}{fault['msg'][1:]}, not {entry.get(key)!r}"
+        raise UserError(f"--set {key}: {message}") from None
+
+
+def decoded_per_voxel(item: Item, crop: Sequence[int]) -> float:
+    """Voxels of whole chunks that a crop at a random place touches, for each of its own: the mean over places."""
+    factor = 1.0
+    for size, chunk, c in zip(item.shape, item.chunk, crop, strict=True):
+        chunks = min((c - 1) / chunk + 1, math.ceil(size / chunk))
+        factor *= min(chunks * chunk, max(size, c)) / c
+    return factor
+
+
+def suggest_crop(source: Source) -> tuple[int, ...]:
+    """A crop that fits every item: about a cube in space, whole images where they are small; 1 across slices."""
+    shapes = [source.items[i].shape for i in spread(len(source.items), 200)]
+    smallest = [min(sizes) for sizes in zip(*shapes, strict=True)]
+    spacing, most = source.items[0].spacing, CROP.get(len(smallest), 64)
+    fine = min(spacing)
+    if len(source.items) < 5:  # a part of them is to be held out
+        most = min(most, max(size * step for size, step in zip(smallest, spacing, strict=True)) / fine / 3)
+    crop = []
+    for axis, (size, step) in enumerate(zip(smallest, spacing, strict=True)):
+        if axis == source.items[0].slices:
+            crop.append(1)
+            continue
+        wanted = min(size, max(8, most * fine / step))
+        unit = 16 if wanted >= 32 else 4
+        crop.append(max(1, int(wanted // unit * unit) if wanted >= unit else int(wanted)))
+    return tuple(crop)
+
+
+def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[str]:
+    """Sentences on what may go wrong or slowly, each with what to do."""
+    item, told = source.items[0], []
+    if facts["unreadable"]:
+        told.append(f"{len(facts['unreadable'])} of {facts['samples']} crops cannot be read: {facts['unreadable'][0]}")
+    measured = facts.get("kind") not in NOT_MEASURED and (len(item.shape) == 3 or set(item.spacing) != {1.0})
+    if item.unit is None and measured:
+        told.append("the file gives no unit of the voxel size, and none is assumed; set `unit` where the kind has it")
+    ratio = max(item.spacing) / min(item.spacing)
+    if ratio > 1.3:
+        thick = source.axes[item.spacing.index(max(item.spacing))]
+        told.append(
+            f"voxels are {ratio:.3g} times as long along {thick} as along the finest axis: crops need fewer of them "
+            "there, and augment.orientations turns only axes of equal size"
+        )
+    decoded = decoded_per_voxel(item, crop)
+    whole = all(c >= s for c, s in zip(item.chunk, item.shape, strict=True))
+    mib = math.prod(item.shape) * source.dtype.itemsize * len(source.variables) / 2**20
+    if decoded > MUCH_DECODING:
+        how = f"the whole item ({mib:.3g} MiB)" if whole else f"chunks of {by(item.chunk)}"
+        told.append(
+            f"a crop of {by(crop)} decodes {decoded:.0f} times its voxels, because {how} can only be read at once; "
+            "raise data.reuse, or store the data in chunks of about the crop's size"
+        )
+    if any(str(name).endswith((".gz", ".bz2", ".xz", ".zip")) for name in (facts.get("path"), item.name)):
+        told.append(
+            "a compressed file has no random access: each item is decoded whole; uncompressed files read faster"
+        )
+    sizes = facts.get("smallest")
+    if sizes and any(c > CROP.get(len(sizes), 64) // 4 > s for c, s in zip(facts["largest"], sizes, strict=True)):
+        told.append(f"items differ in size, and the smallest has only {by(sizes)}: crops must fit into it")
+    latitude = facts.get("latitude")
+    if isinstance(latitude, str) and "south" in latitude.lower():
+        told.append(f"latitude is stored {latitude}, and shown so; `latitude: north_first` turns it")
+    for name, numbers in facts["statistics"].items():
+        told += _warn_of_values(name, numbers)
+    if facts["constant_percent"]:
+        told.append(
+            f"{facts['constant_percent']:.0f} % of the crops hold one value alone; data.filter leaves empty ones out"
+        )
+    shares, named = facts.get("label_percent") or {}, facts.get("label_names") or {}
+    if (len(shares) >= MANY_LABELS and not named) or any(int(value) >= MOST_CLASSES for value in shares):
+        told.append("labels seem to number things rather than classes; objective segment needs classes from 0 on")
+    elif named and (strange := [value for value in shares if value != "0" and value not in named]):
+        told.append(f"label {strange[0]} has no name in the file; name all in objective.names, or ignore it")
+    elif gaps := label_gaps(facts):
+        told.append(
+            f"labels are {', '.join(shares)}, but classes count from 0 on: label_map: {_flow(gaps)} renumbers them"
+        )
+    counts = facts.get("class_counts") or {}
+    looked = facts.get("classes_looked_at", sum(counts.values()))  # too few of them say nothing of rare classes
+    if counts and looked >= 20 * len(counts) and min(counts.values()) * 10 < max(counts.values()):
+        rare = min(counts, key=counts.__getitem__)
+        told.append(f"classes are unequal: {rare} has {counts[rare]} items, the largest {max(counts.values())}")
+    return told
+
+
+def _warn_of_values(name: str, s: dict[str, Any]) -> list[str]:
+    told = []
+    if s["not_finite_percent"]:
+        told.append(
+            f"{name}: {s['not_finite_percent']:.2g} % of the values are NaN or infinite, which ends a training; "
+            "leave them out with `region`, or fill them"
+        )
+    if s["std"] and s["max"] - s["mean"] > 25 * s["std"]:
+        told.append(
+            f"{name}: the largest value {s['max']:.4g} lies far out (99 % are below {s['p99']:.4g}); "
+            "data.normalize: {percentiles: [1, 99]} takes no notice of such"
+        )
+    return told
+
+
+def label_gaps(facts: dict[str, Any]) -> dict[int, int]:
+    """New numbers for the values of unnamed labels that do not count from 0 on, such as 0 and 255; empty if they do."""
+    values = sorted(int(value) for value in facts.get("label_percent") or {})
+    if facts.get("label_names") or len(values) >= MANY_LABELS or values == list(range(len(values))):
+        return {}
+    first = 0 if 0 in values else 1  # 0 stays what is often the background
+    return {value: number for number, value in enumerate(values, first) if value != number}
+
+
+def suggest_recipe(source: Source, config: Any, crop: tuple[int, ...], facts: dict[str, Any]) -> str:
+    """The `data` section of a recipe, with a part held out where the source can be split."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    entry = {name: values[name] for name, default in _defaults(config).items() if values[name] != default}
+    if _needs_kind(config):
+        entry["kind"] = config.kind
+    gaps = label_gaps(facts) if "label_map" in values and not values["label_map"] else {}
+    if gaps:
+        entry["label_map"] = gaps
+    ours, theirs = _split(source, config, crop)
+    shown = [size for axis, size in enumerate(crop) if axis != source.items[0].slices]
+    size: Any = shown[0] if len(set(shown)) == 1 else shown
+    lines = [f"model: {{ndim: {len(shown)}}}  # and its kind and size", "data:"]
+    lines.append(f"  train: [{_flow(entry | ours)}]")
+    if theirs:
+        lines.append(f"  valid: [{_flow(entry | theirs)}]")
+    else:
+        lines.append("  # valid: [{path: ...}]  data that are never trained on")
+    lines += [f"  crop: {_flow(size)}", f"  batch: {BATCH.get(len(shown), 16)}"]
+    if len(shown) == 3:
+        lines.append("  augment: {orientations: true}")
+    if has_labels(source):
+        number = len(facts.get("label_percent") or {})
+        names = ["background", *(f"class{i}" for i in range(1, number))]
+        told = facts.get("label_names") or number >= MANY_LABELS
+        lines.append("objective: {kind: segment}" if told else f"objective: {{kind: segment, names: {_flow(names)}}}")
+    elif getattr(source, "class_names", ()):
+        lines.append("objective: {kind: classify}")
+    return "\n".join(lines)
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """What each key is where it is left out; a key that must be given has a default that equals nothing."""
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
+
+
+def _needs_kind(config: Any) -> bool:
+    """Whether the path alone would not find this kind."""
+    from vitrail.data.sources import guess_kind
+
+    try:
+        return bool(guess_kind(config.path) != config.kind)
+    except UserError:
+        return True
+
+
+def _split(source: Source, config: Any, crop: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What to add to the entries of data.train and data.valid; nothing where no part can be held out."""
+    keys, number = _defaults(config), len(source.items)
+    if any(getattr(config, key) != keys[key] for key in ("region", "split", "start", "end") if key in keys):
+        return {}, {}  # a part has been chosen already
+    classified = bool(getattr(source, "class_names", ()))
+    if "split" in keys and number >= 20 and (classified or "end" not in keys):
+        return {"split": [0, 0.8]}, {"split": [0.8, 1]}
+    if "end" in keys and number >= 5:
+        return {"end": 0.8}, {"start": 0.8}
+    shape = [min(sizes) for sizes in zip(*(source.items[i].shape for i in spread(number, 50)), strict=True)]
+    for axis in sorted(range(len(shape)), key=lambda i: -shape[i] / crop[i]):
+        share = max(0.2, math.ceil(100 * crop[axis] / shape[axis]) / 100)
+        name, at = source.axes[axis], round(1 - share, 2)
+        border = round(at * shape[axis])  # the voxel, as regions count
+        if "region" not in keys or min(border, shape[axis] - border) < crop[axis]:
+            continue
+        try:
+            dataclasses.replace(config, region={name: [0, at]})
+        except UserError:  # of a kind that has no regions
+            break
+        return {"region": {name: [0, at]}}, {"region": {name: [at, 1]}}
+    return {}, {}
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        # Recipes take text as keys alone, also where it is that of a number.
+        return "{" + ", ".join(f"{_flow(str(key))}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./@:-]*", value) and ": " not in value:
+        return value if value.lower() not in ("null", "true", "false", "yes", "no", "on", "off") else json.dumps(value)
+    return json.dumps(value)

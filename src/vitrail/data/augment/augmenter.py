@@ -1,0 +1,146 @@
+"""All of augmentation in its order, from the windows that were read to the batch that an objective sees.
+
+Sections are spoilt in the window; then the crop is cut from it in one pass (orientation, flip, rotation, scale, shear,
+bend and what is left of a wanted voxel size in one matrix); then blur, gamma, contrast, brightness, noise and colour;
+then samples are mixed. Where nothing but orientations is asked for, values keep their type and every intensity.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.data.augment.affine import resample, resample_labels
+from vitrail.data.augment.artefacts import spoil
+from vitrail.data.augment.colour import jitter
+from vitrail.data.augment.geometry import Geometry
+from vitrail.data.augment.intensity import change_intensity, changes_intensity
+from vitrail.data.augment.mix import mix
+from vitrail.data.augment.orientations import orient
+from vitrail.data.augment.raw import Raw
+from vitrail.data.batch import Batch, Statistics
+from vitrail.data.source import Item
+from vitrail.errors import UserError
+
+
+class Augmenter:
+    """Windows in, batches out; what happens to a sample is a function of (seed, counter) alone."""
+
+    def __init__(
+        self,
+        settings: Any,  # the recipe's section data.augment
+        crop: tuple[int, ...],
+        *,
+        seed: int,
+        statistics: Statistics | None = None,
+        labels: Literal["item", "voxel"] | None = None,
+        num_classes: int | None = None,
+        ignore: int | None = None,
+        axes: tuple[str, ...] = (),  # names of the crop's axes; z, y, x if empty
+    ):
+        self.settings, self.crop, self.seed, self.statistics = settings, tuple(crop), seed, statistics
+        self.labels, self.num_classes, self.ignore = labels, num_classes, ignore
+        self.axes = axes or ("z", "y", "x")[-len(crop) :]
+        self._check()
+        self.geometry = Geometry(settings, self.crop, self.axes, seed)
+        c = settings
+        # Whether samples are needed whole, whatever their window: for anything but turns by whole voxels.
+        self.resamples = bool(
+            self.geometry.moves or changes_intensity(c) or c.sections or c.jitter or c.mixup or c.cutmix
+        )
+
+    def window(self, item: Item, crop: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Voxels of an item that one sample is cut from, for the worst draw; 1 across slices."""
+        cut = item.slices
+        keep = [axis for axis in range(len(item.shape)) if axis != cut]
+        spacing, scale = ([of[axis] for axis in keep] for of in (item.spacing, item.scale))
+        found = list(self.geometry.window([item.shape[axis] for axis in keep], spacing, scale))
+        if cut is not None:
+            found.insert(cut, 1)
+        return tuple(found)
+
+    def __call__(self, raw: Raw) -> Batch:
+        codes = raw.orientations or [0] * len(raw.counters)
+        if not self.resamples and not self._differs(raw):
+            labels = raw.labels
+            if labels is not None and self.labels == "voxel":
+                labels = orient(labels[:, None], codes)[:, 0]
+            values = orient(raw.values, codes, raw.slab)
+            return Batch(raw.counters, values, labels, raw.variables, raw.slab, raw.statistics)
+        assert raw.slab is None, "samples that are resampled are read whole"
+        if raw.values.device.type != "cpu" or len(raw.counters) == 1:
+            values, labels = self._change(raw, codes)
+        else:  # one by one: vectorised loops of the CPU round by the place of a number in its tensor
+            parts = [self._change(raw.narrow(i, i + 1), codes[i : i + 1]) for i in range(len(raw.counters))]
+            values = torch.cat([part[0] for part in parts])
+            labels = raw.labels if self.labels != "voxel" else torch.cat([part[1] for part in parts])  # type: ignore[misc]
+        soft = None
+        if self.settings.mixup or self.settings.cutmix:
+            assert labels is not None
+            assert self.num_classes is not None
+            values, soft = mix(values, labels, raw.counters, self.settings, self.seed, self.num_classes)
+        return Batch(raw.counters, values, labels, raw.variables, None, raw.statistics, soft)
+
+    def _change(self, raw: Raw, codes: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Everything but mixing; values become float32."""
+        c, n, number = self.settings, len(self.crop), len(raw.counters)
+        sizes = raw.sizes or [tuple(raw.values.shape[2:])] * number
+        scales, spacings = raw.scales or [(1.0,) * n] * number, raw.spacings or [(1.0,) * n] * number
+        voxels = raw.labels if self.labels == "voxel" else None
+        if c.sections is not None or changes_intensity(c):
+            mean, std = self._statistics(raw)
+        if c.sections is not None:
+            axis = 0 if c.sections.axis is None else self.axes.index(c.sections.axis)
+            for i, (counter, size) in enumerate(zip(raw.counters, sizes, strict=True)):
+                inside = tuple(slice(0, s) for s in size)
+                sample = raw.values[i][(slice(None), *inside)]
+                own = None if voxels is None else voxels[i][inside]
+                spoil(sample, own, c.sections, axis, seed=self.seed, counter=counter, mean=mean[i], std=std[i])
+        moves = [self.geometry.draw(*drawn) for drawn in zip(raw.counters, sizes, spacings, scales, codes, strict=True)]
+        step = self.geometry.step
+        values = resample(raw.values, moves, sizes, self.crop, step=step)
+        labels = raw.labels if voxels is None else resample_labels(voxels, moves, sizes, self.crop, step=step)
+        if changes_intensity(c):
+            values = change_intensity(values, raw.counters, c, self.seed, mean, std)
+        if c.jitter is not None:
+            highest = 255.0 if raw.values.dtype == torch.uint8 else None
+            values = jitter(values, raw.counters, c.jitter, self.seed, raw.variables, highest=highest)
+        return values, labels
+
+    def _differs(self, raw: Raw) -> bool:
+        """Whether windows are no crops: items at another voxel size than wanted, or of which more was read."""
+        room = self.crop if raw.slab is not None else tuple(raw.values.shape[2:])
+        sizes = {room, *map(tuple, raw.sizes)} if raw.slab is None else {room}
+        return sizes != {self.crop} or any(factor != 1 for scale in raw.scales for factor in scale)
+
+    def _statistics(self, raw: Raw) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [B, C] that changes are relative to, on the host."""
+        number, channels = raw.values.shape[:2]
+        if raw.statistics is not None:
+            return raw.statistics[0].float().cpu(), raw.statistics[1].float().cpu()
+        if self.statistics is None:
+            return torch.zeros(number, channels), torch.ones(number, channels)
+        mean, std = self.statistics.tensors()
+        return mean.float().expand(number, channels), std.float().expand(number, channels)
+
+    def _check(self) -> None:
+        """Refuse what the data or the objective cannot have."""
+        c = self.settings
+        named = {
+            "flip": c.flip if isinstance(c.flip, tuple) else (),
+            "rotate_axes": c.rotate_axes,
+            "sections.axis": (c.sections.axis,) if c.sections is not None and c.sections.axis else (),
+        }
+        for where, names in named.items():
+            strange = [name for name in names if name not in self.axes]
+            if strange:
+                raise UserError(
+                    f"data.augment.{where}: {strange[0]!r} is not an axis of the samples; use {', '.join(self.axes)}"
+                )
+        if c.rotate_axes and len(self.crop) != 3:
+            raise UserError("data.augment.rotate_axes: images turn in their plane alone; leave rotate_axes out")
+        if (c.mixup or c.cutmix) and self.labels != "item":
+            raise UserError(
+                "data.augment: mixup and cutmix mix the classes of items, which this objective does not learn; "
+                "set them to 0, or train objective 'classify'"
+            )

@@ -1,0 +1,64 @@
+"""Colour jitter as one 3 x 3 matrix a sample: brightness, contrast, saturation, then hue.
+
+All four are linear in red, green and blue: contrast pulls towards the mean grey of the sample, saturation towards the
+grey of each pixel, and hue turns colours about the axis of greys. Bytes stay between 0 and 255.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.draws import stream
+from vitrail.errors import UserError
+
+GREY = np.array([0.299, 0.587, 0.114])  # how bright red, green and blue look
+# Luminance and two differences of colour (YIQ), between which hue is an angle.
+_YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+
+
+def jitter(
+    values: Tensor,
+    counters: Sequence[int],
+    settings: Any,
+    seed: int,
+    variables: Sequence[str],
+    *,
+    highest: float | None,
+) -> Tensor:
+    """[B, C, *S] float32, of which the variables red, green and blue change; up to `highest`, if there is one."""
+    missing = [name for name in ("red", "green", "blue") if name not in variables]
+    if missing:
+        raise UserError(
+            f"data.augment.jitter: changes the variables red, green and blue, but the data have "
+            f"{', '.join(variables) or 'no names'}; name them so with `variables`, or leave jitter out"
+        )
+    places = torch.tensor([variables.index(name) for name in ("red", "green", "blue")], device=values.device)
+    drawn = [_draw(settings, seed, counter) for counter in counters]
+    colours = values.index_select(1, places)  # [B, 3, *S]
+    flat = colours.flatten(2)
+    brightness, contrast, matrix = (
+        torch.tensor(np.stack(part), dtype=torch.float32, device=values.device) for part in zip(*drawn, strict=True)
+    )
+    flat = flat * brightness.view(-1, 1, 1)
+    grey = torch.tensor(GREY, dtype=torch.float32, device=values.device) @ flat.mean(2, keepdim=True)  # [B, 1]
+    flat = torch.lerp(grey[:, None].expand(-1, 3, 1), flat, contrast.view(-1, 1, 1))
+    flat = (matrix[..., None] * flat[:, None]).sum(2)  # three products a value: no matrix unit, which would round
+    if highest is not None:
+        flat = flat.clamp(0, highest)
+    return values.index_copy(1, places, flat.view_as(colours))
+
+
+def _draw(settings: Any, seed: int, counter: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Factor of brightness, factor of contrast, and the matrix of saturation and hue."""
+    numbers = stream(seed, "augment.jitter", counter).uniform(-1, 1, 4)
+    limits = (settings.brightness, settings.contrast, settings.saturation)
+    brightness, contrast, saturation = (max(0.0, 1 + most * n) for most, n in zip(limits, numbers[:3], strict=True))
+    angle = 2 * math.pi * settings.hue * numbers[3]
+    turn = np.eye(3)
+    turn[1:, 1:] = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+    pull = saturation * np.eye(3) + (1 - saturation) * np.outer(np.ones(3), GREY)
+    return np.array(brightness), np.array(contrast), np.linalg.inv(_YIQ) @ turn @ _YIQ @ pull

@@ -1,0 +1,59 @@
+"""Mixup and cutmix: two samples and their classes become one.
+
+Partners are the samples with counters 2k and 2k + 1, at every world size, so that a mixed sample is a function of its
+counter alone; a rank needs both of them in one batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.draws import stream
+from vitrail.errors import UserError
+
+
+def mix(
+    values: Tensor, labels: Tensor, counters: Sequence[int], settings: Any, seed: int, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """[B, C, *S] float32 and classes [B] -> mixed samples, and how much of each class they are [B, classes]."""
+    places = {counter: place for place, counter in enumerate(counters)}
+    if any(counter ^ 1 not in places for counter in counters):
+        raise UserError(
+            "data.augment: mixup and cutmix mix samples two by two, but a rank reads an odd number of them at once; "
+            "make data.batch an even number for each rank"
+        )
+    partners = torch.tensor([places[counter ^ 1] for counter in counters], device=values.device)
+    shape = tuple(values.shape[2:])
+    boxes: dict[int, tuple[slice, ...]] = {}
+    blend, own = [], []  # share of the sample itself in its voxels, where it is blended; and in its class
+    for place, counter in enumerate(counters):
+        numbers = stream(seed, "augment.mix", counter // 2)
+        cut = settings.cutmix and (not settings.mixup or numbers.random() < 0.5)
+        alpha = settings.cutmix if cut else settings.mixup
+        share = float(numbers.beta(alpha, alpha))
+        blend.append(1.0 if cut else share)
+        if cut:
+            boxes[place] = box = _box(numbers, shape, 1 - share)
+            share = 1 - float(np.prod([(b.stop - b.start) / n for b, n in zip(box, shape, strict=True)]))
+        own.append(share)
+    other = values.index_select(0, partners)
+    factor = torch.tensor(blend, device=values.device).view(-1, *[1] * (values.ndim - 1))
+    mixed = values * factor + other * (1 - factor)
+    for place, box in boxes.items():
+        mixed[place][(slice(None), *box)] = other[place][(slice(None), *box)]
+    weights = torch.tensor(own, device=values.device)[:, None]
+    classes = torch.nn.functional.one_hot(labels.long(), num_classes).float()
+    return mixed, weights * classes + (1 - weights) * classes.index_select(0, partners)
+
+
+def _box(numbers: np.random.Generator, shape: tuple[int, ...], share: float) -> tuple[slice, ...]:
+    """A box of a share of the crop about a random middle; what lies outside is cut off."""
+    sides = share ** (1 / len(shape))
+    box = []
+    for size in shape:
+        middle, half = numbers.integers(size), round(sides * size) / 2
+        box.append(slice(max(0, round(middle - half)), min(size, round(middle + half))))
+    return tuple(box)

@@ -1,0 +1,151 @@
+"""Samples with something in them: a coarse map of where voxels count, made once an item, answers for any box.
+
+The map counts voxels above a threshold in cells of an eighth of the crop; its summed-area table gives the share of a
+box in a few look-ups, as if voxels lay evenly inside a cell. So whether a sample is taken is a function of its place,
+and the order of samples stays a pure function of (seed, counter).
+"""
+
+import contextlib
+import itertools
+import math
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.files import cache_folder
+from vitrail.data.source import LabelledSource, Source
+from vitrail.errors import UserError
+
+FINENESS = 8  # cells along a crop
+PIECE = 2**22  # voxels that are read at once, about
+
+
+class Occupancy:
+    """How many voxels of an item count, cell by cell, and which boxes have enough of them."""
+
+    def __init__(self, counts: np.ndarray, shape: tuple[int, ...], cell: tuple[int, ...], share: float):
+        self.shape, self.cell, self.share = shape, cell, share
+        table = counts.astype(np.float64)
+        for axis in range(table.ndim):
+            table = np.cumsum(table, axis=axis)
+        self.table = np.pad(table, [(1, 0)] * table.ndim)  # [i, j, ...]: voxels in the cells before
+
+    def shares(self, starts: Sequence[np.ndarray], window: tuple[int, ...]) -> np.ndarray:
+        """Share of voxels that count in every box whose start is one of each axis' starts."""
+        found = self.table
+        for axis, (begin, size) in enumerate(zip(starts, window, strict=True)):
+            begin = np.asarray(begin)
+            found = self._at(found, axis, begin + size) - self._at(found, axis, begin)
+        return found / math.prod(window)
+
+    def enough(self, starts: Sequence[np.ndarray], window: tuple[int, ...]) -> np.ndarray:
+        return self.shares(starts, window) >= self.share * (1 - 1e-9)  # sums of a table are not exact
+
+    def has_enough(self, start: Sequence[int], window: tuple[int, ...]) -> bool:
+        """The same of one box, from the corners of its table alone."""
+        corners, weights = [], []
+        for at, size, cell, whole in zip(start, window, self.cell, self.shape, strict=True):
+            low, before = _between(at, cell, whole)
+            high, after = _between(at + size, cell, whole)
+            corners.append([low, low + 1, high, high + 1])
+            weights.append([before - 1, -before, 1 - after, after])
+        found = self.table[np.ix_(*corners)]
+        for weight in reversed(weights):
+            found = found @ np.array(weight)
+        return bool(found >= self.share * (1 - 1e-9) * math.prod(window))
+
+    def anywhere(self, window: tuple[int, ...]) -> bool:
+        """Whether any box of this size has enough, of those that begin with a cell."""
+        starts = [
+            np.append(np.arange(0, size - w, c), size - w)
+            for size, w, c in zip(self.shape, window, self.cell, strict=True)
+        ]
+        return bool(self.enough(starts, window).any())
+
+    def _at(self, table: np.ndarray, axis: int, position: np.ndarray) -> np.ndarray:
+        """The table at positions in voxels along an axis, between cells in proportion."""
+        cell, cells = self.cell[axis], table.shape[axis] - 1
+        low = np.minimum(position // cell, cells - 1)
+        width = np.minimum((low + 1) * cell, self.shape[axis]) - low * cell
+        part = ((position - low * cell) / width).reshape([-1 if a == axis else 1 for a in range(table.ndim)])
+        return np.take(table, low, axis=axis) * (1 - part) + np.take(table, low + 1, axis=axis) * part
+
+
+def _between(position: int, cell: int, size: int) -> tuple[int, float]:
+    """The cell of a position along an axis, and how far into it that is."""
+    low = min(position // cell, (size - 1) // cell)
+    return low, (position - low * cell) / (min((low + 1) * cell, size) - low * cell)
+
+
+def check_filter(source: Source, by: str, where: str) -> None:
+    """Refuse a filter by something that the source does not have."""
+    if by == "labels" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
+        raise UserError(
+            f"data.filter.by: {where} has no labels of voxels; name a variable, or the labels of this entry"
+        )
+    if by != "labels" and by not in source.variables:
+        raise UserError(
+            f"data.filter.by: {where} has no variable {by!r}; use labels or one of {', '.join(source.variables)}"
+        )
+
+
+def cell_of(window: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(max(1, size // FINENESS) for size in window)
+
+
+def occupancy_of(
+    source: Source, item: int, cell: tuple[int, ...], *, by: str, above: float, share: float, mark: str | None
+) -> Occupancy:
+    """The map of an item, from the cache or made now; `mark` is the data's fingerprint."""
+    facts, counts = source.items[item], None
+    file: Path | None = None
+    with contextlib.suppress(UserError):  # of a cache that cannot be made: it is done without
+        file = None if mark is None else cache_folder("filter") / f"{mark}-{item}.npy"
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            counts = np.load(file, allow_pickle=False)
+    if counts is None:
+        counts = count_voxels(source, item, cell, by=by, above=above)
+        if file is not None:
+            draft = file.with_name(f".{file.stem}.{uuid.uuid4().hex[:8]}.npy")
+            try:
+                np.save(draft, counts, allow_pickle=False)
+                draft.replace(file)
+            except OSError:
+                draft.unlink(missing_ok=True)
+    return Occupancy(counts, facts.shape, cell, share)
+
+
+def count_voxels(source: Any, item: int, cell: tuple[int, ...], *, by: str, above: float) -> np.ndarray:
+    """Voxels above a threshold in each cell of an item; the item is read once, in pieces of whole cells."""
+    facts = source.items[item]
+    variable = None if by == "labels" else source.variables.index(by)
+    counts = np.zeros([math.ceil(s / c) for s, c in zip(facts.shape, cell, strict=True)], np.float32)
+    steps = _steps(facts.shape, facts.chunk, cell)
+    corners = itertools.product(*[range(0, size, step) for size, step in zip(facts.shape, steps, strict=True)])
+
+    def read(corner: tuple[int, ...]) -> None:
+        stops = [min(c + step, size) for c, step, size in zip(corner, steps, facts.shape, strict=True)]
+        region = tuple(slice(a, b) for a, b in zip(corner, stops, strict=True))
+        voxels = source.read_labels(item, region) if variable is None else source.read(item, region)[variable]
+        found = (voxels > above).astype(np.float32)
+        for axis, c in enumerate(cell):
+            found = np.add.reduceat(found, np.arange(0, found.shape[axis], c), axis=axis)
+        counts[tuple(slice(a // c, math.ceil(b / c)) for a, b, c in zip(corner, stops, cell, strict=True))] = found
+
+    with ThreadPoolExecutor(4, thread_name_prefix="vitrail-filter") as pool:
+        list(pool.map(read, corners))
+    return counts
+
+
+def _steps(shape: tuple[int, ...], chunk: tuple[int, ...], cell: tuple[int, ...]) -> list[int]:
+    """Size of a piece: whole cells, about a chunk or more along each axis, but no more than a few GiB."""
+    edge = round(PIECE ** (1 / len(shape)))
+    return [
+        min(math.ceil(min(max(k, edge), 4 * edge) / c) * c, math.ceil(size / c) * c)
+        for size, k, c in zip(shape, chunk, cell, strict=True)
+    ]

@@ -1,0 +1,196 @@
+"""What readers of file formats share: libraries that may be absent, files that stay open, errors told with names.
+
+- a file is opened when it is first read, and the ones used last stay open: a folder may hold more than a process may
+- errors that may pass (a time-out, an I/O error) stay OSErrors, so that the reader tries again; others are BadData
+"""
+
+import contextlib
+import importlib
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path, PurePosixPath
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.files import base_name, explained, file_type, join, list_files
+from vitrail.errors import UserError
+from vitrail.recipe.kinds import remedy
+
+T = TypeVar("T")
+
+OPEN_FILES = 32  # that stay open, for each thread or for all
+WHOLE_BYTES = 2**30  # of items that are decoded whole and kept, over all sources
+
+
+def library(module: str, kind: str) -> Any:
+    """A library that only one kind of source needs."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        raise UserError(f"kind {kind!r} needs {missing}, which is not installed; {remedy(missing)}") from error
+
+
+@contextlib.contextmanager
+def decoding(name: str) -> Iterator[None]:
+    """Whatever a library says of a broken file, in one sentence with its name."""
+    try:
+        yield
+    except (UserError, MemoryError, NameError, AssertionError):  # not of the file
+        raise
+    except OSError as error:
+        # Without a number of the system, or with one of its own, a library means what the file holds.
+        if error.errno is None or error.errno < 0:
+            raise _broken(name, error) from error
+        with explained(name):
+            raise
+    except Exception as error:
+        raise _broken(name, error) from error
+
+
+def _broken(name: str, error: Exception) -> BadData:
+    words = " ".join(str(error).split()).rstrip(".")
+    return BadData(f"{name} cannot be read ({words or type(error).__name__}); restore or remove the file")
+
+
+class Handles(Generic[T]):
+    """The files used last, open. One each for every thread, for libraries whose files are not for many threads.
+
+    What is dropped is closed by its last user: a file is never closed under a read.
+    """
+
+    def __init__(self, opener: Callable[..., T], *, per_thread: bool) -> None:
+        self._opener, self._lock = opener, threading.Lock()
+        self._store: Any = threading.local() if per_thread else type("Shared", (), {})()
+
+    def __call__(self, *key: Any) -> T:
+        with self._lock:  # opening is rare, and short
+            known: OrderedDict[tuple, T] = self._store.__dict__.setdefault("known", OrderedDict())
+            if key not in known:
+                known[key] = self._opener(*key)
+                if len(known) > OPEN_FILES:
+                    known.popitem(last=False)
+            known.move_to_end(key)
+            return known[key]
+
+
+def file_mark(place: str | Path) -> tuple[int, int]:
+    """What tells a file from another one that has taken its place."""
+    found = os.stat(place)
+    return found.st_ino, found.st_mtime_ns
+
+
+_maps: Handles[np.ndarray] = Handles(
+    lambda place, mark, dtype, offset, shape, order: np.memmap(place, dtype, "r", offset, shape, order),
+    per_thread=False,
+)
+
+
+class Mapped:
+    """An array in one piece of a file, as a memory map, which must not be touched beyond the end of a shorter file."""
+
+    def __init__(
+        self, name: str, place: Path, dtype: np.dtype, offset: int, shape: Sequence[int], order: str = "C"
+    ) -> None:
+        self.name, self.place = name, place
+        self.end = offset + dtype.itemsize * math.prod(shape)
+        with decoding(name):
+            self._key = (place, file_mark(place), dtype, offset, tuple(shape), order)
+            size = place.stat().st_size
+        if size < self.end:
+            raise BadData(f"{name} is cut short: {size} of {self.end} bytes; restore the file")
+
+    def __call__(self) -> np.ndarray:
+        with decoding(self.name):
+            if self.place.stat().st_size < self.end:
+                raise BadData(f"{self.name} has become shorter than {self.end} bytes since it was opened; restore it")
+            return _maps(*self._key)
+
+
+class Whole:
+    """Arrays of formats without random access, decoded once and kept while there is room."""
+
+    def __init__(self, limit: int = WHOLE_BYTES) -> None:
+        self.limit, self._lock = limit, threading.Lock()
+        self._known: OrderedDict[Any, Future[np.ndarray]] = OrderedDict()
+
+    def __call__(self, key: Any, decode: Callable[[], np.ndarray]) -> np.ndarray:
+        with self._lock:
+            found = self._known.get(key)
+            mine = found is None
+            if found is None:
+                found = self._known[key] = Future()
+            self._known.move_to_end(key)
+        if not mine:
+            return found.result()  # another thread decodes it
+        try:
+            values = decode()
+        except BaseException as error:
+            with self._lock:
+                self._known.pop(key, None)
+            found.set_exception(error)
+            raise
+        found.set_result(values)
+        with self._lock:
+            done = [k for k, f in self._known.items() if f.done() and k != key]
+            while done and self._bytes() > self.limit:
+                del self._known[done.pop(0)]
+        return values
+
+    def _bytes(self) -> int:
+        return sum(f.result().nbytes for f in self._known.values() if f.done() and f.exception() is None)
+
+
+whole_items = Whole()
+
+
+def stem(name: str, suffixes: Sequence[str]) -> str:
+    """A file's name without the suffix of its format."""
+    low = name.lower()
+    return next((name[: -len(suffix)] for suffix in suffixes if low.endswith(suffix)), PurePosixPath(name).stem)
+
+
+def list_items(path: str, suffixes: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, path) of the files of a format: the one at a path, or those of a folder, sorted as a person would."""
+    kind = file_type(path)
+    if kind is None:
+        raise UserError(f"data path {path!r} does not exist; check the spelling and the folder that it is relative to")
+    if kind == "file":
+        return [(base_name(path), path)]
+    found = [(name, join(path, name)) for name in list_files(path) if name.lower().endswith(tuple(suffixes))]
+    if not found:
+        raise UserError(f"{path} holds no files {', '.join(suffixes)}; give a file or a folder of such files")
+    return found
+
+
+def pair_labels(items: Sequence[tuple[str, str]], labels: str, suffixes: Sequence[str]) -> dict[str, str]:
+    """Name of each item -> path of its labels: one file for one item, or the files of the same names in a folder."""
+    if file_type(labels) is None:
+        raise UserError(f"labels = {labels!r} does not exist; give a file, or a folder with a file for each item")
+    if file_type(labels) == "file":
+        if len(items) > 1:
+            raise UserError(
+                f"labels = {labels!r} is one file for {len(items)} items; give a folder with a file for each"
+            )
+        return {items[0][0]: labels}
+    by_stem = {stem(name, suffixes): path for name, path in list_items(labels, suffixes)}
+    pairs = {}
+    for name, path in items:
+        found = by_stem.get(stem(name, suffixes))
+        if found is None:
+            raise UserError(
+                f"labels = {labels!r} holds no labels of {path}; expected a file named {stem(name, suffixes)}"
+            )
+        pairs[name] = found
+    return pairs
+
+
+def default_axes(ndim: int) -> tuple[str, ...]:
+    """Axes of an array whose file does not name them."""
+    return ("t", "c", "z", "y", "x")[-ndim:] if ndim != 4 else ("c", "z", "y", "x")

@@ -1,0 +1,445 @@
+"""What every format that stores arrays on a grid shares, so that a format is a small file.
+
+A format's config inherits `GridConfig`, lists its items as entries of stored arrays, and opens a `GridSource` of them:
+
+- it chooses variables, the moment, the level and the region, and refuses numbers that are none
+- labels lie on the image or on a box inside it; then only that box is used, and `region` counts from its corner
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.label_grid import label_box, labels_for, placed_like
+from vitrail.data.source import Item, normalize_window, resolve_region
+from vitrail.data.stored import (
+    TOLERANCE,
+    Entry,
+    Stored,
+    Window,
+    by,
+    choose_level,
+    plain_unit,
+    pool_factors,
+    pooled,
+    scale_of,
+    split_axes,
+    with_given,
+    without_nodata,
+)
+from vitrail.draws import key
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+__all__ = [
+    "TOLERANCE",
+    "Entry",
+    "GridConfig",
+    "GridSource",
+    "Stored",
+    "Window",
+    "choose_level",
+    "plain_unit",
+    "pooled",
+    "split_axes",
+]
+
+log = logging.getLogger(__name__)
+
+
+@config
+class GridConfig:
+    """Keys that all sources of grids have."""
+
+    path: str
+    variables: list[str] | None = None  # which channels to read, in this order, or new names for all of them
+    region: dict[str, list[int | float]] = field(default_factory=dict)  # axis: [lo, hi], fractions or voxels
+    weight: float = 1.0  # times its size: its share of the samples
+    split: tuple[float, float] = (0.0, 1.0)  # share of the items, by a hash of their names
+    start: float = 0.0  # first of the sorted items, as a share of them
+    end: float = 1.0  # and the last
+    axes: str | None = (
+        None  # names of the axes where the file does not tell: "zyx", "czyx", "time, latitude, longitude"
+    )
+    voxel_size: list[float] | None = None  # instead of what the file tells
+    unit: str | None = None  # of voxel sizes; those that the file tells in another unit are converted
+    level: int | None = None  # of a pyramid, 0 is the finest; None is 0, or what spacing finds
+    spacing: list[float] | None = None  # wanted size of a voxel: picks the level, and the rest is resampled
+    slices: str | None = None  # an axis: samples are 2-D slices across it
+    labels: str | None = None  # a name inside the file, or a path
+    label_map: dict[int, int] = field(default_factory=dict)  # stored value: class; other values stay as they are
+    time: int = 0  # moment to read, where there is an axis of time
+    missing: Literal["error", "fill"] = "error"  # what an absent chunk means: a loss, or the fill value
+    nodata: Literal["error", "fill"] = "error"  # NaN, infinity and the file's own mark of no data
+    fill_value: float = 0.0  # what stands for no data, with nodata: fill
+    statistics: dict[Literal["mean", "std"], list[float]] | None = None  # of this entry alone
+    stage: bool = True  # copy it to the node's own disk where data.stage says so
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise UserError(
+                f"weight = {self.weight} of {self.path} must be above 0; leave the entry out to give it no samples"
+            )
+        for name, (low, high) in {"split": self.split, "start and end": (self.start, self.end)}.items():
+            if not 0 <= low < high <= 1:
+                raise UserError(
+                    f"{name} = {[low, high]} of {self.path} must be two rising numbers from 0 to 1, such as [0, 0.8]"
+                )
+        if self.statistics is not None and (
+            set(self.statistics) != {"mean", "std"} or min(self.statistics["std"], default=0) <= 0
+        ):
+            raise UserError(
+                f"statistics = {self.statistics} of {self.path} must give the mean and a positive std of each "
+                "variable, such as {mean: [128], std: [40]}"
+            )
+
+
+class GridSource:
+    """Items out of arrays on grids that share axes and variables."""
+
+    def __init__(
+        self, settings: GridConfig, entries: Sequence[Entry], *, kind: str, class_names: Sequence[str] = ()
+    ) -> None:
+        self.config, self.kind, self.class_names = settings, kind, tuple(class_names)
+        kept = self._keep_split(entries)
+        # Moments of one file are items that share its arrays, which are prepared once.
+        known: dict[tuple[int, int], tuple[Entry, Entry]] = {}
+        self.entries: list[Entry] = []
+        for entry in kept:
+            mark = (id(entry.images), id(entry.labels))
+            if mark not in known:
+                given = self._as_given(entry)
+                known[mark] = (given, self._prepare(given))
+            made = known[mark][1]
+            self.entries.append(replace(entry, images=made.images, labels=made.labels))
+        self._given = known[id(kept[0].images), id(kept[0].labels)][0]
+        self._different = [made for _, made in known.values()]
+        first = self.entries[0].images[0]
+        self.axes = first.grid
+        self.dtype = self._common_dtype()
+        if settings.nodata == "fill" and not _fits(settings.fill_value, self.dtype):
+            raise UserError(
+                f"fill_value = {settings.fill_value} of {settings.path} is no {self.dtype}, the type of the data; "
+                "choose one that is"
+            )
+        self.variables, self._picked = self._pick_variables()
+        self._needed = {  # image: the channels of it that are read
+            image: slice(
+                min(c for n, c in self._picked if n == image), max(c for n, c in self._picked if n == image) + 1
+            )
+            for image in sorted({image for image, _ in self._picked})
+        }
+        if settings.slices is not None and (settings.slices not in self.axes or len(self.axes) != 3):
+            raise UserError(
+                f"slices = {settings.slices!r} must be one of the three axes of a volume, but {settings.path} has "
+                f"{', '.join(self.axes)}; choose one of these, or leave `slices` out of flat data"
+            )
+        self._regions: list[Window] = []
+        self._label_offsets: list[tuple[int, ...]] = []
+        self.items: Sequence[Item] = [self._make_item(entry) for entry in self.entries]
+        labelled = [entry.labels for entry in self._different if entry.labels is not None]
+        if len(labelled) < len(self._different):
+            if labelled:
+                log.warning(
+                    "%s: %d of %d items have labels, such as %s; without those of the others, none is used",
+                    settings.path,
+                    len(labelled),
+                    len(self._different),
+                    labelled[0].name,
+                )
+            labelled = []
+        self.label_dtype = np.result_type(*(s.dtype.newbyteorder("=") for s in labelled)) if labelled else None
+        self.label_names = labelled[0].names if labelled else {}
+        for value in settings.label_map.values():
+            if self.label_dtype is not None and not _fits(value, self.label_dtype):
+                raise UserError(
+                    f"label_map = {settings.label_map} of {settings.path} maps to {value}, which is no "
+                    f"{self.label_dtype}, the type of the labels; choose another number"
+                )
+
+    @property
+    def level(self) -> int:
+        """Number of the level that is read, of the first item."""
+        return self._level(self._given.images[0])
+
+    @property
+    def filled(self) -> int:
+        """Chunks that were never written and have been read as the fill value so far."""
+        arrays = [s for entry in self._different for s in (*entry.images, entry.labels) if s is not None]
+        counts = {id(c): c.filled for s in arrays for c in (s.filling, s.chunk_reader) if c is not None}
+        return sum(counts.values())
+
+    def read(self, item: int, region: Window) -> np.ndarray:
+        """[C, *spatial] of a window of the usable region."""
+        entry, window = self.entries[item], self._shift(item, region)
+        parts = {n: self._fetch(entry, entry.images[n], window, wanted) for n, wanted in self._needed.items()}
+        if len(parts) == 1:
+            ((n, values),) = parts.items()  # [C, *spatial]
+            if [c for _, c in self._picked] == list(range(self._needed[n].start, self._needed[n].stop)):
+                return np.ascontiguousarray(values, self.dtype)
+        return np.stack([parts[n][c - self._needed[n].start] for n, c in self._picked]).astype(self.dtype, copy=False)
+
+    def read_labels(self, item: int, region: Window) -> np.ndarray:
+        """The labels of a window, [*spatial]."""
+        entry = self.entries[item]
+        labels = entry.labels
+        if labels is None:
+            raise UserError(f"{self.config.path} was opened without labels; name them with `labels`")
+        offset = self._label_offsets[item]
+        window = tuple(slice(w.start - o, w.stop - o) for w, o in zip(self._shift(item, region), offset, strict=True))
+        values = np.ascontiguousarray(self._fetch(entry, labels, window, slice(0, 1))[0], self.label_dtype)
+        if not self.config.label_map:
+            return values
+        mapped = values.copy()
+        for value, name in self.config.label_map.items():
+            mapped[values == value] = name
+        return mapped
+
+    def prefetch(self, item: int, region: Window) -> None:
+        """Start to decode a window, where the format can."""
+        entry, window = self.entries[item], self._shift(item, region)
+        for n, wanted in self._needed.items():
+            stored = entry.images[n]
+            if stored.prefetch is not None:
+                stored.prefetch(self._full_window(entry, stored, window, wanted))
+
+    def describe(self) -> dict[str, Any]:
+        item, entry, given = self.items[0], self.entries[0], self._given.images[0]
+        first = entry.images[0]
+        facts = {
+            "kind": self.kind,
+            "path": self.config.path,
+            "axes": list(self.axes),
+            "shape": list(item.shape),
+            "region": {n: [w.start, w.stop] for n, w in zip(self.axes, self._regions[0], strict=True)},
+            "chunk": list(item.chunk),
+            "dtype": str(self.dtype),
+            "variables": list(self.variables),
+            "spacing": list(item.spacing),
+            "unit": item.unit,
+            "translation": [first.origin[n] for n in self.axes] if set(self.axes) <= set(first.origin) else None,
+            "level": self.level,
+            "levels": [
+                {"path": level.name, "spacing": list(level.voxel())} for level in (given, *given.levels) if given.levels
+            ],
+            "labels": [] if entry.labels is None else [self.config.labels or entry.labels.name],
+            "label_names": {str(value): name for value, name in self.label_names.items()},
+            "classes": list(self.class_names),
+            "items": len(self.items),
+        }
+        return facts | entry.facts
+
+    def _keep_split(self, entries: Sequence[Entry]) -> list[Entry]:
+        settings, total = self.config, len(entries)
+        if not total:
+            raise UserError(f"{settings.path} holds no item that can be read; give a path with data")
+        kept = list(entries)[round(settings.start * total) : round(settings.end * total)]
+        low, high = settings.split
+        kept = [e for e in kept if low <= key(0, "split", e.name) / 2**63 < high]
+        if not kept:
+            raise UserError(
+                f"split = {[low, high]} with start = {settings.start} and end = {settings.end} of {settings.path} "
+                f"holds none of its {total} items; widen it, or cut them with `region`"
+            )
+        return kept
+
+    def _as_given(self, entry: Entry) -> Entry:
+        """The arrays with what the recipe says of them."""
+        c = self.config
+        images = tuple(with_given(stored, c.axes, c.voxel_size, c.unit) for stored in entry.images)
+        for stored in images:
+            self._check(stored)
+        if entry.labels is None:
+            return replace(entry, images=images)
+        labels = with_given(entry.labels, c.axes, None, c.unit, labels=True)
+        labels = placed_like(images[0], labels, always=c.voxel_size is not None)
+        return replace(entry, images=images, labels=labels)
+
+    def _prepare(self, entry: Entry) -> Entry:
+        """The arrays as they are read, at their level."""
+        images = tuple(self._at_level(stored) for stored in entry.images)
+        first = images[0]
+        for stored in images[1:]:
+            if stored.grid != first.grid or stored.spatial(stored.shape) != first.spatial(first.shape):
+                raise BadData(
+                    f"{stored.name} is {by(stored.spatial(stored.shape))} ({', '.join(stored.grid)}) but {first.name} "
+                    f"is {by(first.spatial(first.shape))} ({', '.join(first.grid)}); channels of one item must have "
+                    "the same shape"
+                )
+        labels = None if entry.labels is None else labels_for(first, entry.labels, pool=self.config.spacing is not None)
+        return replace(entry, images=images, labels=labels)
+
+    def _check(self, stored: Stored) -> None:
+        if stored.dtype.kind not in "biuf" or stored.dtype.itemsize > 8:
+            raise BadData(
+                f"{stored.name} has the type {stored.dtype}; only whole numbers, floats and booleans can be read, "
+                "so convert it"
+            )
+        if not 2 <= len(stored.space) <= 3 or stored.axes.count("c") > 1:
+            raise UserError(
+                f"{stored.name} has {len(stored.space)} axes of space ({', '.join(stored.axes)} of sizes "
+                f'{list(stored.shape)}); 2 or 3 can be read, so name the others with `axes`, such as "czyx"'
+            )
+        if 0 in stored.shape:
+            raise BadData(f"{stored.name} is empty: its shape is {by(stored.shape)}; restore or remove it")
+        moments = stored.shape[stored.axes.index("t")] if "t" in stored.axes else 1
+        if not 0 <= self.config.time < moments:
+            raise UserError(f"time = {self.config.time} does not exist in {stored.name}; choose 0 to {moments - 1}")
+
+    def _level(self, stored: Stored) -> int:
+        level, wanted = self.config.level, self.config.spacing
+        if level is not None and wanted is not None:
+            raise UserError(f"{self.config.path} is given both level and spacing; give one of them")
+        if level is not None and not 0 <= level <= len(stored.levels):
+            raise UserError(f"level = {level} does not exist in {stored.name}; choose 0 to {len(stored.levels)}")
+        return level if level is not None else choose_level(stored, wanted) if wanted is not None else 0
+
+    def _at_level(self, stored: Stored) -> Stored:
+        wanted, fill = self.config.spacing, self.config.nodata == "fill"
+        chosen = (stored, *stored.levels)[self._level(stored)]
+        # Before any pooling: a mean over marks of no data would be a silently wrong number.
+        chosen = without_nodata(chosen, self.config.fill_value if fill else None)
+        if wanted is None:
+            return chosen
+        untold = [name for name in chosen.grid if name not in chosen.spacing]
+        if untold:
+            raise UserError(
+                f"spacing = {list(wanted)}: {chosen.name} does not tell its voxel size along {', '.join(untold)}; "
+                "give it as `voxel_size`"
+            )
+        if any(ratio < 1 for ratio in scale_of(chosen, wanted)):
+            log.warning(
+                "%s has voxels of %s, coarser than the spacing %s that is asked for; they are resampled and hold no "
+                "finer detail",
+                chosen.name,
+                list(chosen.voxel()),
+                list(wanted),
+            )
+        return pooled(chosen, pool_factors(chosen, wanted))
+
+    def _make_item(self, entry: Entry) -> Item:
+        first = entry.images[0]
+        if first.grid != self.axes:
+            raise UserError(
+                f"{first.name} has the axes {', '.join(first.grid)}, but {self.entries[0].images[0].name} has "
+                f"{', '.join(self.axes)}; give entries of their own to data of different axes"
+            )
+        box = tuple(slice(0, n) for n in first.spatial(first.shape))
+        if entry.labels is not None:
+            box = label_box(first, entry.labels)
+        inner = resolve_region(self.axes, [b.stop - b.start for b in box], self.config.region)
+        region = tuple(slice(b.start + w.start, b.start + w.stop) for b, w in zip(box, inner, strict=True))
+        self._regions.append(region)
+        self._label_offsets.append(tuple(b.start for b in box))
+        chunk = first.spatial(first.chunk)
+        return Item(
+            name=entry.name,
+            shape=tuple(w.stop - w.start for w in region),
+            chunk=chunk,
+            origin=tuple(w.start % size for w, size in zip(region, chunk, strict=True)),
+            spacing=first.voxel(),
+            unit=first.unit,
+            label=entry.label,
+            scale=scale_of(first, self.config.spacing),
+            slices=None if self.config.slices is None else self.axes.index(self.config.slices),
+        )
+
+    def _common_dtype(self) -> np.dtype:
+        """One type for all: unsigned numbers of different widths are different scales, so these are refused."""
+        found: dict[np.dtype, str] = {}
+        for entry in self._different:
+            for stored in entry.images:
+                found.setdefault(stored.dtype.newbyteorder("="), stored.name)
+        unsigned = [dtype for dtype in found if dtype.kind == "u"]
+        if len(unsigned) > 1:
+            a, b = unsigned[:2]
+            raise BadData(
+                f"{found[b]} has {b} values but {found[a]} has {a}, which are likely on another scale; "
+                "convert one of them, or give them entries of their own"
+            )
+        return np.result_type(*found)
+
+    def _pick_variables(self) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
+        """Names of the variables, and (image, channel) of each."""
+        given, path = self.config.variables, self.config.path
+        if given is not None and (not given or len(set(given)) < len(given)):
+            raise UserError(f"variables = {given} of {path} must be different names, at least one; mend the list")
+        names, places = _channels(self.entries[0])
+        for entry in self._different[1:]:
+            other, _ = _channels(entry)
+            if other != names:
+                raise UserError(
+                    f"{entry.images[0].name} has the channels {', '.join(other)}, but {self.entries[0].images[0].name} "
+                    f"has {', '.join(names)}; give entries of their own to data of different channels"
+                )
+        count = len(names)
+        if given is None or tuple(given) == names:
+            return names, places
+        unknown = [name for name in given if name not in names]
+        if unknown and len(given) == count:  # as many names as channels: the recipe renames them in their order
+            return tuple(given), places
+        if unknown and any(s.channels for s in self.entries[0].images):
+            raise UserError(
+                f"variables = {given}: {path} has no {unknown[0]!r}; "
+                f"choose from {', '.join(names)}, or rename all {count}"
+            )
+        if unknown:
+            what = f"{count} unnamed channels; name each" if count > 1 else "no channel axis; give one name"
+            raise UserError(f"variables = {given} names {len(given)} variables but {path} has {what}")
+        return tuple(given), [places[names.index(name)] for name in given]
+
+    def _shift(self, item: int, region: Window) -> Window:
+        """A window of the usable region as a window of the array."""
+        bounds = normalize_window(self.items[item].shape, region)
+        return tuple(slice(w.start + a, w.start + b) for w, (a, b) in zip(self._regions[item], bounds, strict=True))
+
+    def _full_window(self, entry: Entry, stored: Stored, window: Window, channels: slice) -> Window:
+        """One slice for every axis: the moment in time, the channels, the window in space."""
+        parts: Iterator[slice] = iter(window)
+        time = self.config.time if entry.moment is None else entry.moment
+        return tuple(
+            slice(time, time + 1) if name == "t" else channels if name == "c" else next(parts) for name in stored.axes
+        )
+
+    def _fetch(self, entry: Entry, stored: Stored, window: Window, channels: slice) -> np.ndarray:
+        """[C, *spatial]"""
+        full = self._full_window(entry, stored, window, channels)
+        values = stored.read(full)
+        if values.shape != tuple(w.stop - w.start for w in full):
+            raise BadData(
+                f"{stored.name} gave {by(values.shape)} values for a window of "
+                f"{by([w.stop - w.start for w in full])}: it is cut short or has changed; restore it"
+            )
+        if "t" in stored.axes:
+            values = values.take(0, axis=stored.axes.index("t"))
+        rest = [name for name in stored.axes if name != "t"]
+        return np.moveaxis(values, rest.index("c"), 0) if "c" in rest else values[None]
+
+
+def _fits(value: float, dtype: np.dtype) -> bool:
+    """Whether a type can hold a number."""
+    if dtype.kind == "f":
+        return bool(np.isfinite(value))
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return bool(low <= value <= high and value == int(value))
+
+
+def _channels(entry: Entry) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
+    """Names of the channels of an item's images, one after the other, and where each lies."""
+    names: list[str] = []
+    places: list[tuple[int, int]] = []
+    several = len(entry.images) > 1
+    for number, stored in enumerate(entry.images):
+        count = stored.num_channels or 1
+        told = stored.channels
+        if told is None or len(told) != count or len(set(told)) < count:
+            told = tuple(f"channel{len(names) + i}" for i in range(count)) if count > 1 or several else ("image",)
+        names += told
+        places += [(number, i) for i in range(count)]
+    if len(set(names)) < len(names):
+        names = [f"channel{i}" for i in range(len(names))]
+    return tuple(names), places

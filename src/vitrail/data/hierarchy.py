@@ -1,0 +1,175 @@
+"""Volumes in hierarchies of zarr and N5: one array, or a group whose arrays are the levels of a pyramid.
+
+- a path to an array of a pyramid (`volume.zarr/recon-1/em/fibsem-uint8/s0`) reads that level alone, at its place in the
+  world; a path to the group above it offers all levels; a path further up is refused, with what lies below
+- labels may lie elsewhere in the hierarchy, and cover a small box of the volume: places are in world coordinates
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.chunks import shared
+from vitrail.data.grid import GridConfig, GridSource
+from vitrail.data.ngff import Multiscale, read_multiscale
+from vitrail.data.places import Place, Remote, find_place
+from vitrail.data.stored import Entry, Stored, Window
+from vitrail.data.zarr_nodes import attributes_of, list_arrays, lost_array, open_array, told_axes, told_place
+from vitrail.errors import UserError
+
+NOT_SPACE = {"channel": "c", "time": "t"}
+_SHOWN = 12
+
+
+class HierarchySource(GridSource):
+    """A source whose arrays are read chunk by chunk; crops can be copied straight to their place in a batch."""
+
+    def __init__(self, settings: GridConfig, entry: Entry, *, kind: str) -> None:
+        super().__init__(settings, [entry], kind=kind)
+        images = self.entries[0].images
+        self.keeps_chunks = all(stored.chunk_reader is not None for stored in images)
+        # Floats may hold NaN, which `read` finds.
+        picked = [channel for _, channel in self._picked]
+        self._straight = self.keeps_chunks and len(images) == 1 and self.dtype.kind != "f"
+        self._straight &= picked == list(range(picked[0], picked[0] + len(picked)))
+
+    def read_into(self, item: int, region: Window, out: np.ndarray) -> None:
+        """As `read`, into memory that is there: [C, *spatial], of a type that holds the values."""
+        if not self._straight:
+            out[...] = self.read(item, region)
+            return
+        entry = self.entries[item]
+        stored = entry.images[0]
+        rest = [name for name in stored.axes if name != "t"]
+        target = np.moveaxis(out, 0, rest.index("c")) if "c" in rest else out[0]
+        if "t" in stored.axes:
+            target = np.expand_dims(target, stored.axes.index("t"))
+        window = self._full_window(entry, stored, self._shift(item, region), self._needed[0])
+        shared.read_into(stored.chunk_reader, target, window)
+
+    def _check(self, stored: Stored) -> None:
+        if 0 not in stored.shape:  # a level that is not there matters when it is chosen
+            super()._check(stored)
+
+    def _level(self, stored: Stored) -> int:
+        number = super()._level(stored)
+        chosen = (stored, *stored.levels)[number]
+        if 0 in chosen.shape:
+            chosen.read(())  # says what is wrong with it
+        return number
+
+
+def open_image(image: Multiscale, *, fill: bool) -> Stored:
+    """The levels of an NGFF image; those that are not there are refused when they are asked for."""
+    axes = [NOT_SPACE.get(axis.kind, axis.name) for axis in image.axes]
+    levels = []
+    for number in range(len(image.levels)):
+        place = image.array_path(number)
+        known: dict[str, Any] = {
+            "spacing": {axes[i]: image.levels[number].scale[i] for i in image.spatial},
+            "origin": {axes[i]: image.levels[number].translation[i] for i in image.spatial},
+            "unit": image.unit(),
+            "channels": image.channels if "c" in axes else None,
+        }
+        node = attributes_of(place) if place.is_dir() else None
+        if node is None or node[0] != "array":
+            problem = UserError(
+                f"level {place.name!r} of {image.group} is not a zarr array; restore it or choose another level"
+            )
+            levels.append(lost_array(place, axes, problem, **known))
+        else:
+            levels.append(open_array(place, axes, fill=fill, **known))
+    return with_levels(levels)
+
+
+def with_levels(levels: Sequence[Stored]) -> Stored:
+    first, *others = levels
+    if 0 in first.shape and all(0 in level.shape for level in others):
+        first.read(())
+    if 0 in first.shape:  # its type and axes stand for all
+        whole = next(level for level in others if 0 not in level.shape)
+        first = replace(first, dtype=whole.dtype)
+    return replace(first, levels=tuple(others))
+
+
+def open_volume(place: Place, *, kind: str, fill: bool) -> Stored:
+    """What lies at a path: an array, or the levels of a group."""
+    if not place.exists():
+        raise UserError(f"data path {str(place)!r} does not exist; check the spelling")
+    node = attributes_of(place)
+    if node is not None and node[0] == "array":
+        return _open_alone(place, node[1], kind=kind, fill=fill)
+    attributes = {} if node is None else node[1]
+    block = attributes.get("ome") or attributes
+    if kind == "zarr" and isinstance(block, dict) and block.get("multiscales"):
+        return open_image(read_multiscale(place), fill=fill)
+    levels = _find_levels(place, block)
+    if levels:
+        return with_levels([_open_alone(level, own, kind=kind, fill=fill) for level, own in levels])
+    arrays = list_arrays(place)
+    if len(arrays) == 1:
+        return open_volume(arrays[0], kind=kind, fill=fill)
+    if node is None and not arrays:
+        wanted = "attributes.json" if kind == "n5" else "zarr.json, .zarray or .zgroup"
+        raise UserError(f"{place} is not in a {kind} hierarchy: it has no {wanted}; give the path of an array or group")
+    names = [str(array)[len(str(place)) + 1 :] for array in arrays]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    inside = f"it holds the arrays {', '.join(names[:_SHOWN])}{more}" if names else "no array lies below it"
+    advice = f"give one of them, or the group above its levels, as path, such as {arrays[0]}" if arrays else "check it"
+    raise UserError(f"{place} is a group, and no pyramid of one volume: {inside}; {advice}")
+
+
+def _find_levels(group: Place, block: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
+    """Arrays s0, s1, ... of a group, or those that it lists, with their attributes."""
+    listed = block.get("multiscales")
+    names: list[str] = []
+    if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+        names = [e["path"] for e in listed[0].get("datasets") or [] if isinstance(e, dict) and "path" in e]
+    if not all(isinstance(n, str) and re.fullmatch(r"[\w.-]+", n) and n not in (".", "..") for n in names):
+        names = []
+    if not names:
+        found = [child.name for child in group.iterdir() if re.fullmatch(r"s\d+", child.name)]
+        names = sorted(found, key=lambda name: int(name[1:]))
+    if not names and isinstance(group, Remote):
+        names = ["s0"]
+        while (node := attributes_of(group / f"s{len(names)}")) is not None and node[0] == "array":
+            names.append(f"s{len(names)}")
+    nodes = [(group / name, attributes_of(group / name)) for name in names]
+    return [(place, node[1]) for place, node in nodes if node is not None and node[0] == "array"]
+
+
+def _open_alone(place: Place, attributes: dict[str, Any], *, kind: str, fill: bool) -> Stored:
+    """One array, at the place that the pyramid around it or its own attributes tell."""
+    around = attributes_of(place.parent)
+    group = around[1] if around is not None and around[0] == "group" else {}
+    block = group.get("ome") or group
+    if kind == "zarr" and isinstance(block, dict) and block.get("multiscales"):
+        image = read_multiscale(place.parent)
+        names = [level.path for level in image.levels]
+        if place.name in names:
+            stored = open_image(image, fill=fill)
+            return replace((stored, *stored.levels)[names.index(place.name)], levels=())
+    if kind == "n5":  # the group tells the size of the finest voxels, its arrays or their list by how much they differ
+        scales, number = group.get("scales"), re.fullmatch(r"s(\d+)", place.name)
+        told: dict[str, Any] = {key: group[key] for key in ("pixelResolution", "resolution", "units") if key in group}
+        if isinstance(scales, list) and number and int(number[1]) < len(scales):
+            told["downsamplingFactors"] = scales[int(number[1])]
+        attributes = told | attributes
+    stored = open_array(place, told_axes(place, attributes), fill=fill)
+    return replace(stored, **told_place(attributes, stored.axes, reversed_axes=kind == "n5"))
+
+
+def open_labels(place: Place, labels: str, *, kind: str, fill: bool) -> Stored:
+    """Labels by a path: below the volume, from the top of its hierarchy, or anywhere."""
+    tops = [up for up in (place, *place.parents) if up.name.lower().endswith((".zarr", ".n5"))]
+    tried = [place.joinpath(*labels.split("/")), *(up.joinpath(*labels.split("/")) for up in tops), find_place(labels)]
+    for candidate in tried:
+        if candidate.exists() and (attributes_of(candidate) is not None):
+            return open_volume(candidate, kind=kind, fill=fill)
+    raise UserError(
+        f"labels = {labels!r} are not found: neither {tried[0]} nor {tried[-1]} is an array or group; give a path "
+        f"inside {tops[-1] if tops else place}, or a whole one"
+    )

@@ -1,0 +1,244 @@
+"""Many encoded images as one source: what image folders, parquet files and WebDataset shards share.
+
+A format tells the names of its images, their classes, and how to open one; each image is an item. Images may differ in
+size. Sizes come from the headers; those of many images are read once, by threads, and kept in the cache folder.
+"""
+
+import contextlib
+import hashlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.files import cache_folder, keep
+from vitrail.data.images import MAX_PIXELS, Look, decode, decode_labels, look, pick_variables
+from vitrail.data.items import ItemsConfig, keep_share
+from vitrail.data.source import Item, normalize_window
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+KEPT = 2000  # images from which on their sizes are kept in the cache
+THREADS = 16  # that read headers: they mostly wait
+FIRST = 10  # images of which one must be readable
+
+log = logging.getLogger(__name__)
+
+
+@config
+class ImagesConfig(ItemsConfig):
+    """Keys that all sources of encoded images have; variables are of red, green, blue, alpha, or names of your own."""
+
+    region: dict[str, list[int | float]] = field(default_factory=dict)  # not for images: they differ in size
+    size: tuple[int, int] | None = None  # y, x of every image, where all are alike: then none is opened at the start
+    max_pixels: int = MAX_PIXELS  # a larger image is refused rather than read into memory
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.region:
+            raise UserError(
+                f"region = {self.region} cannot be used with the images of {self.path}; use split: [0, 0.8]"
+            )
+        if self.size is not None and min(self.size) < 1:
+            raise UserError(f"size = {list(self.size)} of {self.path} must be two positive numbers, y and x; mend it")
+
+
+class ImageSource:
+    """Images that share axes, variables and type, each an item; `open_image` gives the file of one by its number."""
+
+    axes = ("y", "x")
+
+    def __init__(
+        self,
+        settings: ImagesConfig,
+        names: Sequence[str],
+        open_image: Callable[[int], BinaryIO],
+        *,
+        kind: str,
+        labels: Sequence[int] | np.ndarray | None = None,
+        class_names: Sequence[str] = (),
+        state: str = "",
+        title: Callable[[str], str] | None = None,
+    ) -> None:
+        self.config, self.kind, self.names, self.class_names = settings, kind, names, tuple(class_names)
+        self.kept = keep_share(settings, names)
+        self.state = state  # changes when images do
+        self._title = title or (lambda name: f"{settings.path}: {name}")
+        self._open_image, self._labels = open_image, labels
+        first = self._look_first()
+        self.variables, self._picked = pick_variables(settings.variables, first.grey, settings.path)
+        alone = self._picked is None or not first.grey
+        self.dtype = first.dtype.newbyteorder("=") if alone else np.dtype("uint8")
+        self.items: Sequence[Item] = _Items(self)
+
+    def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        """[C, y, x] of a window; the whole image is decoded for it."""
+        shape = self.items[item].shape
+        (top, bottom), (left, right) = normalize_window(shape, region)
+        with self.open(item) as file:
+            pixels = decode(file, self.name(item), self.dtype, self._picked, self.config.max_pixels)
+        self._check_shape(item, pixels.shape[1:], shape)
+        return np.ascontiguousarray(pixels[:, top:bottom, left:right])
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "path": self.config.path,
+            "axes": list(self.axes),
+            "shape": list(self.items[0].shape),
+            "dtype": str(self.dtype),
+            "variables": list(self.variables),
+            "spacing": [1.0, 1.0],
+            "unit": None,
+            "items": len(self.items),
+            "classes": list(self.class_names),
+        }
+
+    def name(self, item: int) -> str:
+        """What to show of an image in errors."""
+        return self._title(self.names[self.kept[item]])
+
+    def label(self, item: int) -> int | None:
+        """The class of an image; None where it has none."""
+        number = -1 if self._labels is None else int(self._labels[self.kept[item]])
+        return None if number < 0 else number
+
+    def look(self, item: int) -> Look:
+        """The header of an image."""
+        with self.open(item) as file:
+            return look(file, self.name(item), self.config.max_pixels)
+
+    def leave_out_bad(self) -> list[str]:
+        """Drop the images whose headers cannot be read, and say why, one sentence an image: for `data.bad: skip`."""
+        items = _Items(self)
+        bad = items.read_all()
+        if len(bad) == len(self.kept):
+            raise bad[0]
+        self.kept = np.delete(self.kept, list(bad))
+        self.items = _Items(self, np.delete(items.sizes, list(bad), axis=0))
+        return [str(error) for error in bad.values()]
+
+    def _look_first(self) -> Look:
+        """The header of the first image that can be read: going through all images tells of the others."""
+        for item in range(min(len(self.kept), FIRST)):
+            with contextlib.suppress(BadData):
+                return self.look(item)
+        return self.look(0)
+
+    def open(self, item: int) -> BinaryIO:
+        return self._open_image(int(self.kept[item]))
+
+    def _check_shape(self, item: int, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            given = "`size` says" if self.config.size else "its header said before"
+            raise BadData(
+                f"{self.name(item)} is {found[1]} x {found[0]} pixels, not the {expected[1]} x {expected[0]} that "
+                f"{given}; mend `size`, restore the file, or remove {cache_folder('sizes')}"
+            )
+
+
+class LabelledImageSource(ImageSource):
+    """Images with another image of labels to each."""
+
+    def __init__(self, *args: Any, open_labels: Callable[[int], BinaryIO], labels_name: str, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._open_labels, self._labels_name = open_labels, labels_name
+        self.label_names: dict[int, str] = {}
+        self.label_dtype: np.dtype | None = self._load_labels(0).dtype
+
+    def read_labels(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        """The labels of a window, [y, x]."""
+        shape = self.items[item].shape
+        (top, bottom), (left, right) = normalize_window(shape, region)
+        labels = self._load_labels(item)
+        if labels.shape != shape or not np.can_cast(labels.dtype, self.label_dtype or labels.dtype):
+            raise BadData(
+                f"{self.name(item)}: the labels are {labels.shape[1]} x {labels.shape[0]} of {labels.dtype}, which do "
+                f"not fit the image of {shape[1]} x {shape[0]} and the first labels of {self.label_dtype}; mend them"
+            )
+        return np.ascontiguousarray(labels[top:bottom, left:right], self.label_dtype)
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"labels": [self._labels_name]}
+
+    def _load_labels(self, item: int) -> np.ndarray:
+        with self._open_labels(int(self.kept[item])) as file:
+            return decode_labels(file, f"{self.name(item)} (labels)", self.config.max_pixels)
+
+
+class _Items(Sequence[Item]):
+    """Items whose sizes are read from the headers when first asked for, or all at once when all are gone through."""
+
+    def __init__(self, source: ImageSource, sizes: np.ndarray | None = None) -> None:
+        self._source = source
+        self.sizes = np.zeros((len(source.kept), 2), np.int32) if sizes is None else sizes  # 0: unknown, -1: unreadable
+        if source.config.size:
+            self.sizes[:] = source.config.size
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        if self.sizes[number, 0] < 1:
+            self.sizes[number] = self._source.look(number).shape
+        height, width = self.sizes[number].tolist()
+        source, shape = self._source, (height, width)
+        name = source.names[source.kept[number]]
+        return Item(name, shape, shape, (0, 0), (1.0, 1.0), None, source.label(number))
+
+    def __iter__(self) -> Iterator[Item]:
+        for error in self.read_all().values():
+            raise error
+        return (self[number] for number in range(len(self)))
+
+    def read_all(self) -> dict[int, BadData]:
+        """All sizes, from the cache if they are there, else from the headers; and what is wrong with some."""
+        unknown, source = np.flatnonzero(self.sizes[:, 0] < 1), self._source
+        if len(unknown) >= KEPT:
+            kept = hashlib.blake2b(source.kept.tobytes()).hexdigest()
+            facts = [source.config.path, source.state, str(source.config.max_pixels), kept]
+            self.sizes[:] = keep("sizes", "\n".join(facts), lambda: self._measure(unknown), self._check)
+        elif len(unknown):
+            self._measure(unknown)
+        bad = {}
+        for number in np.flatnonzero(self.sizes[:, 0] < 1).tolist():  # looked at again: it may have been mended
+            try:
+                self.sizes[number] = source.look(number).shape
+            except BadData as error:
+                bad[number] = error
+        return bad
+
+    def _measure(self, unknown: np.ndarray) -> bytes:
+        log.info("reading the sizes of %d images of %s", len(unknown), self._source.config.path)
+
+        def measure(numbers: np.ndarray) -> None:
+            for number in numbers.tolist():
+                try:
+                    self.sizes[number] = self._source.look(number).shape
+                except BadData:
+                    self.sizes[number] = -1
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(measure, np.array_split(unknown, max(1, len(unknown) // 256))):
+                pass
+        held = io.BytesIO()
+        np.save(held, self.sizes)
+        return held.getvalue()
+
+    def _check(self, held: bytes) -> np.ndarray:
+        sizes = np.load(io.BytesIO(held), allow_pickle=False)
+        if sizes.shape != self.sizes.shape or 0 in sizes:
+            raise ValueError("sizes of something else")
+        return sizes

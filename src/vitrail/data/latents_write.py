@@ -1,0 +1,159 @@
+"""Writes latents as `sources/latents.py` reads them, and measures their statistics on the way."""
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.errors import UserError
+
+Rows = tuple[np.ndarray, np.ndarray | None]  # latents [n, C, *S], and their classes [n]
+
+
+def write_latents(
+    path: str | Path,
+    batches: Iterable[Rows],
+    *,
+    classes: Sequence[str] = (),
+    variables: Sequence[str] | None = None,
+    rows: int = 1024,
+    store: Literal["safetensors", "zarr"] = "safetensors",
+) -> dict[str, Any]:
+    """Write batches as they come, `rows` to a shard (safetensors); all appears at once, when complete.
+
+    Returns the facts that are stored. The mean and standard deviation of each channel are exact, in float64.
+    """
+    target = Path(path)
+    if target.exists():
+        raise UserError(f"{target} exists and is not overwritten; choose another path")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
+    moments = Moments()
+    try:
+        draft.mkdir()
+        measured = _measured(batches, moments)
+        shards = _write_zarr(draft, measured) if store == "zarr" else _write_shards(draft, measured, rows)
+        if not moments.count:
+            raise UserError(f"{target} would hold no latents; give at least one batch")
+        mean, std = moments.result()
+        facts: dict[str, Any] = {
+            "version": 1,
+            "shape": list(moments.shape),
+            "dtype": moments.dtype,
+            "rows": moments.rows,
+            "variables": list(variables or [f"latent{number}" for number in range(moments.shape[0])]),
+            "mean": mean,
+            "std": std,
+            "classes": list(classes),
+        }
+        if store == "zarr":
+            import zarr
+
+            from vitrail.data.sources.latents import ATTRIBUTE
+
+            zarr.open_group(str(draft), mode="r+").attrs[ATTRIBUTE] = facts
+        else:
+            facts["shards"] = shards
+            (draft / "index.json").write_text(json.dumps(facts, indent=1))
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return facts
+
+
+class Moments:
+    """Mean and standard deviation of each channel, of parts merged in float64."""
+
+    def __init__(self) -> None:
+        self.count = self.rows = 0  # voxels of a channel; items
+        self.shape: tuple[int, ...] = ()
+        self.dtype = ""
+
+    def add(self, latents: np.ndarray) -> None:
+        """Take in [n, C, *S]."""
+        if not self.shape:
+            self.shape, self.dtype = latents.shape[1:], str(latents.dtype)
+            self._mean, self._square = np.zeros(self.shape[0]), np.zeros(self.shape[0])
+        if latents.shape[1:] != self.shape or str(latents.dtype) != self.dtype:
+            raise UserError(
+                f"latents of {list(latents.shape[1:])} {latents.dtype} after those of {list(self.shape)} {self.dtype}; "
+                "all must be alike"
+            )
+        values = np.moveaxis(latents, 1, 0).reshape(self.shape[0], -1).astype(np.float64)
+        count, mean = values.shape[1], values.mean(axis=1)
+        if not np.isfinite(mean).all():
+            raise UserError(f"row {self.rows} and later ones hold NaN or infinite latents; encode without them")
+        square = np.square(values - mean[:, None]).sum(axis=1)
+        total = self.count + count
+        step = mean - self._mean
+        self._mean += step * count / total
+        self._square += square + step**2 * self.count * count / total
+        self.count, self.rows = total, self.rows + len(latents)
+
+    def result(self) -> tuple[list[float], list[float]]:
+        std = np.sqrt(self._square / self.count)
+        return self._mean.tolist(), np.where(std > 0, std, 1.0).tolist()
+
+
+def _measured(batches: Iterable[Rows], moments: Moments) -> Iterator[Rows]:
+    for latents, labels in batches:
+        if latents.ndim not in (4, 5) or (labels is not None and labels.shape != latents.shape[:1]):
+            raise UserError(
+                f"a batch of {list(latents.shape)} is none of latents [n, C, *S] with a class a row; mend it"
+            )
+        if len(latents):
+            moments.add(latents)
+            yield latents, labels
+
+
+def _write_shards(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict[str, Any]]:
+    from safetensors.numpy import save_file
+
+    shards: list[dict[str, Any]] = []
+    waiting: list[Rows] = []
+
+    def flush(count: int) -> None:
+        """Write the first rows that wait, and keep the others waiting."""
+        latents = np.concatenate([found for found, _ in waiting])
+        labels = None if waiting[0][1] is None else np.concatenate([np.asarray(found) for _, found in waiting])
+        name = f"latents-{len(shards):05d}.safetensors"
+        tensors = {"latents": np.ascontiguousarray(latents[:count])}
+        if labels is not None:
+            tensors["labels"] = labels[:count].astype(np.int64)
+        save_file(tensors, folder / name)
+        shards.append({"file": name, "rows": len(tensors["latents"])})
+        rest = None if labels is None else labels[count:]
+        waiting[:] = [(latents[count:], rest)] if len(latents) > count else []
+
+    for batch in batches:
+        waiting.append(batch)
+        while sum(len(latents) for latents, _ in waiting) >= rows:
+            flush(rows)
+    if waiting:
+        flush(rows)
+    return shards
+
+
+def _write_zarr(folder: Path, batches: Iterable[Rows]) -> list[dict[str, Any]]:
+    import zarr
+
+    arrays: dict[str, Any] = {}
+    for latents, labels in batches:
+        if not arrays:
+            # Rows of zeros are written too: to a reader, a chunk that is absent is a row that was lost.
+            make = partial(
+                zarr.create_group(str(folder), overwrite=True).create_array, config={"write_empty_chunks": True}
+            )
+            one = latents.shape[1:]
+            arrays["latents"] = make("latents", shape=(0, *one), chunks=(1, *one), dtype=latents.dtype)
+            if labels is not None:
+                arrays["labels"] = make("labels", shape=(0,), chunks=(2**16,), dtype=np.int64)
+        arrays["latents"].append(latents)
+        if labels is not None:
+            arrays["labels"].append(labels.astype(np.int64))
+    return []

@@ -1,0 +1,177 @@
+"""Datasets of HDF5 files, one file or a folder of files that are laid out alike.
+
+- which dataset is `key`, or `path: file.h5::volumes/raw`; where a file holds one array alone, that is it
+- voxel size from the attributes `element_size_um` (ilastik, PlantSeg), `resolution` with `offset` (CREMI, nanometres)
+  and axes from the dimension labels or an `axes` attribute; h5py reads under one lock, so threads take turns
+- a chunk that was never written reads as zeros in HDF5: here it is an error, unless `missing: fill`
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.data.bad import BadData, MissingData
+from vitrail.data.files import local_copy
+from vitrail.data.formats import Handles, decoding, default_axes, library, list_items, pair_labels
+from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit, split_axes
+from vitrail.data.sources.numpy import split_key
+from vitrail.data.stored import Filling
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+Files = Handles[Any]
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".ims", ".ilp")
+
+
+@config
+class Hdf5Config(GridConfig):
+    """An array of a file, or of each file of a folder; labels are a key inside, or another path, `file::key` too."""
+
+    kind: Literal["hdf5"] = "hdf5"
+    key: str | None = None  # of the dataset inside the file
+
+    def open(self) -> GridSource:
+        """Read the metadata; no voxel is read yet."""
+        path, key = split_key(self.path, self.key)
+        items, files = list_items(path, SUFFIXES), open_files()
+        inside = self.labels is not None and self.labels.strip("/") in list_datasets(items[0][1], files)
+        outside, label_key, pairs = None, None, {}
+        if self.labels is not None and not inside:
+            outside, label_key = split_key(self.labels, None)
+            try:
+                pairs = pair_labels(items, outside, SUFFIXES)
+            except UserError as error:
+                have = ", ".join(list_datasets(items[0][1], files))
+                raise UserError(f"{error}, or one of its datasets: {have}") from None
+        fill = self.missing == "fill"
+        entries = []
+        for name, place in items:
+            labels = None
+            if inside:
+                labels = open_dataset(place, self.labels, files, fill=fill)
+            elif outside is not None:
+                labels = open_dataset(pairs[name], label_key, files, fill=fill)
+            known = list_datasets(place, files)
+            image = open_dataset(place, key, files, fill=fill, skip=self.labels if inside else None)
+            entries.append(Entry(name, (image,), labels, facts={"datasets": known}))
+        return GridSource(self, entries, kind="hdf5")
+
+
+def open_files() -> Files:
+    """Files that stay open as long as a source; HDF5 lets nobody write to them meanwhile."""
+    h5py = library("h5py", "hdf5")
+    return Handles(lambda place: h5py.File(place, "r", locking="best-effort"), per_thread=False)
+
+
+def list_datasets(path: str, files: Files) -> list[str]:
+    """Names of the arrays of numbers with two axes or more."""
+    h5py = library("h5py", "hdf5")
+    found: list[str] = []
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset) and node.ndim >= 2 and node.dtype.kind in "biuf":
+            found.append(name)
+
+    with decoding(path):
+        files(local_copy(path)).visititems(visit)
+    return found
+
+
+def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: str | None = None) -> Stored:
+    h5py = library("h5py", "hdf5")
+    place = local_copy(path)
+    with decoding(path):
+        if key is None:
+            known = [name for name in list_datasets(path, files) if skip is None or name != skip.strip("/")]
+            if len(known) != 1:
+                have = f"choose `key` from {', '.join(known)}" if known else "it holds no array of numbers"
+                raise UserError(f"{path}: which dataset to read is not said; {have}")
+            key = known[0]
+        node = files(place).get(key)
+        if not isinstance(node, h5py.Dataset):
+            have = ", ".join(list_datasets(path, files)) or "none"
+            raise UserError(f"key = {key!r} is no dataset of {path}; choose from {have}")
+        name, shape, dtype = f"{path}::{key}", tuple(node.shape), np.dtype(node.dtype)
+        axes = _axes(node)
+        spacing, unit, origin = _metadata(node, axes)
+        chunk, lost = node.chunks or (1,) * len(shape), _missing(node)
+        if lost and not fill and node.chunks is None:
+            raise MissingData(
+                f"{name}: none of its voxels was ever written; restore the file, or set `missing: fill` if it is empty"
+            )
+    known_key, filling = key, Filling()
+
+    def read(window: Window) -> np.ndarray:
+        with decoding(name):
+            dataset = files(place)[known_key]
+            if tuple(dataset.shape) != shape or dataset.dtype != dtype:
+                raise BadData(f"{name} has changed since it was opened; start again with the new file")
+            for corner in _missing_chunks(dataset, window) if lost else ():
+                if not fill:
+                    which = [c // size for c, size in zip(corner, chunk, strict=True)]
+                    raise MissingData(
+                        f"{name}: the chunk {which} at voxel {list(corner)} was never written; restore the file, leave "
+                        "it out with `region`, or set `missing: fill` if its writer left out chunks that hold only the "
+                        "fill value"
+                    )
+                filling.add(1)
+            return dataset[window]
+
+    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, filling=filling)
+
+
+def _axes(node: Any) -> tuple[str, ...]:
+    labels = tuple(dimension.label for dimension in node.dims)
+    told = node.attrs.get("axes", node.attrs.get("axistags"))
+    if isinstance(told, np.ndarray):
+        labels = tuple(n.decode() if isinstance(n, bytes) else str(n) for n in told.ravel())
+    elif isinstance(told, str) and told.startswith("{"):  # vigra's axis tags, as ilastik writes them
+        try:
+            labels = tuple(axis["key"] for axis in json.loads(told)["axes"])
+        except (ValueError, KeyError, TypeError):
+            labels = ()
+    elif isinstance(told, str):
+        labels = split_axes(told)
+    labels = tuple(label.lower() if len(label) == 1 else label for label in labels)
+    usable = len(labels) == node.ndim and all(labels) and len(set(labels)) == len(labels)
+    return labels if usable else default_axes(node.ndim)
+
+
+def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str | None, dict[str, float]]:
+    """Voxel size, unit and origin, given for the axes of space in their order."""
+    space = [name for name in axes if name not in ("c", "t")]
+    for attribute, unit in (("element_size_um", "micrometer"), ("resolution", "nanometer")):
+        values = np.ravel(node.attrs.get(attribute, ()))
+        if len(values) == len(space) and values.dtype.kind in "iuf" and (values > 0).all():
+            spacing = {n: float(v) for n, v in zip(space, values, strict=True)}
+            if attribute == "element_size_um":
+                return spacing, unit, {}
+            offset = np.ravel(node.attrs.get("offset", np.zeros(len(space))))
+            fits = len(offset) == len(space) and offset.dtype.kind in "iuf"
+            told = plain_unit(node.attrs.get("unit", node.attrs.get("units"))) or unit
+            return spacing, told, {n: float(v) for n, v in zip(space, offset, strict=True)} if fits else {}
+    return {}, None, {}
+
+
+def _missing(node: Any) -> bool:
+    """Whether chunks, or the whole of it, were never written."""
+    if node.is_virtual or node.external:
+        return False
+    if node.chunks is None:
+        return node.id.get_storage_size() == 0
+    wanted = np.prod([-(-size // chunk) for size, chunk in zip(node.shape, node.chunks, strict=True)], dtype=np.int64)
+    return bool(node.id.get_num_chunks() < wanted)
+
+
+def _missing_chunks(dataset: Any, window: Window) -> Iterator[tuple[int, ...]]:
+    """First voxels of the chunks of a window that were never written."""
+    if dataset.chunks is None:  # all of it
+        yield (0,) * dataset.ndim
+        return
+    ranges = [range(w.start // c * c, w.stop, c) for w, c in zip(window, dataset.chunks, strict=True)]
+    for corner in itertools.product(*ranges):
+        if dataset.id.get_chunk_info_by_coord(corner).byte_offset is None:
+            yield corner

@@ -1,0 +1,217 @@
+"""Stored latents: images or volumes that a codec has already encoded, with their exact statistics.
+
+As safetensors, a folder with `index.json` and its shards; as Zarr, a group with the same facts as its attribute
+`vitrail_latents` and the arrays themselves:
+
+- facts: {shape: [C, *S], dtype, rows, variables, mean, std, classes, shards: [{file, rows}]}; no shards in Zarr
+- `latents` [N, C, *S] and, where there are classes, `labels` [N]
+- mean and std of each channel are of all rows, in float64; `write_latents` measures them while it writes
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.files import base_name, file_type, join, local_copy, local_path, read_bytes, read_exactly
+from vitrail.data.formats import decoding, library
+from vitrail.data.items import ItemsConfig, LazySequence, choose_channels, keep_share, whole_item
+from vitrail.data.source import normalize_window
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+ATTRIBUTE = "vitrail_latents"
+# Types of safetensors; bfloat16, which NumPy has not, is read as its upper half of float32.
+TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "I32": "int32"}
+
+
+@config
+class LatentsConfig(ItemsConfig):
+    """A folder of safetensors shards with index.json, one such shard, or a Zarr group of latents."""
+
+    kind: Literal["latents"] = "latents"
+
+    def open(self) -> "LatentsSource":
+        """Read the index, the headers of the shards and the classes."""
+        return LatentsSource(self)
+
+
+class Shard(NamedTuple):
+    """Rows of one file."""
+
+    place: str
+    offset: int  # of the first latent, in bytes
+    shape: tuple[int, ...]  # [N, C, *S]
+    dtype: str
+    labels: np.ndarray | None  # [N]
+
+    def row(self, row: int) -> np.ndarray:
+        """One latent, [C, *S]."""
+        kind = np.dtype(TYPES[self.dtype]).newbyteorder("<")
+        size = math.prod(self.shape[1:]) * kind.itemsize
+        found = read_exactly(self.place, self.offset + row * size, size, f"row {row}")
+        return widen(np.frombuffer(found, kind).reshape(self.shape[1:]), self.dtype)
+
+
+class ZarrRows:
+    """Rows of one Zarr group."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._array = self._open("latents")
+        self.shape, self.dtype = tuple(self._array.shape), str(np.dtype(self._array.dtype.numpy_dtype))
+        has_labels = any(file_type(join(path, "labels", name)) == "file" for name in ("zarr.json", ".zarray"))
+        with decoding(join(path, "labels")):
+            self.labels = np.asarray(self._open("labels").read().result()) if has_labels else None
+
+    def row(self, row: int) -> np.ndarray:
+        """One latent, [C, *S]."""
+        with decoding(f"{join(self._path, 'latents')}, row {row}"):
+            return np.asarray(self._array[row].read().result())
+
+    def _open(self, name: str) -> Any:
+        place = local_path(join(self._path, name))
+        driver = "zarr3" if (place / "zarr.json").is_file() else "zarr"
+        store = {"driver": "file", "path": f"{place.absolute()}/"}
+        with decoding(str(place)):
+            # A missing chunk is a lost row, never a row of zeros.
+            spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
+            return library("tensorstore", "latents").open(spec, open=True, read=True).result()
+
+
+class LatentsSource:
+    """Encoded items, all of the same shape."""
+
+    def __init__(self, settings: LatentsConfig) -> None:
+        self.config = settings
+        facts, self._shards = open_rows(settings.path)
+        first = self._shards[0]
+        for shard in self._shards:
+            if shard.shape[1:] != first.shape[1:] or shard.dtype != first.dtype:
+                raise BadData(f"{settings.path}: its shards differ in shape or type; write them anew")
+        self.shape, count = first.shape[2:], first.shape[1]
+        self.axes = ("z", "y", "x")[-len(self.shape) :]
+        self.dtype = np.dtype("float32" if first.dtype == "BF16" else TYPES.get(first.dtype, first.dtype))
+        known = facts.get("variables") or [f"latent{number}" for number in range(count)]
+        self.variables, self._channels = choose_channels(settings.variables, known, settings.path)
+        mean, std = facts.get("mean"), facts.get("std")
+        # Of all rows, for those who need no fitting any more.
+        self.statistics = None
+        if mean and std and len(mean) == len(std) == count:
+            self.statistics = {"mean": [mean[c] for c in self._channels], "std": [std[c] for c in self._channels]}
+        self._firsts = np.cumsum([0, *(shard.shape[0] for shard in self._shards)])
+        self._labels, self.class_names = self._read_classes(facts.get("classes") or ())
+        total = int(self._firsts[-1])
+        self.kept = keep_share(settings, LazySequence(total, str))
+        self.items = LazySequence(
+            len(self.kept), lambda item: whole_item(str(self.kept[item]), self.shape, self._label(item))
+        )
+
+    def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        """[C, *spatial] of a window."""
+        window = tuple(slice(*bounds) for bounds in normalize_window(self.shape, region))
+        number = int(self.kept[item])
+        shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        row = self._shards[shard].row(number - int(self._firsts[shard]))
+        return np.ascontiguousarray(row[self._channels][(slice(None), *window)], self.dtype)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "latents",
+            "path": self.config.path,
+            "axes": list(self.axes),
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+            "variables": list(self.variables),
+            "spacing": [1.0] * len(self.shape),
+            "unit": None,
+            "items": len(self.items),
+            "classes": list(self.class_names),
+            "stored_statistics": self.statistics,
+        }
+
+    def _label(self, item: int) -> int | None:
+        number = -1 if self._labels is None else int(self._labels[self.kept[item]])
+        return None if number < 0 else number
+
+    def _read_classes(self, names: Sequence[str]) -> tuple[np.ndarray | None, tuple[str, ...]]:
+        if any(shard.labels is None for shard in self._shards):
+            return None, ()
+        labels = np.concatenate([shard.labels for shard in self._shards if shard.labels is not None])
+        highest = int(labels.max(initial=-1))
+        if names and highest >= len(names):
+            raise BadData(f"{self.config.path}: class {highest} among the labels, but {len(names)} are named; mend it")
+        return labels, tuple(names) or tuple(str(number) for number in range(highest + 1))
+
+
+def open_rows(path: str) -> tuple[dict[str, Any], list[Any]]:
+    """The facts of stored latents, and their shards."""
+    if file_type(path) == "file":
+        return {}, [open_shard(path, None)]
+    if file_type(path) is None:
+        raise UserError(f"data path {path!r} does not exist; check the spelling")
+    for name in ("zarr.json", ".zattrs"):
+        if file_type(join(path, name)) == "file":
+            attributes = _load(join(path, name))
+            facts = (attributes.get("attributes") or attributes).get(ATTRIBUTE)
+            if not isinstance(facts, dict):
+                raise UserError(f"{path} has no attribute {ATTRIBUTE!r}, so it holds no latents; use kind: zarr")
+            return facts, [ZarrRows(path)]
+    if file_type(join(path, "index.json")) != "file":
+        raise UserError(f"{path} has no index.json, nor Zarr metadata; give a folder of latents")
+    facts = _load(join(path, "index.json"))
+    shards = facts.get("shards")
+    if not isinstance(shards, list) or not shards or not all(isinstance(s, dict) and "file" in s for s in shards):
+        raise BadData(f"{join(path, 'index.json')} lists no shards ([{{file, rows}}, ...]); write it anew")
+    for shard in shards:
+        if base_name(str(shard["file"])) != shard["file"]:
+            raise UserError(f"{path}: the shard {shard['file']!r} does not lie in its folder; use plain names")
+    return facts, [open_shard(join(path, shard["file"]), shard.get("rows")) for shard in shards]
+
+
+def open_shard(path: str, rows: int | None) -> Shard:
+    """The header of a safetensors file, checked against its size; nothing is unpickled."""
+    place = local_copy(path)
+    size = place.stat().st_size
+    with decoding(path):
+        length = int.from_bytes(read_bytes(place, 0, 8), "little")
+        if size < 8 or length > size - 8:
+            raise BadData(f"{path} is cut short, or no safetensors file; restore it")
+        header = json.loads(read_bytes(place, 8, length))
+        tensor = header.get("latents")
+        if tensor is None:
+            raise BadData(f"{path} holds no tensor `latents`, only {', '.join(header)}; name it so")
+        shape, kind = tuple(tensor["shape"]), tensor["dtype"]
+        start, end = tensor["data_offsets"]
+        if kind not in TYPES or not 4 <= len(shape) <= 5 or 0 in shape:
+            raise BadData(
+                f"{path}: latents are {list(shape)} of {kind}; expected [N, C, y, x] or [N, C, z, y, x] of floats"
+            )
+        if end - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize or 8 + length + end > size:
+            raise BadData(f"{path} is cut short: {size:,} bytes, of at least {8 + length + end:,}; restore it")
+        if rows is not None and rows != shape[0]:
+            raise BadData(f"{path} has {shape[0]} rows, but index.json says {rows}; restore the right file")
+        labels = None
+        if "labels" in header:
+            first, last = header["labels"]["data_offsets"]
+            found = read_bytes(place, 8 + length + first, last - first)
+            labels = np.frombuffer(found, np.dtype(TYPES[header["labels"]["dtype"]]).newbyteorder("<"))
+            if len(labels) != shape[0]:
+                raise BadData(f"{path} has {len(labels)} labels for {shape[0]} rows; write it anew")
+        return Shard(str(place), 8 + length + start, shape, kind, labels)
+
+
+def widen(values: np.ndarray, dtype: str) -> np.ndarray:
+    """bfloat16 as float32; everything else as it is."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else values
+
+
+def _load(path: str) -> dict[str, Any]:
+    with decoding(path):
+        found = json.loads(read_bytes(path))
+        if not isinstance(found, dict):
+            raise BadData(f"{path} is no list of facts; write it anew")
+        return found

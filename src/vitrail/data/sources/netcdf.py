@@ -1,0 +1,277 @@
+"""Fields of netCDF files (classic and 4) and of xarray's Zarr stores: each field is a variable, each moment an item.
+
+- the last two axes of a field are its grid; an axis of levels makes variables such as u@500, or the third axis of the
+  grid (`vertical: axis`); every other axis (time, month, member) counts items
+- CF packing (scale_factor, add_offset) is undone, and what equals _FillValue is no data
+- latitude stays as it is stored; `latitude: north_first` turns it where it begins in the south
+"""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.data.bad import BadData, MissingData
+from vitrail.data.files import base_name, file_type, is_url, join, local_copy
+from vitrail.data.formats import decoding, library, list_items
+from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
+from vitrail.data.netcdf_classic import expected_size
+from vitrail.data.stored import Filling
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+SUFFIXES = (".nc", ".nc4", ".cdf", ".netcdf")
+LEVELS = {
+    "level", "lev", "levels", "plev", "pressure", "pressure_level", "isobaricinhpa", "hybrid", "height", "altitude",
+    "depth", "z", "lev_p", "bottom_top", "model_level",
+}  # fmt: skip
+UNWRITTEN = 9.969209968386869e36
+LATITUDES = {"latitude", "lat", "nav_lat", "rlat"}
+
+
+@config
+class NetcdfConfig(GridConfig):
+    """A file, a folder of files of the same fields, or an xarray Zarr store."""
+
+    kind: Literal["netcdf"] = "netcdf"
+    vertical: Literal["variables", "axis"] = "variables"  # what an axis of levels becomes
+    latitude: Literal["as_stored", "north_first"] = "as_stored"
+
+    def open(self) -> GridSource:
+        """Read the metadata; no field is read yet."""
+        if self.labels is not None:
+            raise UserError(
+                f"labels = {self.labels!r} of {self.path}: netCDF fields have no labels; leave `labels` out"
+            )
+        store = self.path.rstrip("/").lower().endswith(".zarr") or (
+            not is_url(self.path) and file_type(self.path) == "folder" and _is_zarr(self.path)
+        )
+        places = [(base_name(self.path), self.path)] if store else list_items(self.path, SUFFIXES)
+        wanted: list[str] | None = None
+        entries: list[Entry] = []
+        for _, place in places:
+            images, items, facts = self._fields(place)
+            if wanted is None:
+                wanted = self._expand(images)
+            prefix = f"{base_name(place)}/" if len(places) > 1 else ""
+            entries += [Entry(f"{prefix}{name}", images, moment=n, facts=facts) for n, name in enumerate(items)]
+        return GridSource(replace(self, variables=wanted), entries, kind="netcdf")
+
+    def _expand(self, images: Sequence[Stored]) -> list[str] | None:
+        """The variables asked for; a field with levels stands for all of them."""
+        if self.variables is None:
+            return None
+        fields = {s.name.rpartition("::")[2]: s.channels or () for s in images}
+        return [name for given in self.variables for name in fields.get(given, (given,))]
+
+    def _fields(self, path: str) -> tuple[tuple[Stored, ...], list[str], dict[str, Any]]:
+        dataset = _open(path)
+        with decoding(path):
+            fields = {
+                str(n): v
+                for n, v in dataset.data_vars.items()
+                if v.ndim >= 2 and v.dtype.kind in "biuf" and 0 not in v.shape
+            }
+            if self.variables is not None:
+                asked = {name.partition("@")[0] for name in self.variables}
+                fields = {n: v for n, v in fields.items() if n in asked} or fields
+            if not fields:
+                raise UserError(f"{path} holds no field with two axes or more; choose another file")
+            first = max(fields.values(), key=lambda v: v.ndim)
+            grid = first.dims[-2:]
+            other = [n for n, v in fields.items() if v.dims[-2:] != grid]
+            if other and self.variables is not None:
+                raise UserError(
+                    f"{path}: {other[0]} lies on {fields[other[0]].dims[-2:]}, other variables on {grid}; "
+                    "give entries of their own to fields of different grids"
+                )
+            fields = {n: v for n, v in fields.items() if n not in other}
+            if self.vertical == "axis":
+                leveled = {n: v for n, v in fields.items() if _level_axis(v) is not None}
+                if not leveled:
+                    raise UserError(f"vertical = axis: no field of {path} has an axis of levels; leave `vertical` out")
+                fields = leveled
+            counted = _item_axes(first)
+            for name, field in fields.items():
+                if _item_axes(field) not in (counted, ()):
+                    raise UserError(
+                        f"{path}: {name} has the axes {field.dims}, which count other items than {counted}; choose "
+                        "other `variables`"
+                    )
+            images = tuple(self._stored(f"{path}::{name}", field, counted) for name, field in fields.items())
+            return images, _names(first, counted), _facts(dataset, fields, grid, other)
+
+    def _stored(self, name: str, field: Any, counted: tuple[str, ...]) -> Stored:
+        """A field as [items, levels, *grid]; items of several axes are counted in their order."""
+        level = _level_axis(field)
+        grid = field.dims[-2:]
+        short = name.rpartition("::")[2]
+        axes: tuple[str, ...] = grid
+        channels: tuple[str, ...] = (short,)
+        if level is not None and self.vertical == "axis":
+            axes = (level, *grid)
+        elif level is not None:
+            axes = ("c", *grid)
+            channels = tuple(f"{short}@{_show(value)}" for value in _coordinate(field, level))
+        sizes = {**dict(zip(field.dims, field.shape, strict=True)), "c": len(channels)}
+        own = _item_axes(field)  # none for fields that do not change, such as orography
+        lengths = [sizes[n] for n in own]
+        total = int(np.prod(lengths, dtype=np.int64))
+        turned = self.latitude == "north_first" and {
+            n for n in grid if n.lower() in LATITUDES and _south_first(field, n)
+        }
+
+        chunks = _Chunks.of(name, fill=self.missing == "fill")
+
+        def read(window: Window) -> np.ndarray:
+            parts = dict(zip(axes, window[1:] if own else window, strict=True))
+            where: dict[str, Any] = {level or n if n == "c" else n: part for n, part in parts.items()}
+            for n in turned or ():
+                where[n] = slice(sizes[n] - where[n].stop, sizes[n] - where[n].start)
+            moments = range(window[0].start, window[0].stop) if own else range(1)
+            out = []
+            with decoding(name):
+                for moment in moments:
+                    index = np.unravel_index(moment, lengths) if own else ()
+                    place = {**dict(zip(own, map(int, index), strict=True)), **where}
+                    if chunks is not None:
+                        chunks.check([place[n] for n in field.dims])
+                    values = field.isel(place).to_numpy()
+                    out.append(np.flip(values, tuple(axes.index(n) for n in turned)) if turned else values)
+            return np.stack(out) if own else out[0]
+
+        spacing, unit = _spacing(field, grid)
+        shape = tuple(sizes[n] for n in axes)
+        told = field.encoding.get("preferred_chunks") or {}
+        chunk = tuple(1 if n in ("c", level) else min(told.get(n, sizes[n]), sizes[n]) for n in axes)
+        return Stored(
+            name,
+            (total, *shape) if own else shape,
+            ("t", *axes) if own else axes,
+            np.dtype(field.dtype),
+            (1, *chunk) if own else chunk,
+            read,
+            spacing,
+            unit,
+            channels=channels,
+            filling=chunks,
+            # The library's own value for what was never written, which files need not name.
+            nodata=UNWRITTEN
+            if field.dtype.kind == "f" and not {"_FillValue", "scale_factor"} & set(field.encoding)
+            else None,
+        )
+
+
+class _Chunks(Filling):
+    """Which chunks of a local Zarr store are there: xarray would read the others as the fill value, without a word."""
+
+    def __init__(self, name: str, array: Any, *, fill: bool) -> None:
+        super().__init__()
+        self.name, self.fill = name, fill
+        self.sizes, self.key = array.shards or array.chunks, array.metadata.encode_chunk_key
+
+    @classmethod
+    def of(cls, name: str, *, fill: bool) -> "_Chunks | None":
+        path, _, field = name.rpartition("::")
+        if is_url(path) or not _is_zarr(path):
+            return None
+        import zarr
+
+        return cls(name, zarr.open_array(join(path, field), mode="r"), fill=fill)
+
+    def check(self, place: Sequence[int | slice]) -> None:
+        parts = [slice(p, p + 1) if isinstance(p, int) else p for p in place]
+        ranges = [range(p.start // c, -(-p.stop // c)) for p, c in zip(parts, self.sizes, strict=True)]
+        for number in itertools.product(*ranges):
+            file = join(self.name.replace("::", "/"), self.key(number))
+            if file_type(file) is not None:
+                continue
+            if not self.fill:
+                raise MissingData(
+                    f"{self.name}: the chunk {list(number)} is missing ({file}); restore the file, or set "
+                    "`missing: fill` if the writer left out chunks that hold only the fill value"
+                )
+            self.add(1)
+
+
+def _open(path: str) -> Any:
+    xarray = library("xarray", "netcdf")
+    store = path.rstrip("/").lower().endswith(".zarr") or (not is_url(path) and _is_zarr(path))
+    if not store:
+        library("netCDF4", "netcdf")
+    with decoding(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of attributes that do not conform: values are right all the same
+        if store:
+            return xarray.open_zarr(path, chunks=None, decode_times=False)
+        place = local_copy(path)
+        with place.open("rb") as file:
+            needed = expected_size(file)
+        if needed is not None and place.stat().st_size < needed:
+            raise BadData(f"{path} is cut short: {place.stat().st_size} of {needed} bytes; restore the file")
+        return xarray.open_dataset(place, engine="netcdf4", cache=False, decode_times=False)
+
+
+def _is_zarr(path: str) -> bool:
+    return any(file_type(f"{path}/{name}") == "file" for name in (".zgroup", ".zmetadata", "zarr.json"))
+
+
+def _level_axis(field: Any) -> str | None:
+    return next((str(n) for n in field.dims[:-2] if str(n).lower() in LEVELS), None)
+
+
+def _item_axes(field: Any) -> tuple[str, ...]:
+    return tuple(str(n) for n in field.dims[:-2] if n != _level_axis(field))
+
+
+def _coordinate(field: Any, name: str) -> np.ndarray:
+    return field[name].to_numpy() if name in field.coords else np.arange(field.sizes[name])
+
+
+def _names(field: Any, counted: tuple[str, ...]) -> list[str]:
+    values = [[f"{n}={_show(v)}" for v in _coordinate(field, n)] for n in counted]
+    return [",".join(parts) or "fields" for parts in itertools.product(*values)]
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if np.issubdtype(type(value), np.floating) else str(value)
+
+
+def _south_first(field: Any, name: str) -> bool:
+    values = _coordinate(field, name)
+    return bool(len(values) > 1 and values[0] < values[-1])
+
+
+def _spacing(field: Any, grid: Sequence[str]) -> tuple[dict[str, float], str | None]:
+    """Steps of the coordinates, where they are even and in one unit."""
+    spacing: dict[str, float] = {}
+    units = set()
+    for name in grid:
+        values = _coordinate(field, name) if name in field.coords else np.zeros(0)
+        numbers = values.astype(np.float64) if values.ndim == 1 and values.dtype.kind in "iuf" else np.zeros(0)
+        steps = np.abs(np.diff(numbers))
+        if not len(steps) or not np.allclose(steps, steps[0], rtol=1e-2, atol=0) or steps[0] == 0:
+            return {}, None
+        spacing[name] = float(np.mean(steps))
+        told = str(field[name].attrs.get("units", ""))
+        units.add("degree" if told.startswith("degree") else plain_unit(told))
+    return spacing, units.pop() if len(units) == 1 else None
+
+
+def _facts(dataset: Any, fields: dict[str, Any], grid: Sequence[str], left_out: Sequence[str]) -> dict[str, Any]:
+    first = next(iter(fields.values()))
+    latitude = next((n for n in grid if n.lower() in LATITUDES), None)
+    facts: dict[str, Any] = {
+        "fields": {
+            name: {key: str(f.attrs[key]) for key in ("long_name", "units") if key in f.attrs}
+            for name, f in fields.items()
+        },
+        "dims": {str(n): int(size) for n, size in dataset.sizes.items()},
+    }
+    if latitude is not None and latitude in first.coords:
+        facts["latitude"] = "south first" if _south_first(first, latitude) else "north first"
+    if left_out:
+        facts["left_out"] = list(left_out)
+    return facts

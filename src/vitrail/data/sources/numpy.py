@@ -1,0 +1,138 @@
+"""NumPy arrays (.npy by memory map, .npz decoded whole) and raw binary files whose shape and type are given.
+
+- nothing is ever unpickled; an array of objects is refused
+- axes are y, x or z, y, x or c, z, y, x unless `axes` names them
+"""
+
+import zipfile
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.files import local_copy
+from vitrail.data.formats import Mapped, decoding, default_axes, file_mark, list_items, pair_labels, whole_items
+from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+SUFFIXES = (".npy", ".npz")
+
+
+@config
+class NumpyConfig(GridConfig):
+    """A .npy, .npz or raw file, or a folder of .npy or .npz files; labels are such a path too, or a key of the .npz."""
+
+    kind: Literal["numpy"] = "numpy"
+    key: str | None = None  # the array of an .npz; `path: file.npz::name` says the same
+    shape: list[int] | None = None  # of a raw file, as are the next ones
+    dtype: str | None = None  # such as uint8 or <u2
+    order: Literal["C", "F"] = "C"  # F: the first axis runs fastest
+    offset: int = 0  # bytes before the first voxel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.shape is None) != (self.dtype is None):
+            raise UserError(f"{self.path}: shape and dtype of a raw file go together; give both")
+        if self.shape is not None and (not self.shape or min(self.shape) < 1 or self.offset < 0):
+            raise UserError(f"shape = {self.shape}, offset = {self.offset} of {self.path} must be positive numbers")
+
+    def open(self) -> GridSource:
+        """Read the headers; no voxel is read yet."""
+        path, key = split_key(self.path, self.key)
+        suffixes = SUFFIXES if self.shape is None else ("",)
+        items = list_items(path, suffixes)
+        inside = self.labels is not None and path.lower().endswith(".npz") and self.labels in _keys(path)
+        pairs = pair_labels(items, self.labels, suffixes) if self.labels is not None and not inside else {}
+        entries = []
+        for name, place in items:
+            labels = None
+            if self.labels is not None:
+                labels = self._open(place, self.labels) if inside else self._open(pairs[name], None, labels=True)
+            skip = (self.labels,) if inside else ()
+            entries.append(Entry(name, (self._open(place, key, skip=skip),), labels))
+        return GridSource(self, entries, kind="numpy")
+
+    def _open(self, path: str, key: str | None, *, skip: tuple[Any, ...] = (), labels: bool = False) -> Stored:
+        if path.lower().endswith(".npz"):
+            return open_npz(path, key, skip)
+        if path.lower().endswith(".npy"):
+            return open_npy(path)
+        if self.shape is None or self.dtype is None or labels:
+            raise UserError(f"{path} is neither .npy nor .npz; give `shape` and `dtype` of a raw file")
+        return self._open_raw(path)
+
+    def _open_raw(self, path: str) -> Stored:
+        assert self.shape is not None
+        assert self.dtype is not None
+        try:
+            dtype = np.dtype(self.dtype)
+        except TypeError as error:
+            raise UserError(
+                f"dtype = {self.dtype!r} of {path} is no type of numbers; give one such as uint8"
+            ) from error
+        place = local_copy(path)
+        with decoding(path):
+            found = place.stat().st_size
+        needed = self.offset + dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        if found != needed:
+            raise BadData(
+                f"{path} has {found} bytes, but shape = {self.shape}, dtype = {self.dtype} and offset = {self.offset} "
+                f"make {needed}; mend these keys or restore the file"
+            )
+        return mapped(Mapped(path, place, dtype, self.offset, self.shape, self.order), tuple(self.shape), dtype)
+
+
+def split_key(path: str, key: str | None) -> tuple[str, str | None]:
+    """Path and key out of `file::key`; a chain of URLs is left whole."""
+    head, mark, tail = path.rpartition("::")
+    if not mark or "://" in tail or ("://" in head and tail.startswith("/")):
+        return path, key
+    if key is not None and key != tail:
+        raise UserError(f"{path} names the key {tail!r} and `key` {key!r}; give one of them")
+    return head, tail
+
+
+def open_npy(path: str) -> Stored:
+    place = local_copy(path)
+    with decoding(path):
+        array = np.load(place, mmap_mode="r", allow_pickle=False)
+        order = "C" if array.flags.c_contiguous else "F"
+        return mapped(Mapped(path, place, array.dtype, array.offset, array.shape, order), array.shape, array.dtype)
+
+
+def mapped(array: Mapped, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
+    def read(window: Window) -> np.ndarray:
+        return np.array(array()[window])
+
+    return Stored(array.name, shape, default_axes(len(shape)), dtype, (1,) * len(shape), read)
+
+
+def _keys(path: str) -> list[str]:
+    with decoding(path), np.load(local_copy(path), allow_pickle=False) as archive:
+        return list(archive.files)
+
+
+def open_npz(path: str, key: str | None, skip: tuple[Any, ...] = ()) -> Stored:
+    """An array of an archive, which has no random access: it is decoded whole and kept while there is room."""
+    keys = [k for k in _keys(path) if k not in skip]
+    if key is None and len(keys) == 1:
+        key = keys[0]
+    if key not in keys:
+        what = "which array to read is not said" if key is None else f"it has no array {key!r}"
+        raise UserError(f"{path}: {what}; choose `key` from {', '.join(keys) or 'none, it is empty'}")
+    place, name = local_copy(path), f"{path}::{key}"
+
+    def decode() -> np.ndarray:
+        with decoding(name), np.load(place, allow_pickle=False) as archive:
+            return archive[key]
+
+    with decoding(name), zipfile.ZipFile(place) as archive, archive.open(f"{key}.npy") as file:
+        version = np.lib.format.read_magic(file)
+        old = version == (1, 0)
+        header = np.lib.format.read_array_header_1_0(file) if old else np.lib.format.read_array_header_2_0(file)
+        shape, _, dtype = header
+        mark = (name, file_mark(place))
+    return Stored(
+        name, shape, default_axes(len(shape)), dtype, shape, lambda window: whole_items(mark, decode)[window].copy()
+    )

@@ -1,0 +1,247 @@
+"""Parquet files of encoded images, as the Hugging Face hub stores them; each row is an item.
+
+- one file, a folder of shards (`train-00000-of-00005.parquet`), or a repository with such a folder `data`
+- images are a column of bytes, or of {bytes, path}; classes a column of numbers or names, whose names the metadata tell
+- a row group is read at once and kept while there is room: small ones (100 rows) suit random access
+"""
+
+import io
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, overload
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.files import base_name, file_state, file_type, join, list_files, local_copy, parent
+from vitrail.data.formats import Whole, decoding, library
+from vitrail.data.image_source import ImagesConfig, ImageSource, LabelledImageSource
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+CACHE_BYTES = 256 * 2**20  # of row groups as stored
+CLASS_COLUMNS = ("label", "labels", "class", "cls", "fine_label", "category")
+
+
+@config
+class ParquetConfig(ImagesConfig):
+    """Rows of parquet files."""
+
+    kind: Literal["parquet"] = "parquet"
+    part: str | None = None  # of a folder with several: train, test, ...; None: train, or the only one
+    image: str | None = None  # column of the images; None: the only one of bytes, or the one named image
+    label: str | None = None  # column of the classes; None: one named label, labels, class, ..., if there is one
+    labels: str | None = None  # column of images of labels, for segmentation
+
+    def open(self) -> ImageSource:
+        """Read the metadata of all files, the classes of all rows, and the first image."""
+        shards = [_Shard.open(place) for place in self._list_shards()]
+        table = _Rows(shards)
+        columns = table.columns
+        image = self._pick_image(columns)
+        labels, names = self._read_classes(table, columns)
+        more: dict[str, Any] = {
+            "kind": self.kind,
+            "labels": labels,
+            "class_names": names,
+            "state": "\n".join([image, *(shard.state for shard in shards)]),
+            "title": lambda name: join(parent(shards[0].name), name),
+        }
+        if self.labels is None:
+            return ImageSource(self, table, lambda row: table.file(row, image), **more)
+        self._check_column(self.labels, columns, "labels")
+        masks = self.labels
+        return LabelledImageSource(
+            self,
+            table,
+            lambda row: table.file(row, image),
+            open_labels=lambda row: table.file(row, masks),
+            labels_name=masks,
+            **more,
+        )
+
+    def _list_shards(self) -> list[str]:
+        """Paths of the files of one part, all there."""
+        if file_type(self.path) != "folder":
+            return [self.path]
+        folder = self.path
+        files = [name for name in list_files(folder) if name.endswith(".parquet")]
+        if not files:
+            folder = join(folder, "data")
+            files = [n for n in list_files(folder) if n.endswith(".parquet")] if file_type(folder) == "folder" else []
+        if not files:
+            raise UserError(f"{self.path} holds no parquet files, nor does a folder `data` in it; give one that does")
+        parts: dict[str, list[str]] = {}
+        for name in files:
+            parts.setdefault(re.sub(r"(-\d+-of-\d+.*|-?\d*)\.parquet$", "", name) or "all", []).append(name)
+        chosen = self.part or ("train" if "train" in parts else next(iter(parts)) if len(parts) == 1 else None)
+        if chosen not in parts:
+            problem = f"part = {self.part!r} is not in {folder}" if self.part else f"{folder} has several parts"
+            raise UserError(f"{problem}; choose with `part` from {', '.join(parts)}")
+        for name in parts[chosen]:
+            count = re.search(r"-of-(\d+)", name)
+            if count and int(count.group(1)) != len(parts[chosen]):
+                raise UserError(
+                    f"{folder} holds {len(parts[chosen])} of the {int(count.group(1))} files {chosen}-*.parquet; "
+                    "fetch the others"
+                )
+        return [join(folder, name) for name in parts[chosen]]
+
+    def _pick_image(self, columns: dict[str, Any]) -> str:
+        if self.image is not None:
+            self._check_column(self.image, columns, "image")
+            return self.image
+        fitting = [name for name, kind in columns.items() if _holds_bytes(kind) and name != self.labels]
+        preferred = [name for name in ("image", "img", "jpg", "png", "pixels") if name in fitting]
+        if len(fitting) == 1 or preferred:
+            return (preferred or fitting)[0]
+        found = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+        what = "several columns" if fitting else "no column"
+        raise UserError(f"{self.path} has {what} of encoded images; name one with `image`, of {found}")
+
+    def _check_column(self, name: str, columns: dict[str, Any], key: str) -> None:
+        if name not in columns:
+            raise UserError(f"{key} = {name!r} is no column of {self.path}; choose from {', '.join(columns)}")
+        if key != "label" and not _holds_bytes(columns[name]):
+            raise UserError(f"{key} = {name!r} of {self.path} holds {columns[name]}, not the bytes of images")
+
+    def _read_classes(self, table: "_Rows", columns: dict[str, Any]) -> tuple[np.ndarray | None, list[str]]:
+        """The class of every row (-1 where it has none), and the names."""
+        column = self.label or next((name for name in CLASS_COLUMNS if name in columns), None)
+        if column is None:
+            return None, []
+        self._check_column(column, columns, "label")
+        arrow = library("pyarrow", "parquet")
+        kind = columns[column]
+        if not (arrow.types.is_integer(kind) or arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+            if self.label is None:  # a column that only happens to be called so
+                return None, []
+            raise UserError(f"label = {column!r} of {self.path} holds {kind}; classes are whole numbers or names")
+        values = table.read_column(column)
+        if not arrow.types.is_integer(kind):
+            names = sorted({value for value in values.tolist() if value is not None})
+            numbers = {name: number for number, name in enumerate(names)}
+            return np.array([numbers.get(value, -1) for value in values.tolist()]), names
+        names = table.class_names(column)
+        highest = int(values.max(initial=-1))
+        if names and highest >= len(names):
+            raise BadData(
+                f"{self.path}: class {highest} in column {column!r}, but it names {len(names)}; mend the file"
+            )
+        if highest >= 100_000:
+            raise UserError(
+                f"label = {column!r} of {self.path} counts up to {highest}: no number of a class; name another"
+            )
+        return values, names or [str(number) for number in range(highest + 1)]
+
+
+def _holds_bytes(kind: Any) -> bool:
+    arrow = library("pyarrow", "parquet")
+    if arrow.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    return arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file: its metadata, and the first row of each row group."""
+
+    name: str
+    place: str
+    metadata: Any
+    schema: Any
+    starts: np.ndarray  # of row groups, and the end
+    state: str
+
+    @classmethod
+    def open(cls, path: str) -> "_Shard":
+        place = local_copy(path)
+        with decoding(path):
+            if not place.stat().st_size:
+                raise BadData(f"{path} is an empty file, of 0 bytes; restore or remove it")
+            file = library("pyarrow.parquet", "parquet").ParquetFile(place)
+            metadata, schema = file.metadata, file.schema_arrow
+            file.close()
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        return cls(path, str(place), metadata, schema, np.cumsum([0, *rows]), file_state(place))
+
+    def read(self, group: int, column: str) -> Any:
+        """A column of a row group; each read has a file of its own, as they come from several threads."""
+        with decoding(f"{self.name}, row group {group}, column {column!r}"):
+            file = library("pyarrow.parquet", "parquet").ParquetFile(self.place, metadata=self.metadata)
+            try:
+                found = file.read_row_group(group, columns=[column]).column(column)
+            finally:
+                file.close()
+            if found.type.num_fields:  # {bytes, path}
+                found = library("pyarrow.compute", "parquet").struct_field(found, "bytes")
+            return found
+
+
+class _Rows(Sequence[str]):
+    """Names of all rows of all files, and what they hold."""
+
+    def __init__(self, shards: list[_Shard]) -> None:
+        self.shards = shards
+        self._firsts = np.cumsum([0, *(int(shard.starts[-1]) for shard in shards)]).tolist()
+        self._groups = Whole(CACHE_BYTES)
+        for shard in shards[1:]:
+            if not shard.schema.equals(shards[0].schema, check_metadata=False):
+                raise UserError(f"{shard.name} has other columns than {shards[0].name}; give them entries of their own")
+        if not len(self):
+            raise UserError(f"{shards[0].name} has no rows; give files with images")
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {field.name: field.type for field in self.shards[0].schema}
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        shard, row = self._place(range(len(self))[index])
+        return f"{base_name(self.shards[shard].name)}:{row}"
+
+    def file(self, row: int, column: str) -> BinaryIO:
+        """The encoded image of a row."""
+        number, inside = self._place(row)
+        shard = self.shards[number]
+        group = bisect_right(shard.starts.tolist(), inside) - 1
+        values: Any = self._groups((number, group, column), lambda: shard.read(group, column))
+        found = values[inside - int(shard.starts[group])].as_py()
+        if found is None:
+            raise BadData(f"{shard.name}, row {inside}: column {column!r} holds no bytes; embed the images or drop it")
+        return io.BytesIO(found)
+
+    def read_column(self, column: str) -> np.ndarray:
+        """A column of all rows; -1 or None where a number or a text is missing."""
+        parts = []
+        for shard in self.shards:
+            with decoding(f"{shard.name}, column {column!r}"):
+                reader = library("pyarrow.parquet", "parquet")
+                found = reader.read_table(shard.place, columns=[column], partitioning=None).column(column)
+                parts += [found.fill_null(-1) if library("pyarrow", "parquet").types.is_integer(found.type) else found]
+        return np.concatenate([np.asarray(part.to_numpy()) for part in parts])
+
+    def class_names(self, column: str) -> list[str]:
+        """Names of classes as the hub's metadata tell them."""
+        text = (self.shards[0].schema.metadata or {}).get(b"huggingface", b"{}")
+        try:
+            features = json.loads(text)["info"]["features"]
+            names = features[column]["names"] if isinstance(features, dict) else []
+        except (KeyError, TypeError, ValueError):
+            return []
+        return [str(name) for name in names]
+
+    def _place(self, row: int) -> tuple[int, int]:
+        shard = bisect_right(self._firsts, row) - 1
+        return shard, row - self._firsts[shard]

@@ -1,0 +1,243 @@
+"""TIFF stacks and pyramids: plain, OME-TIFF, ImageJ hyperstacks and big TIFFs; files, folders and folders of z slices.
+
+- axes, voxel size and channel names come from OME or ImageJ metadata; of plain files, pages are z, a same-named .json
+  may hold {"spacing": [z, y, x]} as nnU-Net wants it, and resolution counts only in centimetres (inches are for print)
+- labels: another file or folder, or what `image.tif` finds by itself: the file of the same name with `label` in it
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+import numpy as np
+
+from vitrail.data.bad import BadData
+from vitrail.data.files import base_name, file_type, join, local_copy, read_bytes
+from vitrail.data.formats import Mapped, decoding, library, list_items, pair_labels, stem
+from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
+from vitrail.data.nnunet import is_layout, read_layout
+from vitrail.data.stored import Filling
+from vitrail.data.tiff_file import check_complete, list_pages, read_pages
+from vitrail.errors import UserError
+from vitrail.recipe import config
+
+SUFFIXES = (".tif", ".tiff", ".ome.tif", ".ome.tiff", ".btf", ".tf8", ".lsm", ".svs", ".ndpi")
+LETTERS = {"X": "x", "Y": "y", "Z": "z", "C": "c", "S": "c", "T": "t"}
+
+
+@config
+class TiffConfig(GridConfig):
+    """A file, a folder whose files are the items, or a folder whose files are the z slices of one volume."""
+
+    kind: Literal["tiff"] = "tiff"
+    slices_are: Literal["items", "z"] = "items"  # what the files of a folder are
+    series: int | None = None  # which image of a file that holds several
+
+    def open(self) -> GridSource:
+        """Read the metadata; no voxel is read yet."""
+        if is_layout(self.path):
+            layout = read_layout(self.path, SUFFIXES)
+            entries = []
+            for case in layout.cases:
+                images = [self._open(path) for path in case.images]
+                if layout.channels is not None and len(layout.channels) == len(images):
+                    images = [replace(s, channels=(n,)) for s, n in zip(images, layout.channels, strict=True)]
+                labels = None if case.labels is None else replace(self._open_labels(case.labels), names=layout.labels)
+                entries.append(Entry(case.name, tuple(images), labels, facts={"layout": "imagesTr", **layout.facts}))
+            return GridSource(self, entries, kind="tiff")
+        if self.slices_are == "z":
+            labels = None if self.labels is None else _unplaced(self._open_slices(self.labels))
+            entries = [Entry(base_name(self.path), (self._open_slices(self.path),), labels)]
+            return GridSource(self, entries, kind="tiff")
+        items = list_items(self.path, SUFFIXES)
+        pairs = guess_labels(items) if self.labels is None else pair_labels(items, self.labels, SUFFIXES)
+        guessed = set(pairs.values()) if self.labels is None else set()
+        entries = []
+        for name, path in items:
+            if path in guessed:
+                continue
+            labels = self._open_labels(pairs[name]) if name in pairs else None
+            facts = {"labels": [base_name(pairs[name])]} if guessed and name in pairs else {}
+            entries.append(Entry(name, (self._open(path),), labels, facts=facts))
+        return GridSource(self, entries, kind="tiff")
+
+    def _open(self, path: str) -> Stored:
+        return open_tiff(path, self.series, fill=self.missing == "fill")
+
+    def _open_labels(self, path: str) -> Stored:
+        return _unplaced(self._open(path))
+
+    def _open_slices(self, folder: str) -> Stored:
+        """One volume out of flat files of the same size."""
+        slices = [self._open(path) for _, path in list_items(folder, SUFFIXES)]
+        first = slices[0]
+        for stored in slices:
+            if stored.shape != first.shape or stored.dtype != first.dtype or "z" in stored.axes:
+                raise BadData(
+                    f"{stored.name} is {stored.dtype} of shape {list(stored.shape)} ({', '.join(stored.axes)}), but "
+                    f"{first.name} is {first.dtype} of {list(first.shape)}; slices must be flat and all alike"
+                )
+
+        def read(window: Window) -> np.ndarray:
+            parts = range(window[0].start, window[0].stop)
+            return np.stack([slices[number].read(window[1:]) for number in parts])
+
+        return replace(
+            first,
+            name=folder,
+            shape=(len(slices), *first.shape),
+            axes=("z", *first.axes),
+            chunk=(1, *first.chunk),
+            read=read,
+            levels=(),
+        )
+
+
+def _unplaced(labels: Stored) -> Stored:
+    """Labels without a place: TIFF files tell none, so that they must have the shape of the image."""
+    return replace(labels, origin={}, levels=tuple(replace(level, origin={}) for level in labels.levels))
+
+
+def guess_labels(items: list[tuple[str, str]]) -> dict[str, str]:
+    """Labels that lie beside their images: label.tif beside image.tif, a_label.tif beside a_image.tif."""
+    pairs = {}
+    for name, path in items:
+        folder = path[: len(path) - len(name)] if path.endswith(name) else None
+        other = re.sub("image", "label", name, count=1)
+        if other != name and folder is not None and file_type(folder + other) == "file":
+            pairs[name] = folder + other
+    return pairs
+
+
+def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
+    tifffile, filling = library("tifffile", "tiff"), Filling() if fill else None
+    place = local_copy(path)
+    with decoding(path), tifffile.TiffFile(place) as tif:
+        if not tif.series:
+            raise BadData(f"{path} holds no image; restore or remove the file")
+        check_complete(path, place, tif)
+        if number is None and len(tif.series) > 1 and tif.series[0].kind in ("generic", "uniform", "shaped"):
+            found = "; ".join(f"{i}: {list(s.shape)} {s.dtype}" for i, s in enumerate(tif.series))
+            raise UserError(f"{path} holds images of different shapes or types ({found}); choose one with `series`")
+        if not 0 <= (number or 0) < len(tif.series):
+            raise UserError(f"series = {number} does not exist in {path}; choose 0 to {len(tif.series) - 1}")
+        series = tif.series[number or 0]
+        axes = _axes(path, series)
+        spacing, unit, channels = _metadata(path, tif, number or 0, axes)
+        levels = [
+            _stored(path if number == 0 else f"{path}, level {number}", place, level, axes, tif.byteorder, filling)
+            for number, level in enumerate(series.levels)
+        ]
+    finest = dict(zip(axes, levels[0].shape, strict=True))
+    placed = []
+    for level in levels:
+        # A level's size is its base's over the factor, rounded: the factor is the whole number nearest to their ratio.
+        ratios = {n: finest[n] / size for n, size in zip(axes, level.shape, strict=True) if n in "zyx"}
+        factors = {n: round(r) if abs(r - round(r)) < 0.02 * r else r for n, r in ratios.items()}
+        sizes = {n: spacing.get(n, 1.0) * f for n, f in factors.items()}
+        told = spacing or len(levels) > 1
+        origin = {n: spacing.get(n, 1.0) * (f - 1) / 2 for n, f in factors.items()}
+        placed.append(replace(level, spacing=sizes if told else {}, unit=unit, origin=origin, channels=channels))
+    return replace(placed[0], levels=tuple(placed[1:]))
+
+
+def _stored(
+    path: str, place: Path, series: Any, axes: tuple[str, ...], byteorder: str, filling: Filling | None
+) -> Stored:
+    if series.dataoffset is not None:
+        array = Mapped(path, place, series.dtype.newbyteorder(byteorder), series.dataoffset, series.shape)
+        return Stored(
+            path, series.shape, axes, series.dtype, (1,) * len(axes), lambda window: np.array(array()[window])
+        )
+    pages = list_pages(path, series)
+    frame = series.keyframe
+    tall, wide = (frame.tilelength, frame.tilewidth) if frame.is_tiled else (frame.rowsperstrip, frame.imagewidth)
+    sizes = {"y": min(tall, frame.imagelength), "x": min(wide, frame.imagewidth)}
+    samples = frame.samplesperpixel if frame.planarconfig == 1 else 1
+    chunk = tuple(sizes.get(name, samples if name == "c" and letter == "S" else 1)
+                  for name, letter in zip(axes, series.axes, strict=True))  # fmt: skip
+    return Stored(
+        path,
+        series.shape,
+        axes,
+        series.dtype,
+        chunk,
+        lambda window: read_pages(path, series, pages, window, fill=filling),
+        filling=filling,
+    )
+
+
+def _axes(path: str, series: Any) -> tuple[str, ...]:
+    """Names out of tifffile's letters; an unknown axis is z where there is none, as in a plain stack of pages."""
+    names = [LETTERS.get(letter) for letter in series.axes]
+    unknown = [i for i, name in enumerate(names) if name is None]
+    if len(unknown) == 1 and "z" not in names:
+        names[unknown[0]] = "z"
+        unknown = []
+    if unknown or len(set(names)) < len(names):
+        # `axes` of the recipe can name them; until then each has a name of its own.
+        return tuple(f"{letter.lower()}{i}" if letter not in "YX" else letter.lower()
+                     for i, letter in enumerate(series.axes))  # fmt: skip
+    return tuple(name for name in names if name is not None)
+
+
+def _metadata(
+    path: str, tif: Any, number: int, axes: tuple[str, ...]
+) -> tuple[dict[str, float], str | None, tuple[str, ...] | None]:
+    """Voxel size, its unit and names of channels."""
+    sidecar = _sidecar(path, axes)
+    spacing: dict[str, float] = {}
+    first = tif.pages[0]
+    unit, channels = (
+        None,
+        ("red", "green", "blue", "alpha")[: first.samplesperpixel] if first.photometric == 2 else None,
+    )
+    if tif.is_ome and tif.ome_metadata:
+        spacing, unit, channels = _ome(tif.ome_metadata, number, channels)
+    elif tif.is_imagej and tif.imagej_metadata:
+        told = tif.imagej_metadata
+        unit = plain_unit(told.get("unit"))
+        spacing = _resolution(first) if unit is not None else {}
+        if isinstance(told.get("spacing"), int | float) and told["spacing"] > 0:
+            spacing["z"] = float(told["spacing"])
+    elif first.resolutionunit == 3:  # pixels a centimetre
+        spacing, unit = _resolution(first), "centimeter"
+    if sidecar:
+        spacing, unit = sidecar, None
+    return {n: s for n, s in spacing.items() if n in axes and s > 0}, unit if spacing else None, channels
+
+
+def _resolution(page: Any) -> dict[str, float]:
+    pixels = dict(zip("xy", page.get_resolution(1), strict=True))  # to a unit, as the tags say
+    return {name: 1 / value for name, value in pixels.items() if value > 0}
+
+
+def _ome(text: str, number: int, channels: Any) -> tuple[dict[str, float], str | None, Any]:
+    images = ElementTree.fromstring(text).findall("{*}Image")
+    pixels = images[min(number, len(images) - 1)].find("{*}Pixels") if images else None
+    if pixels is None:
+        return {}, None, channels
+    sizes = {n: pixels.get(f"PhysicalSize{n.upper()}") for n in "xyz"}
+    units = {plain_unit(pixels.get(f"PhysicalSize{n.upper()}Unit", "µm")) for n, size in sizes.items() if size}
+    names = tuple(c.get("Name") or "" for c in pixels.findall("{*}Channel"))
+    spacing = {n: float(size) for n, size in sizes.items() if size} if len(units) == 1 else {}
+    return spacing, next(iter(units), None), names if names and all(names) else channels
+
+
+def _sidecar(path: str, axes: tuple[str, ...]) -> dict[str, float]:
+    """Spacing of z, y, x from a .json beside the file, for one channel's file that of its case."""
+    name = base_name(path)
+    folder, case = path[: len(path) - len(name)], stem(name, SUFFIXES)
+    for candidate in (case, re.sub(r"_\d{4}$", "", case)):
+        place = join(folder, f"{candidate}.json") if folder else f"{candidate}.json"
+        if path.endswith(name) and file_type(place) == "file":
+            try:
+                told = json.loads(read_bytes(place).decode("utf-8")).get("spacing")
+                space = [n for n in axes if n in "zyx"]
+                return {n: float(s) for n, s in zip(space, told, strict=True)}
+            except (ValueError, TypeError, AttributeError):
+                return {}
+    return {}

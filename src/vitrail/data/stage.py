@@ -1,0 +1,272 @@
+"""Copies of what a run reads, on a fast disk of each node: made once, kept, and opened instead of the originals.
+
+- a copy lies below the folder under the full path of its original, so that names say where things come from
+- of a stored array the files of the region and level that are read are copied, with the metadata around them; of other
+  data the file, or all files of the folder; URLs, and entries with `stage: false`, are read where they are
+- a file is copied under another name and renamed when it is whole; one with the size and time of its original is kept,
+  so that a copy which was interrupted goes on
+- processes of a node take turns by a lock that ends with them: the first copies, the others find everything there
+- nothing is deleted but unfinished copies of its own
+"""
+
+import dataclasses
+import errno
+import fcntl
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vitrail.data.files import is_url, local_path
+from vitrail.data.pool import Job, Pool
+from vitrail.data.stage_files import needed_files
+from vitrail.errors import UserError
+
+LOCK = ".vitrail-stage.lock"
+PART = ".vitrail-part-"  # how the name of an unfinished copy begins
+THREADS = 8
+PIECE = 8 * 2**20  # bytes that are copied at once
+STALLED = 300.0  # seconds without a byte, after which copying counts as stuck
+SAME_TIME = 1_000_000  # nanoseconds that a file system may round a time by
+EVERY = 5.0  # seconds between two lines of progress
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    original: Path
+    target: Path
+    size: int
+    time: int  # of the last change, in nanoseconds
+
+    def is_done(self) -> bool:
+        try:
+            found = os.stat(self.target)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return found.st_size == self.size and abs(found.st_mtime_ns - self.time) < SAME_TIME
+
+
+def as_opened(
+    data: Any,  # the recipe's section
+    configs: Sequence[Any],
+    *,
+    tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    tick: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """The sources of a list as they are to be opened: with `missing: fill` under `data.bad: fill`, and staged."""
+    if data.bad == "fill":
+        configs = [dataclasses.replace(c, missing="fill") if hasattr(c, "missing") else c for c in configs]
+    if data.stage is None:
+        return list(configs)
+    folder = Path(os.path.expandvars(os.path.expanduser(data.stage.dir)))
+    if "$" in str(folder):
+        raise UserError(
+            f"data.stage.dir: {data.stage.dir!r} names a variable that is not set here; set it, or give a path"
+        )
+    return stage(configs, folder, round(data.stage.limit_gib * GIB), tell=tell, tick=tick)
+
+
+def stage(
+    configs: Sequence[Any],
+    folder: Path,
+    limit: int,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Copy what these sources read to the folder, at most `limit` bytes; gives the sources of the copies."""
+    folder = folder.absolute()
+    staged, copies = [], {}
+    for config in configs:
+        if not _can_stage(config):
+            staged.append(config)
+            continue
+        path, colons, key = config.path.partition("::")
+        whole = local_path(path).absolute()
+        if folder == whole or whole in folder.parents:
+            raise UserError(f"data.stage.dir: {str(folder)!r} lies inside the data of {path}; give a folder elsewhere")
+        for file in needed_files(config, whole):
+            found = _look(file)
+            target = _below(folder, file)
+            copies[target] = Copy(file, target, found.st_size, found.st_mtime_ns)
+        changes = {"path": f"{_below(folder, whole)}{colons}{key}"}
+        beside = getattr(config, "labels", None)
+        if isinstance(beside, str) and _below(folder, Path(beside).absolute()) in copies:
+            changes["labels"] = str(_below(folder, Path(beside).absolute()))
+        staged.append(dataclasses.replace(config, **changes))
+    if copies:
+        with _turn(folder, tell, tick):
+            _copy_all(list(copies.values()), folder, limit, tell, tick)
+    return staged
+
+
+def _can_stage(config: Any) -> bool:
+    path = getattr(config, "path", None)
+    wanted = getattr(config, "stage", True) and dataclasses.is_dataclass(config)
+    if not wanted or not isinstance(path, str) or is_url(path.partition("::")[0]):
+        return False
+    return local_path(path.partition("::")[0]).exists()  # opening it explains what is wrong otherwise
+
+
+def _below(folder: Path, path: Path) -> Path:
+    return folder.joinpath(*path.parts[1:])
+
+
+def _look(file: Path) -> os.stat_result:
+    try:
+        return os.stat(file)
+    except OSError as error:
+        raise UserError(
+            f"data.stage: {file} cannot be copied ({error.strerror}); restore it, or set `stage: false` for its entry"
+        ) from None
+
+
+@contextmanager
+def _turn(folder: Path, tell: Callable[[str], None], tick: Callable[[], None]) -> Iterator[None]:
+    """One process of a node at a time; a process that dies has had its turn."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(
+            f"data.stage.dir: {str(folder)!r} cannot be written ({error.strerror}); give a folder on a disk of the node"
+        ) from None
+    try:
+        told, began = -math.inf, time.monotonic()
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - began
+                if waited - told > 6 * EVERY:
+                    told = waited
+                    tell(f"staging: another process copies to {folder}; waiting for it ({waited:.0f} s)")
+                tick()
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _copy_all(
+    copies: list[Copy], folder: Path, limit: int, tell: Callable[[str], None], tick: Callable[[], None]
+) -> None:
+    todo = [copy for copy in copies if not copy.is_done()]
+    if not todo:
+        return
+    needed, others = sum(copy.size for copy in copies), _tidy(folder, {copy.target for copy in copies})
+    if needed + others > limit:
+        there = f", and {_gib(others)} of others are there already" if others else ""
+        raise UserError(
+            f"data.stage: {_gib(needed)} in {len(copies)} files are to be copied to {folder}{there}, more than "
+            f"data.stage.limit_gib {limit / GIB:.3g}; raise it, remove what is not needed there, read less with "
+            "`region`, or set `stage: false` for an entry"
+        )
+    left = sum(copy.size for copy in todo)
+    free = shutil.disk_usage(folder).free
+    if left > free:
+        raise UserError(
+            f"data.stage.dir: {_gib(left)} are to be copied to {folder}, but just {_gib(free)} are free there; "
+            "free some space or choose another disk"
+        )
+    tell(f"staging: copying {_gib(left)} in {len(todo)} files to {folder}")
+    began, moved = time.monotonic(), _Moved()
+    pool = Pool(THREADS)
+    try:
+        jobs = deque(pool.submit(partial(_copy, copy, moved), lambda: "") for copy in todo)
+        told = changed = began
+        seen = 0
+        while jobs:
+            if _ended(jobs[0]):
+                jobs.popleft()
+            now = time.monotonic()
+            if moved.bytes != seen:
+                seen, changed = moved.bytes, now
+                tick()
+            if now - changed > STALLED:
+                raise UserError(
+                    f"data.stage: nothing was copied for {STALLED:.0f} s, with {_gib(seen)} of {_gib(left)} done; "
+                    f"check the disk of {folder} and the one behind {todo[-len(jobs)].original}"
+                )
+            if now - told > EVERY:
+                told = now
+                tell(f"staging: {_gib(seen)} of {_gib(left)} copied")
+    finally:
+        pool.close()
+    tell(f"staging: {_gib(left)} copied in {time.monotonic() - began:.0f} s")
+
+
+class _Moved:
+    """Bytes that all threads have copied."""
+
+    def __init__(self) -> None:
+        self.bytes, self._lock = 0, threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.bytes += number
+
+
+def _ended(job: Job) -> bool:
+    """Wait a little for a job; its error is raised here."""
+    try:
+        job.future.result(timeout=0.5)
+    except TimeoutError:
+        if job.future.done():
+            raise
+        return False
+    return True
+
+
+def _copy(copy: Copy, moved: _Moved) -> None:
+    part = copy.target.with_name(f"{PART}{os.getpid()}-{copy.target.name}"[:255])
+    try:
+        copy.target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _copy_bytes(copy.original, part, moved)
+            if part.stat().st_size != copy.size:
+                raise UserError(f"data.stage: {copy.original} changes while it is copied; wait until it is complete")
+            os.utime(part, ns=(copy.time, copy.time))
+            os.replace(part, copy.target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        raise UserError(
+            f"data.stage: {copy.original} cannot be copied to {copy.target} ({why}); mend that, "
+            "or set `stage: false` for its entry"
+        ) from None
+
+
+def _copy_bytes(original: Path, target: Path, moved: _Moved) -> None:
+    with open(original, "rb", buffering=0) as source, open(target, "wb", buffering=0) as out:
+        while piece := source.read(PIECE):
+            out.write(piece)
+            moved.add(len(piece))
+
+
+def _tidy(folder: Path, needed: set[Path]) -> int:
+    """Remove unfinished copies that a killed process has left; bytes of all else that is there but not needed now."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place) / name
+            if name.startswith(PART):
+                path.unlink(missing_ok=True)
+            elif path not in needed and name != LOCK:
+                total += path.lstat().st_size
+    return total
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"

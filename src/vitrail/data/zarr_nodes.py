@@ -1,0 +1,211 @@
+"""Arrays of zarr and N5 hierarchies as stored arrays: decoded chunk by chunk, or by tensorstore where need be.
+
+What an array's own metadata tell of axes and places is read here too: `transform` (C order), `pixelResolution` and its
+kin (x, y, z in N5), names of dimensions as xarray and zarr 3 keep them. NGFF metadata are in ngff.py.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.bad import BadData, MissingData
+from vitrail.data.chunks import REMEDY, open_chunks, shared
+from vitrail.data.ngff import load_attributes
+from vitrail.data.places import Place, Remote
+from vitrail.data.stored import Stored, Window, plain_unit
+from vitrail.errors import UserError
+from vitrail.launch.world import find_world, share_of_cores
+
+USUAL_AXES = {2: "yx", 3: "zyx", 4: "czyx", 5: "tczyx"}
+KNOWN_AXES = {"time": "t", "channel": "c", "channels": "c"}
+READ_ERRORS = (ValueError, NotImplementedError, OSError)  # what tensorstore raises for wrong or unreadable data
+
+
+def open_array(place: Place, axes: Sequence[str] | None = None, *, fill: bool, **known: Any) -> Stored:
+    """An array, with what is `known` of it already (spacing, unit, origin, channels, names)."""
+    reader = open_chunks(place, fill=fill)
+    if reader is not None:
+        shape, chunk, dtype = reader.shape, reader.grid, reader.dtype
+
+        def read(window: Window) -> np.ndarray:
+            return shared.read(reader, window)
+    else:
+        store = _open_store(place, fill)
+        shape, dtype = tuple(int(n) for n in store.shape), np.dtype(store.dtype.numpy_dtype)
+        sizes = store.chunk_layout.read_chunk.shape or shape
+        chunk = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
+
+        def read(window: Window) -> np.ndarray:
+            try:
+                return np.asarray(store[window].read().result())
+            except READ_ERRORS as error:
+                raise _explain(place, str(error)) from error
+
+    names = tuple(axes or USUAL_AXES.get(len(shape)) or [f"axis{i}" for i in range(len(shape))])
+    if len(names) != len(shape):
+        raise UserError(
+            f"{place} has {len(shape)} dimensions but its metadata names {len(names)} axes; mend the metadata"
+        )
+    # Chunks are often larger than a small array.
+    chunk = tuple(min(c, n) for c, n in zip(chunk, shape, strict=True))
+    return Stored(str(place), shape, names, dtype, chunk, read, chunk_reader=reader, **known)
+
+
+def lost_array(place: Place, axes: Sequence[str], problem: UserError, **known: Any) -> Stored:
+    """Stands for a level that is not there: copies of pyramids are often partial, and another level may be read."""
+
+    def read(window: Window) -> np.ndarray:
+        raise problem
+
+    empty = (0,) * len(axes)
+    return Stored(str(place), empty, tuple(axes), np.dtype(np.uint8), empty, read, **known)
+
+
+def _open_store(place: Place, fill: bool) -> Any:
+    import tensorstore
+
+    if isinstance(place, Remote) and not place.uses_tensorstore:
+        raise UserError(
+            f"{place} has a codec that can be read from local folders, http(s), s3 and gs alone; copy it to one of them"
+        )
+    driver = "zarr3" if (place / "zarr.json").is_file() else "zarr" if (place / ".zarray").is_file() else "n5"
+    threads = share_of_cores(find_world())
+    spec = {
+        "driver": driver,
+        "kvstore": f"{place}/" if isinstance(place, Remote) else {"driver": "file", "path": f"{place.resolve()}/"},
+        "fill_missing_data_reads": fill,
+        "recheck_cached_data": "open",
+        "context": {
+            "cache_pool": {"total_bytes_limit": 64 * 2**20},
+            # This process's share of the host, not all of it for every rank.
+            "data_copy_concurrency": {"limit": threads},
+            "file_io_concurrency": {"limit": max(4, threads)},
+        },
+    }
+    try:
+        store = tensorstore.open(spec, open=True, read=True).result()
+        return store.T if driver == "n5" else store  # in C order
+    except READ_ERRORS as error:
+        raise UserError(
+            f"{place} cannot be opened as {driver.rstrip('3')} ({_first_line(error)}); restore or rewrite it"
+        ) from error
+
+
+def _explain(place: Place, problem: str) -> BadData:
+    if "is missing" in problem and "NOT_FOUND" in problem:
+        lost = problem.partition("NOT_FOUND: ")[2].partition(" [")[0]
+        return MissingData(
+            f"{lost}: restore the file, leave it out with `region`, "
+            "or set `missing: fill` if the writer left out chunks that hold only the fill value"
+        )
+    return BadData(f"{place} cannot be read ({_first_line(problem)}); {REMEDY}")
+
+
+def _first_line(problem: object) -> str:
+    return str(problem).partition(" [tensorstore_spec=")[0].splitlines()[0]
+
+
+# ------------------------------------------------------------ what an array's own metadata tell
+
+
+def attributes_of(place: Place) -> tuple[str, dict[str, Any]] | None:
+    """("group" or "array", attributes) of a node of zarr or N5, or None where there is none."""
+    found = load_attributes(place)
+    if found is not None or not (place / "attributes.json").is_file():
+        return found
+    try:
+        document = json.loads((place / "attributes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{place / 'attributes.json'} is not valid JSON ({error}); restore or rewrite the file"
+        ) from error
+    if not isinstance(document, dict):
+        raise UserError(f"{place / 'attributes.json'} must hold a JSON object; restore or rewrite the file")
+    return ("array" if "dimensions" in document else "group"), document
+
+
+def told_axes(place: Place, attributes: dict[str, Any]) -> tuple[str, ...] | None:
+    """Names of the axes in C order, where the metadata tell them."""
+    transform = attributes.get("transform")
+    names: Any = transform.get("axes") if isinstance(transform, dict) else None
+    names = names or attributes.get("_ARRAY_DIMENSIONS")
+    if names is None and isinstance(attributes.get("axes"), list) and "dimensions" in attributes:
+        names = attributes["axes"][::-1]  # of N5: x first
+    if names is None and (place / "zarr.json").is_file():
+        names = json.loads((place / "zarr.json").read_text(encoding="utf-8")).get("dimension_names")
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        return None
+    return tuple(KNOWN_AXES.get(str(name).lower(), str(name)) for name in names)
+
+
+def told_place(attributes: dict[str, Any], axes: Sequence[str], *, reversed_axes: bool) -> dict[str, Any]:
+    """Spacing, unit and origin as an array's own attributes tell them; nothing where they do not.
+
+    Sizes beside an N5 array are in the order of its dimensions, x first; a `transform` is in C order everywhere.
+    """
+    space = [name for name in axes if name not in ("c", "t")]
+    transform: Any = attributes.get("transform")
+    shift: Any
+    if isinstance(transform, dict) and _numbers(transform.get("scale"), axes, space):
+        units = transform.get("units")
+        unit = units[-1] if isinstance(units, list) and units else units
+        shift = transform.get("translate")
+        return _placed(axes, space, transform["scale"], unit, shift if _numbers(shift, axes, space) else None)
+    size: Any = attributes.get("pixelResolution", attributes.get("resolution", attributes.get("voxel_size")))
+    unit = attributes.get("units", attributes.get("unit"))
+    if isinstance(size, dict):
+        size, unit = size.get("dimensions"), size.get("unit", unit)
+    unit = unit[0] if isinstance(unit, list) and unit else unit
+    if not _numbers(size, axes, space):
+        return {}
+    shift = attributes.get("offset")
+    factors: Any = attributes.get("downsamplingFactors")
+    shift = shift if _numbers(shift, axes, space) else None
+    if _numbers(factors, axes, space) and len(factors) == len(size):
+        # The centre of a coarse voxel lies half of it less half a fine one from the centre of the first fine one.
+        base = shift if shift is not None and len(shift) == len(size) else [0.0] * len(size)
+        shift = [b + s * (f - 1) / 2 for b, s, f in zip(base, size, factors, strict=True)]
+        size = [s * f for s, f in zip(size, factors, strict=True)]
+    if reversed_axes:
+        size, shift = size[::-1], None if shift is None else shift[::-1]
+    return _placed(axes, space, size, unit, shift)
+
+
+def _numbers(values: Any, axes: Sequence[str], space: Sequence[str]) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) in (len(axes), len(space))
+        and all(isinstance(v, int | float) and not isinstance(v, bool) and np.isfinite(v) for v in values)
+    )
+
+
+def _placed(
+    axes: Sequence[str], space: Sequence[str], size: list[float], unit: Any, shift: list[float] | None
+) -> dict[str, Any]:
+    def named(values: list[float]) -> dict[str, float]:
+        every = dict(zip(axes if len(values) == len(axes) else space, values, strict=True))
+        return {name: float(every[name]) for name in space}
+
+    if min(size) <= 0:
+        return {}
+    return {
+        "spacing": named(size),
+        "unit": plain_unit(unit),
+        "origin": named(shift) if shift is not None else dict.fromkeys(space, 0.0),
+    }
+
+
+def list_arrays(group: Place, depth: int = 6, most: int = 50) -> list[Place]:
+    """Arrays of a hierarchy, without looking into them."""
+    found: list[Place] = []
+    for child in sorted((child for child in group.iterdir() if child.is_dir()), key=str) if depth else []:
+        node = attributes_of(child)
+        if node is not None and node[0] == "array":
+            found.append(child)
+        else:
+            found += list_arrays(child, depth - 1, most - len(found))
+        if len(found) >= most:
+            break
+    return found

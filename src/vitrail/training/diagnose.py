@@ -1,0 +1,256 @@
+"""What a recipe does to its data, before a training: a picture of what the model will see, and where time goes.
+
+Both set up the parts of a run as a training would, and leave nothing behind: no run folder is made.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vitrail.data.advice import suggest_crop
+from vitrail.data.batch import Batch
+from vitrail.data.bench import measure_io, peak_rss
+from vitrail.data.inspect import open_source
+from vitrail.data.loader import Loader
+from vitrail.data.preview import preview as draw_preview
+from vitrail.data.sampler import Order
+from vitrail.errors import UserError
+from vitrail.layers.parts import WHOLE, Part
+from vitrail.objectives.objective import Objective
+from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.recipe import Recipe
+from vitrail.recipe.find import find_recipe
+from vitrail.recipe.sections import Parallel
+from vitrail.report.units import plain
+from vitrail.training.collective import on_chief
+from vitrail.training.run import fitting, joined
+from vitrail.training.setup import DataParts, Place, build_model, complete, make_loader, make_sampler, open_data
+from vitrail.training.trainer import Trainer, timed
+
+Mode = Literal["real", "syn", "io"]
+WARM_UP = 3  # steps that are not counted: compilation, caches
+ROUNDS = 3
+UNSTEADY = 1.3  # times as long for the same work, from which on a machine is too busy to be measured
+LONG = 10**9  # steps of a run that a measurement never reaches
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a loader asks of a parallel model, for a rank that has no model: all samples, whole."""
+
+    layout: Layout
+    data_rank: int = 0
+    part: Part = WHOLE
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The parts of a run that come before its model."""
+
+    recipe: Recipe
+    place: Place
+    data: DataParts
+    objective: Objective
+    sampler: Order
+
+    def loader(self, flow: Any = None) -> Loader:
+        flow = flow or Alone(layout_of(Parallel(), 1))
+        return make_loader(self.recipe, self.place, self.data, self.sampler, self.objective, flow, step=0, samples=0)
+
+
+@contextmanager
+def opened(recipe: Any, overrides: Sequence[str] = ()) -> Iterator[Opened]:
+    """The data and the objective of a recipe, in a layout that fits here."""
+    recipe = fitting(find_recipe(recipe, overrides), overrides)
+    with joined(recipe) as (place, _):
+        data = open_data(recipe, place, None)
+        recipe = complete(recipe, data)
+        objective = recipe.objective.build(recipe.model, data.statistics)
+        yield Opened(recipe, place, data, objective, make_sampler(recipe, data))
+
+
+def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Draw what the model of a recipe will see of the first samples; returns the picture's path and their facts."""
+    if samples < 1:
+        raise UserError(f"samples: {samples} must be at least 1")
+    with opened(recipe, overrides) as parts:
+        return draw_preview(
+            out,
+            sources=parts.data.train.sources,
+            loader=parts.loader(),
+            objective=parts.objective,
+            seed=parts.recipe.run.seed,
+            samples=samples,
+            batch=parts.data.batch,
+            title=f"{parts.recipe.run.name}: what the model will see",
+        )
+
+
+def bench(
+    what: Any,
+    *,
+    modes: Sequence[Mode] = (),
+    seconds: float = 5.0,
+    workers: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Measure a recipe's data: training on them (real), on one batch again and again (syn), loading alone (io).
+
+    `what` may also be the path of data, of which loading alone is measured.
+    """
+    if not seconds > 0:
+        raise UserError(f"seconds: {seconds} must be above 0")
+    trains = is_recipe(what)
+    recipe = what if trains else recipe_for(str(what))
+    known: tuple[Mode, ...] = ("real", "syn", "io") if trains else ("io",)
+    modes = modes or known
+    if strange := [mode for mode in modes if mode not in known]:
+        raise UserError(f"mode: {strange[0]!r} trains, which needs a recipe; {what} is data, which --mode io measures")
+    results: list[dict[str, Any]] = []
+    training = [mode for mode in modes if mode != "io"]
+    for place, number in enumerate(workers or (None,)):
+        more = [] if number is None else [f"data.workers={number}"]
+        with opened(recipe, [*overrides, f"run.steps={LONG}", *more]) as parts:
+            batch = parts.data.batch
+            if training and place == 0:  # reading threads are compared by loading alone
+                results += _train(parts, training, seconds)
+            if "io" in modes:
+                results.append(measure_io(parts.loader(), seconds=seconds))
+    return {"batch": batch, "results": results, "summary": summarise(results, batch)}
+
+
+def _train(parts: Opened, modes: Sequence[Mode], seconds: float) -> list[dict[str, Any]]:
+    """Steps of a training on data as they come, or on one batch that was loaded before.
+
+    The ways take turns, a few rounds each: one after the other, a machine that is busy for a while would make either
+    look slow. No reader works in the turns of the other.
+    """
+    model = build_model(parts.recipe, parts.place, parts.data, parts.objective)
+    trainer = Trainer(parts.recipe, parts.place, parts.data, model, parts.objective, parts.sampler.epoch)
+    loader = parts.loader(trainer.flow)
+    same = loader.load(loader.counters(0))
+    rounds: dict[Mode, list[list[tuple[float, float]]]] = {mode: [] for mode in modes}  # seconds and wait of steps
+    skipped = loader.prefetch + 1  # batches that are read while nothing else is done
+
+    def turn(mode: Mode, count: int) -> list[tuple[float, float]]:
+        if mode == "syn":
+            return _steps(trainer, itertools.repeat(same, count))
+        return _steps(trainer, loader.batches(trainer.done, trainer.done + skipped + count))[skipped:]
+
+    _steps(trainer, itertools.repeat(same, WARM_UP))
+    slowest = max(turn(mode, 1)[0][0] for mode in modes)
+    # Ranks step together, so that all must take as many.
+    count = on_chief(lambda: max(2, math.ceil(seconds / ROUNDS / slowest)), parts.place.control)
+    for _ in range(ROUNDS):
+        for mode in modes:
+            rounds[mode].append(turn(mode, count))
+    return [_summarise_steps(mode, taken, loader.workers, parts.data.batch) for mode, taken in rounds.items()]
+
+
+def _steps(trainer: Trainer, batches: Iterator[Batch]) -> list[tuple[float, float]]:
+    """Take a step on each batch; seconds of each with its wait, and the wait."""
+    taken = []
+    for batch, wait in timed(batches):
+        began = time.perf_counter()
+        trainer.step(batch, stop_wish=None, watch=False)
+        if batch.values.is_cuda:
+            torch.cuda.synchronize()
+        taken.append((time.perf_counter() - began + wait, wait))
+    return taken
+
+
+def _summarise_steps(mode: Mode, rounds: list[list[tuple[float, float]]], workers: int, batch: int) -> dict[str, Any]:
+    steps = [step for taken in rounds for step in taken]
+    median = statistics.median(seconds for seconds, _ in steps)
+    medians = [statistics.median(seconds for seconds, _ in taken) for taken in rounds]
+    return {
+        "mode": mode,
+        "workers": workers,
+        "steps": len(steps),
+        "step_seconds": median,
+        "fastest_round": min(medians),
+        "slowest_round": max(medians),
+        "samples_per_s": batch / median,
+        "wait_percent": 100 * sum(wait for _, wait in steps) / sum(seconds for seconds, _ in steps),
+        "peak_rss_gib": peak_rss(),
+    }
+
+
+def unsteady(results: Sequence[dict[str, Any]]) -> str | None:
+    """Why steps cannot be compared: the same ones differ too much, or less work took longer. None where they can."""
+    trained = {r["mode"]: r for r in results if r["mode"] != "io"}
+    for mode, r in trained.items():
+        if r["slowest_round"] > UNSTEADY * r["fastest_round"]:
+            return (
+                f"{mode} steps took {r['fastest_round']:.3g} s in one round and {r['slowest_round']:.3g} s in another"
+            )
+    if len(trained) == 2 and trained["syn"]["step_seconds"] > UNSTEADY * trained["real"]["step_seconds"]:
+        times = [trained[mode]["step_seconds"] for mode in ("syn", "real")]
+        return f"steps without reading took {times[0]:.3g} s, longer than the {times[1]:.3g} s with it"
+    return None
+
+
+def summarise(results: Sequence[dict[str, Any]], batch: int) -> str:
+    """One sentence on what limits a training, or on why these numbers do not tell."""
+    if reason := unsteady(results):
+        return f"no verdict: {reason}; other work keeps this machine busy, so measure again when it is quiet"
+    real, syn, io = (next((r for r in results if r["mode"] == mode), None) for mode in ("real", "syn", "io"))
+    parts = []
+    if real is not None:
+        parts.append(f"{real['wait_percent']:.0f} % of the step waits for data")
+        if syn is not None:
+            slower = 100 * (real["step_seconds"] / syn["step_seconds"] - 1)
+            parts.append(
+                f"a step takes {real['step_seconds']:.3g} s with real data and {syn['step_seconds']:.3g} s with data "
+                f"made once ({slower:+.0f} %)"
+            )
+    elif syn is not None:
+        parts.append(f"a step takes {syn['step_seconds']:.3g} s with data made once")
+    if io is not None:
+        parts.append(f"loading alone gives {plain(io['samples_per_s'], 3)} samples/s ({io['gb_per_s']:.3g} GB/s)")
+        if syn is not None:
+            wanted = batch / syn["step_seconds"]
+            slow = io["samples_per_s"] < 1.1 * wanted
+            advice = "raise data.workers or data.reuse, or set data.stage" if slow else "reading is fast enough"
+            parts.append(f"the model can take {plain(wanted, 3)} samples/s: {advice}")
+        else:
+            most = max(io["where_percent"], key=io["where_percent"].__getitem__)
+            parts.append(f"most of the time goes to: {most}")
+    return "; ".join(parts)
+
+
+def is_recipe(what: Any) -> bool:
+    """Whether this is a recipe or a run rather than data."""
+    if not isinstance(what, str | Path):
+        return True
+    place = Path(what)
+    return (place / "recipe.yaml").is_file() if place.is_dir() else place.suffix.lower() in (".yaml", ".yml", ".json")
+
+
+def recipe_for(path: str) -> dict[str, Any]:
+    """A recipe that reads crops of some data; its model is never built."""
+    config, source = open_source(path, kind=None, settings=None)
+    crop = suggest_crop(source)
+    across = source.items[0].slices
+    crop = tuple(size for axis, size in enumerate(crop) if axis != across)
+    common = math.gcd(*crop)
+    patch = next((size for size in range(common // 2, 0, -1) if common % size == 0), 1)  # so that there are a few
+    encoder = {"width": 16, "depth": 1, "heads": 1, "patch": patch, "positions": "sincos"}
+    return {
+        "run": {"name": "bench", "steps": 1},
+        "model": {"kind": "mae", "ndim": len(crop), "encoder": encoder},
+        "data": {
+            "train": [{"path": path, "kind": config.kind}],
+            "crop": list(crop),
+            "batch": 16,
+            "normalize": "none",
+        },
+    }

@@ -1,0 +1,156 @@
+"""Files by path and URL: local, file://, memory://, zip:// and a server on the loopback."""
+
+import http.server
+import threading
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from vitrail.data import files
+from vitrail.data.bad import BadData
+from vitrail.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "a b"
+    (root / "sub").mkdir(parents=True)
+    for name in ("10.txt", "2.txt", ".hidden", "sub/x.txt"):
+        (root / name).write_bytes(name.encode())
+    return root
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serves tmp_path/web; and the requests that came."""
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            asked.append(f"{self.command} {self.path}")
+
+        def do_GET(self) -> None:
+            if self.path.endswith("short.bin"):
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
+                self.wfile.write(b"only this")
+                self.close_connection = True
+            elif self.path.endswith("secret.bin"):
+                self.send_error(403)
+            else:
+                super().do_GET()
+
+    (tmp_path / "web").mkdir()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "web"))) as made:
+        thread = threading.Thread(target=made.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{made.server_port}", asked
+        made.shutdown()
+        thread.join()
+
+
+def test_what_is_a_url() -> None:
+    assert not any(map(files.is_url, ("a/b.tif", "/a", "file.h5::raw", "file:///a/b", "C::x")))
+    assert all(map(files.is_url, ("memory://a", "http://a/b", "s3://a/b", "zip://a::file:///b.zip")))
+    assert files.local_path("file:///a%20b/c") == Path("/a b/c")
+    assert files.join("a/", "b", "c") == "a/b/c"
+    assert files.join("zip://in::http://host/x.zip", "1.png") == "zip://in/1.png::http://host/x.zip"
+    assert [files.parent(p) for p in ("a/b.tar", "b.tar", "/b.tar", "memory://a/b")] == ["a", ".", "/", "memory://a"]
+    assert files.base_name("https://host/x.nc?token=a/b") == "x.nc"
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_local_files(folder: Path, scheme: str) -> None:
+    root = scheme + (str(folder) if not scheme else folder.as_uri().removeprefix("file://"))
+    assert files.list_files(root) == ["2.txt", "10.txt"]  # as a person would sort them, hidden ones left out
+    assert files.list_folders(root) == ["sub"]
+    assert [files.file_type(p) for p in (root, files.join(root, "2.txt"), root + "/no")] == ["folder", "file", None]
+    assert files.read_bytes(files.join(root, "10.txt"), 1, 3) == b"0.t"
+    with files.open_file(files.join(root, "sub", "x.txt")) as file:
+        assert file.read() == b"sub/x.txt"
+    assert files.local_copy(files.join(root, "2.txt")).read_bytes() == b"2.txt"
+
+
+def test_memory_and_archives(tmp_path: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").pipe({"/store/b/1.txt": b"one", "/store/2.txt": b"two"})
+    assert (files.list_files("memory://store"), files.list_folders("memory://store")) == (["2.txt"], ["b"])
+    assert files.file_type("memory://store") == "folder"
+    assert files.read_bytes("memory://store/b/1.txt", 1) == b"ne"
+    copy = files.local_copy("memory://store/2.txt")
+    assert copy.read_bytes() == b"two"
+    fsspec.filesystem("memory").pipe("/store/2.txt", b"three")
+    assert files.local_copy("memory://store/2.txt").read_bytes() == b"three"  # a changed file is copied anew
+
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for number in (1, 10, 2):
+            archive.writestr(f"in/{number}.txt", str(number))
+    inside = f"zip://in::{tmp_path / 'x.zip'}"
+    assert files.list_files(inside) == ["1.txt", "2.txt", "10.txt"]
+    with ThreadPoolExecutor(4) as pool:
+        paths = [files.join(inside, name) for name in files.list_files(inside)] * 5
+        assert list(pool.map(files.read_bytes, paths)) == [b"1", b"2", b"10"] * 5
+    (tmp_path / "broken.zip").write_bytes(b"no archive")
+    with pytest.raises(BadData, match=r"broken\.zip cannot be opened"):
+        files.list_files(f"zip://::{tmp_path / 'broken.zip'}")
+
+
+def test_a_server(tmp_path: Path, cache: Path, server: tuple[str, list[str]]) -> None:
+    url, asked = server
+    (tmp_path / "web" / "sub").mkdir()
+    (tmp_path / "web" / "a.bin").write_bytes(bytes(range(100)))
+    assert (files.list_files(url + "/"), files.list_folders(url + "/")) == (["a.bin"], ["sub"])
+    assert files.read_bytes(f"{url}/a.bin", 10, 5) == bytes(range(10, 15))  # of a server that gives whole files only
+    assert [files.file_type(f"{url}/{name}") for name in ("no.bin", "a.bin", "sub/")] == [None, "file", "folder"]
+    first = files.local_copy(f"{url}/a.bin")
+    asked.clear()
+    assert files.local_copy(f"{url}/a.bin") == first
+    assert first.read_bytes() == bytes(range(100))
+    assert first.is_relative_to(cache)
+    assert not [request for request in asked if request.startswith("GET")]  # it was not sent again
+    with zipfile.ZipFile(tmp_path / "web" / "x.zip", "w") as archive:
+        archive.writestr("in/1.txt", "1")
+    assert files.read_bytes(f"zip://in/1.txt::{url}/x.zip") == b"1"
+
+    with pytest.raises(BadData, match=r"no\.bin does not exist"):
+        files.open_file(f"{url}/no.bin")
+    with pytest.raises(BadData, match=r"secret\.bin may not be read"):
+        files.read_bytes(f"{url}/secret.bin")
+    with pytest.raises(OSError, match=r"short\.bin"):  # may pass: the reader tries again
+        files.local_copy(f"{url}/short.bin")
+    assert not list((cache / "files").glob(".*"))  # and no part of it is left
+    with pytest.raises(OSError):
+        files.read_bytes("http://127.0.0.1:9/a.bin")
+
+
+def test_what_cannot_be_opened_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (files.open_file, files.read_bytes, files.list_files, files.local_copy):
+        for path in (str(tmp_path / "no.txt"), "memory://nowhere/no.txt"):
+            with pytest.raises(BadData, match="does not exist; check the spelling"):
+                call(path)
+    with pytest.raises(UserError, match=r"htp:// is not a known kind of URL; did you mean http://"):
+        files.open_file("htp://host/a")
+    with pytest.raises(UserError, match="needs s3fs, which is not installed; pip install"):
+        files.open_file("s3://bucket/a")
+
+    def refuse(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BadData, match=r"may not be read \(Permission denied\); check its permissions"):
+        files.open_file(tmp_path / "x")
+    monkeypatch.setenv("VITRAIL_CACHE", "/proc/nothing/here")
+    with pytest.raises(UserError, match="set VITRAIL_CACHE to a folder of yours"):
+        files.cache_folder("files")

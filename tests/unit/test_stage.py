@@ -1,0 +1,365 @@
+"""Staging: the needed files are copied once a node, whole or not at all, within a limit, and opened instead."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import environment
+
+from vitrail.data import pool
+from vitrail.data import stage as staging
+from vitrail.data.generate import Volume, write_ome_zarr
+from vitrail.data.sources.image_folder import ImageFolderConfig
+from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.stage import LOCK, PART, as_opened, stage
+from vitrail.errors import UserError
+from vitrail.recipe import config
+from vitrail.recipe.sections import Stage
+
+MIB = 2**20
+
+
+@config
+class FileConfig:
+    """A file, or a folder of files."""
+
+    path: str
+    labels: str | None = None
+    stage: bool = True
+    missing: str = "error"
+
+    def open(self) -> Any:
+        return SimpleNamespace()
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != LOCK}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(20):
+        (folder / ("deep" if number % 2 else ".") / f"f{number}.bin").write_bytes(bytes([number]) * 1000)
+    return folder
+
+
+# ---------------------------------------------------------------- what is copied, and where
+
+
+def test_a_folder_is_copied_and_opened_instead(data: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    (staged,) = stage([FileConfig(path=str(data))], tmp_path / "fast", MIB, tell=lines.append)
+    copy = Path(staged.path)
+    assert copy == (tmp_path / "fast").joinpath(*data.parts[1:])
+    assert files_below(copy) == files_below(data)
+    for name in files_below(data):
+        assert (copy / name).read_bytes() == (data / name).read_bytes()
+        assert (copy / name).stat().st_mtime_ns == (data / name).stat().st_mtime_ns
+    assert lines[0] == f"staging: copying 0.02 MiB in 20 files to {tmp_path / 'fast'}"
+
+
+def test_a_file_with_a_key_and_labels_beside_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = FileConfig(path=f"{data}/f0.bin::raw/em", labels=str(data / "f2.bin"))
+    arrays = [SimpleNamespace(name=f"{data}/{name}::key") for name in ("f0.bin", "f2.bin")]
+    entry = SimpleNamespace(images=arrays[:1], labels=arrays[1])
+    monkeypatch.setattr(FileConfig, "open", lambda self: SimpleNamespace(entries=[entry]))
+    (data / "f0.json").write_text("{}")
+    (staged,) = stage([given], tmp_path / "fast", MIB)
+    below = (tmp_path / "fast").joinpath(*data.parts[1:])
+    assert staged.path == f"{below}/f0.bin::raw/em"
+    assert staged.labels == f"{below}/f2.bin"
+    assert files_below(below) == {"f0.bin", "f0.json", "f2.bin"}
+
+
+def test_what_is_not_copied(data: Path, tmp_path: Path) -> None:
+    kept = [
+        FileConfig(path=str(data), stage=False),
+        FileConfig(path="https://example.org/v.zarr"),
+        FileConfig(path="memory://v.zarr"),
+        FileConfig(path=str(data / "not there")),  # opening it tells what is wrong
+        SimpleNamespace(path=str(data)),
+        SimpleNamespace(size=3),
+    ]
+    assert stage(kept, tmp_path / "fast", MIB) == kept
+    assert not (tmp_path / "fast").exists()
+
+
+def test_of_an_array_the_region_and_the_level_are_copied(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 255, (32, 32, 32), dtype=np.uint8)
+    write_ome_zarr(tmp_path / "v.zarr", Volume(values, values), levels=2, chunk=8)
+    given = OmeZarrConfig(path=str(tmp_path / "v.zarr"), region={"x": [5, 14], "y": [0.5, 1.0]})
+    (staged,) = stage([given], tmp_path / "fast", MIB)
+    one, two = given.open(), staged.open()
+    assert [i.shape for i in one.items] == [i.shape for i in two.items]
+    window = tuple(slice(0, s) for s in one.items[0].shape)
+    np.testing.assert_array_equal(one.read(0, window), two.read(0, window))
+    copied, there = files_below(Path(staged.path)), files_below(tmp_path / "v.zarr")
+    assert copied < there
+    chunks = {name for name in copied if not name.endswith(".json")}
+    assert len(chunks) == 4 * 2 * 2  # of the finest level alone, along z, y and x
+    assert {name for name in there if name.endswith(".json")} <= copied
+
+
+@pytest.mark.parametrize("kind", ["zarr2", "shards", "n5"])
+def test_of_other_hierarchies_too(kind: str, tmp_path: Path) -> None:
+    import tensorstore
+    import zarr
+
+    from vitrail.data.sources.n5 import N5Config
+    from vitrail.data.sources.zarr import ZarrConfig
+
+    values = np.random.default_rng(0).integers(0, 255, (32, 32, 32), dtype=np.uint8)
+    path = tmp_path / ("v.n5" if kind == "n5" else "v.zarr") / "deep" / "em"
+    if kind == "n5":
+        metadata = {"dataType": "uint8", "dimensions": [32, 32, 32], "blockSize": [8, 8, 8], "axes": ["z", "y", "x"]}
+        spec = {"driver": "n5", "kvstore": {"driver": "file", "path": str(path)}, "create": True}
+        spec["metadata"] = {k: v for k, v in metadata.items() if k != "axes"} | {"compression": {"type": "gzip"}}
+        tensorstore.open(spec).result().write(values).result()
+        given: Any = N5Config(path=str(path), region={"x": [0, 8]})
+    else:
+        zarr.open_group(tmp_path / "v.zarr", mode="w", zarr_format=2 if kind == "zarr2" else 3)
+        extra = {"shards": (16, 16, 16)} if kind == "shards" else {}
+        version = 2 if kind == "zarr2" else 3
+        group = zarr.open_group(tmp_path / "v.zarr", mode="a").require_group("deep")
+        array = group.create_array("em", shape=(32, 32, 32), chunks=(8, 8, 8), dtype="uint8", **extra)
+        assert array.metadata.zarr_format == version
+        array[...] = values
+        given = ZarrConfig(path=str(path), region={"x": [0, 8]})
+    (staged,) = stage([given], tmp_path / "fast", MIB)
+    one, two = given.open(), staged.open()
+    window = tuple(slice(0, size) for size in one.items[0].shape)
+    np.testing.assert_array_equal(one.read(0, window), two.read(0, window))
+    chunks = {name for name in files_below(Path(staged.path)) if not name.endswith(("json", ".zarray", ".zattrs"))}
+    assert len(chunks) == (4 if kind == "shards" else 16)
+
+
+def test_classes_and_shares_do_not_depend_on_where_the_copy_lies(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for number in range(24):
+        folder = tmp_path / "images" / ("cat" if number % 2 else "dog")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
+    given = ImageFolderConfig(path=str(tmp_path / "images"), split=(0.0, 0.5))
+    (staged,) = stage([given], tmp_path / "fast", MIB)
+    one, two = given.open(), staged.open()
+    assert one.class_names == two.class_names
+    assert 0 < len(one.items) < 24
+    window = (slice(0, 8), slice(0, 8))
+    seen = [[s.read(i, window)[0, 0, 0] for i in range(len(s.items))] for s in (one, two)]
+    assert seen[0] == seen[1]
+
+
+# ---------------------------------------------------------------- once, and whole
+
+
+def test_what_is_there_is_not_copied_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [FileConfig(path=str(data))]
+    (staged,) = stage(given, tmp_path / "fast", MIB)
+    copied: list[str] = []
+    true_copy = staging._copy
+    monkeypatch.setattr(
+        staging, "_copy", lambda copy, moved: (copied.append(copy.original.name), true_copy(copy, moved))
+    )
+    stage(given, tmp_path / "fast", MIB)
+    assert copied == []
+    (data / "f0.bin").write_bytes(b"new")  # another size
+    os.utime(data / "deep" / "f1.bin", ns=(1, 1))  # another time
+    (Path(staged.path) / "f4.bin").unlink()
+    stage(given, tmp_path / "fast", MIB)
+    assert sorted(copied) == ["f0.bin", "f1.bin", "f4.bin"]
+    assert (Path(staged.path) / "f0.bin").read_bytes() == b"new"
+
+
+COPY_SLOWLY = """
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, {unit!r})
+    from test_stage import FileConfig
+    from vitrail.data import stage as staging
+    copy_bytes, number = staging._copy_bytes, iter(range(1000))
+    def slowly(source, target, moved):
+        if next(number) >= 6:
+            Path(target).write_bytes(Path(source).read_bytes()[:500])  # half of it
+            print("stuck", flush=True)
+            time.sleep(600)
+        copy_bytes(source, target, moved)
+    staging._copy_bytes, staging.THREADS = slowly, 1
+    staging.stage([FileConfig(path={data!r})], Path({fast!r}), 2**20)
+"""
+
+
+def test_a_copy_that_was_killed_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = tmp_path / "fast"
+    script = textwrap.dedent(COPY_SLOWLY.format(unit=str(Path(__file__).parent), data=str(data), fast=str(fast)))
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "stuck"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    left = files_below(fast)
+    assert any(PART in name for name in left)
+    whole = {name for name in left if PART not in name}
+    assert len(whole) == 6
+    assert all((fast / name).stat().st_size == 1000 for name in whole)
+    stranger = fast / "notes.txt"
+    stranger.write_text("mine")
+    copied: list[Path] = []
+    true_copy = staging._copy
+    monkeypatch.setattr(staging, "_copy", lambda copy, moved: (copied.append(copy.original), true_copy(copy, moved)))
+    (staged,) = stage([FileConfig(path=str(data))], fast, MIB)
+    assert len(copied) == 14
+    assert files_below(Path(staged.path)) == files_below(data)
+    assert stranger.read_text() == "mine"  # not ours to delete
+    assert not any(PART in name for name in files_below(fast))
+
+
+def _stage_in_child(data: str, fast: str, results: Any) -> None:
+    copied = []
+    true_copy = staging._copy
+
+    def copy(each: Any, moved: Any) -> None:
+        time.sleep(0.01)
+        copied.append(each.original.name)
+        true_copy(each, moved)
+
+    staging._copy = copy
+    lines: list[str] = []
+    stage([FileConfig(path=data)], Path(fast), MIB, tell=lines.append)
+    results.put((len(copied), len(files_below(Path(fast))), any("another process" in line for line in lines)))
+
+
+def test_processes_of_a_node_copy_once(data: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    arguments = (str(data), str(tmp_path / "fast"), results)
+    processes = [context.Process(target=_stage_in_child, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert sorted(copied for copied, _, _ in found) == [0, 0, 0, 20]
+    assert {there for _, there, _ in found} == {20}  # each goes on when everything is there
+    assert any(waited for _, _, waited in found)
+
+
+def test_waiting_ticks(data: Path, tmp_path: Path) -> None:
+    """A watchdog hears from those who wait."""
+    import fcntl
+
+    fast = tmp_path / "fast"
+    fast.mkdir()
+    handle = os.open(fast / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks, handle
+        ticks += 1
+        if ticks == 3 and handle >= 0:
+            os.close(handle)
+            handle = -1
+
+    stage([FileConfig(path=str(data))], fast, MIB, tick=tick)
+    assert ticks >= 3
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_the_limit_is_refused_with_numbers(data: Path, tmp_path: Path) -> None:
+    fast = tmp_path / "fast"
+    sentence = r"data\.stage: 0\.02 MiB in 20 files .*, more than data\.stage\.limit_gib .*; raise it"
+    with pytest.raises(UserError, match=sentence):
+        stage([FileConfig(path=str(data))], fast, 19_999)
+    assert files_below(fast) == set()
+    (fast / "other.bin").write_bytes(bytes(5000))
+    with pytest.raises(UserError, match=r"0\.00 MiB of others are there already"):
+        stage([FileConfig(path=str(data))], fast, 22_000)
+    stage([FileConfig(path=str(data))], fast, 25_000)
+    assert (fast / "other.bin").exists()
+
+
+def test_a_full_disk_and_other_errors_are_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = tmp_path / "fast"
+    usage = SimpleNamespace(free=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(UserError, match=r"data\.stage\.dir: .* just 0\.00 MiB are free there"):
+            stage([FileConfig(path=str(data))], fast, MIB)
+
+    def full(source: Any, target: Any, moved: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_copy_bytes", full)
+        with pytest.raises(UserError, match=r"cannot be copied to .* \(the disk is full\)"):
+            stage([FileConfig(path=str(data))], fast, MIB)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data\.stage\.dir: .* cannot be written"):
+        stage([FileConfig(path=str(data))], tmp_path / "file" / "fast", MIB)
+    with pytest.raises(UserError, match=r"data\.stage\.dir: .* lies inside the data of"):
+        stage([FileConfig(path=str(data))], data / "fast", MIB)
+
+
+def test_a_file_that_grows_while_it_is_copied_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_bytes = staging._copy_bytes
+
+    def grow(source: Any, target: Any, moved: Any) -> None:
+        with open(source, "ab") as file:
+            file.write(b"more")
+        copy_bytes(source, target, moved)
+
+    monkeypatch.setattr(staging, "_copy_bytes", grow)
+    with pytest.raises(UserError, match="changes while it is copied"):
+        stage([FileConfig(path=str(data / "f0.bin"))], tmp_path / "fast", MIB)
+    assert files_below(tmp_path / "fast") == set()
+
+
+def test_a_copy_that_stands_still_ends(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(staging, "STALLED", 0.3)
+    monkeypatch.setattr(pool, "PATIENCE", 0.1)
+    monkeypatch.setattr(staging, "_copy_bytes", lambda source, target, moved: release.wait(60))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"nothing was copied for 0 s, .*; check the disk of .* behind {data}"):
+        stage([FileConfig(path=str(data))], tmp_path / "fast", MIB)
+    assert time.monotonic() - began < 10
+    release.set()
+
+
+# ---------------------------------------------------------------- from a recipe
+
+
+def test_the_recipe_decides(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [FileConfig(path=str(data)), SimpleNamespace(path="x")]
+    plain = SimpleNamespace(bad="error", stage=None)
+    assert as_opened(plain, given) == given
+    (filled, other) = as_opened(SimpleNamespace(bad="fill", stage=None), given)
+    assert filled.missing == "fill"
+    assert other is given[1]
+    monkeypatch.setenv("FAST_DISK", str(tmp_path / "fast"))
+    section = SimpleNamespace(bad="error", stage=Stage(dir="$FAST_DISK/vitrail", limit_gib=1))
+    (staged, _) = as_opened(section, given, tell=lambda line: None)
+    assert staged.path.startswith(str(tmp_path / "fast" / "vitrail"))
+    monkeypatch.delenv("FAST_DISK")
+    with pytest.raises(UserError, match=r"data\.stage\.dir: '\$FAST_DISK/vitrail' names a variable that is not set"):
+        as_opened(section, given)
+    assert json.loads(section.stage.model_dump_json()) == {"dir": "$FAST_DISK/vitrail", "limit_gib": 1.0}
