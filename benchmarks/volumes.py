@@ -28,7 +28,6 @@ import tensorstore
 import torch
 import zarr
 
-from vitrail.data.chunks import shared
 from vitrail.data.loader import Loader
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Sampler
@@ -37,9 +36,9 @@ from vitrail.launch.machine import environment, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 CROP, CHUNK, BATCH = 128, 64, 8
-CACHE = 80 * 2**20  # bytes of decoded chunks: those that the lanes need at a time, and a few more
-# Crops of a block of starts before the next one: those that give a reuse of 1 and of 4 with blocks of one chunk.
-TURNS = {"vitrail, reuse 1": 3, "vitrail, reuse 4": 13}
+CACHE = 192 * 2**20  # bytes of blocks: those of all lanes, and a few more
+# Voxels along a block of starts (that of recipes by default, and one chunk), and crops of a block before the next one.
+BLOCKS = {"vitrail, reuse 1": (128, 7), "vitrail, reuse 4": (64, 14)}
 GOALS = {  # method: [(times, of what)]
     "vitrail, reuse 1": [(2.5, "tensorstore"), (0.8, "zstd alone")],
     "vitrail, reuse 4": [(7.0, "tensorstore")],
@@ -79,15 +78,23 @@ class Methods:
         count = side // CHUNK
         self.files = [str(path / "c" / str(z) / str(y) / str(x)) for z, y, x in np.ndindex(count, count, count)]
         self.chunks = [Path(file).read_bytes() for file in self.files[:: max(1, len(self.files) // 1024)]]
-        shared.limit = CACHE
         self.source = ZarrConfig(path=str(path)).open()
-        self.reader = Reader([self.source], (CROP,) * 3, whole_blocks=True, cache_bytes=0)
         self.decoder: Any = self.source.entries[0].images[0].chunk_reader
-        self.steps = dict.fromkeys(TURNS, 0)  # so far
+        self.loaders = {name: self.loader(*block) for name, block in BLOCKS.items()}
+        self.steps = dict.fromkeys(BLOCKS, 0)  # so far
 
-    def sampler(self, turns: int) -> Sampler:
+    def loader(self, block: int, turns: int) -> Loader:
+        reader = Reader([self.source], (CROP,) * 3, whole_blocks=True, cache_bytes=CACHE)
         extent = Extent(0, 0, (self.side,) * 3, (CHUNK,) * 3, (0,) * 3, 1.0)
-        return Sampler([extent], (CROP,) * 3, seed=0, lanes=BATCH, reuse=turns, block=(CHUNK,) * 3)
+        sampler = Sampler([extent], (CROP,) * 3, seed=0, lanes=BATCH, reuse=turns, block=(block,) * 3)
+        return Loader(
+            sampler,
+            reader,
+            lambda step: range(step * BATCH, (step + 1) * BATCH),
+            device=torch.device("cpu"),
+            workers=self.threads,
+            prefetch=3,
+        )
 
     def windows(self, number: int) -> list[tuple[slice, ...]]:
         starts = self.rng.integers(0, self.side - CROP + 1, (number, 3)).tolist()
@@ -121,15 +128,8 @@ class Methods:
 
     def take_vitrail(self, name: str, number: int = 240) -> int:
         """Batches as training gets them, from the first request to the last batch: blocks that are used up."""
-        turns, first = TURNS[name], self.steps[name]
-        loader = Loader(
-            self.sampler(turns),
-            self.reader,
-            lambda step: range(step * BATCH, (step + 1) * BATCH),
-            device=torch.device("cpu"),
-            workers=self.threads,
-            prefetch=3,
-        )
+        loader, first = self.loaders[name], self.steps[name]
+        turns = loader.sampler.reuse
         self.steps[name] += turns * math.ceil(number / BATCH / turns)
         return sum(batch.values.numel() for batch in loader.batches(first, self.steps[name]))
 
@@ -170,7 +170,7 @@ def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
         f"tensorstore, {methods.threads} at a time": methods.take_tensorstore_at_once,
         "zstd alone": methods.decode_memory,
         "zstd and files": methods.decode_files,
-        **{name: lambda name=name: methods.take_vitrail(name) for name in TURNS},  # type: ignore[misc]
+        **{name: lambda name=name: methods.take_vitrail(name) for name in BLOCKS},  # type: ignore[misc]
     }
     rows: dict[str, dict[str, Any]] = {name: {"rates": [], "cpu": [], "reuse": []} for name in work}
     for repeat in range(repeats + 1):
@@ -182,7 +182,7 @@ def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
                 continue
             rows[name]["rates"].append(amount / seconds / 1e9)
             rows[name]["cpu"].append(busy / amount * 1e9)
-            if name in TURNS:
+            if name in BLOCKS:
                 rows[name]["reuse"].append(amount / max(1, methods.decoder.decoded - decoded) / CHUNK**3)
     for row in rows.values():
         row["rate"] = statistics.median(row["rates"])
@@ -223,7 +223,7 @@ def main() -> None:
         rows = measure(methods, arguments.repeats)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(table(rows))
-    sampler = methods.sampler(TURNS["vitrail, reuse 1"])
+    sampler = methods.loaders["vitrail, reuse 1"].sampler
     starts = np.array([sampler(counter).start for counter in range(sampler.epoch * 4)])
     offsets = uniformity(starts, arguments.side - CROP + 1)
     print(f"zstd ratio {ratio:.3f}; peak memory {peak:.2f} GiB; offsets of {len(starts):,} crops: {offsets}")

@@ -287,8 +287,11 @@ def inspect(
     """
     from vitrail.data.inspect import look, read_settings
     from vitrail.data.inspect import picture as draw
+    from vitrail.report.files import check_picture
 
     _load_plugins(plugin)
+    if picture is not None:
+        check_picture(picture)
     source, facts = look(path, kind=kind, settings=read_settings(settings or ()))
     if picture is not None:
         facts["picture"] = str(draw(source, picture, facts=facts))
@@ -373,7 +376,10 @@ def bench_data(
 def balance(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder.")],
     overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Data-parallel ranks.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Data-parallel ranks; those of data.balance, or 1.", show_default=False),
+    ] = None,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:

@@ -91,8 +91,8 @@ WRONG = {
     ),
     "unknown objective": ({"objective": {"kind": "reconstrct"}}, r"^objective\.kind: .*did you mean 'reconstruct'\?"),
     "unknown source": (
-        {"data.train": [{"path": "x", "kind": "tiff"}]},
-        r"^data\.train\.0\.kind: 'tiff' is not a known source",
+        {"data.train": [{"path": "x", "kind": "dicom"}]},
+        r"^data\.train\.0\.kind: 'dicom' is not a known source",
     ),
     "no steps": ({"run.steps": 0}, r"^run\.steps: expected more than 0 steps"),
     "an unfit name": ({"run.name": "a/b"}, r"^run\.name: expected letters, digits"),
@@ -201,7 +201,7 @@ def test_data_that_are_not_there(recipe, refused: Refused, tmp_path: Path) -> No
         assert "data" in sentence
     (tmp_path / "empty").mkdir()
     sentence = refused("train", recipe(data__train=[{"path": str(tmp_path / "empty")}]))
-    assert "holds neither zarr metadata nor images" in sentence
+    assert "is an empty folder" in sentence
     assert not (tmp_path / "run").exists()
 
 
@@ -253,7 +253,7 @@ def test_values_that_are_not_numbers(normalize: str, recipe, refused: Refused, t
     sentence = refused(
         "train", recipe(data__train=source, data__valid=source, data__crop=32, data__normalize=normalize), "--quiet"
     )
-    assert re.search(r"nan\.zarr: variable 'image' is NaN or infinite at voxel \[15, 16, 17\].*`region`$", sentence)
+    assert re.search(r"nan\.zarr/s0 holds nan at z = 15, y = 16, x = 17, .*`region`, or set `nodata: fill`", sentence)
     assert not (tmp_path / "run").exists()
 
 

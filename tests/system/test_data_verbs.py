@@ -101,6 +101,36 @@ def test_preview_shows_the_samples_of_a_training(kind, tokens, place, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+def test_preview_shows_what_stands_for_bad_samples(place, tmp_path, capsys):
+    """With bad: skip a training goes on, and so does its preview, with the samples that it takes instead."""
+    images = tmp_path / "digits"
+    shutil.copytree(place / "digits", images)
+    for number, path in enumerate(sorted((images / "train").rglob("*.png"))):
+        if number % 2:
+            path.write_bytes(path.read_bytes()[:60])  # the header is whole
+    recipe = recipe_of(tmp_path, tmp_path, "classify")
+    more = ["data.bad=skip", "data.most_bad=100000", "--samples", 8, "--out", tmp_path / "a.png", "--json"]
+    assert call("data", "preview", recipe, *more) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert len(facts["samples"]) == 8
+    assert all((images / "train" / sample["item"]).stat().st_size > 60 for sample in facts["samples"])
+
+
+def test_a_picture_that_cannot_be_written_is_refused(place, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for out, why in [
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "a.xyz", "written as PNG"),
+        (tmp_path / "file" / "a.png", "cannot be written"),
+        ("/proc/a.png", "cannot be written"),
+    ]:
+        assert call("data", "inspect", place / "em.zarr", "--picture", out) == 2
+        assert why in capsys.readouterr().err
+    recipe = recipe_of(place, tmp_path, "mae")
+    assert call("data", "preview", recipe, "--out", tmp_path / "file" / "a.png") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_bench_measures_a_recipe_three_ways(place, tmp_path, capsys):
     recipe = recipe_of(place, tmp_path, "mae")
     assert call("data", "bench", recipe, "--seconds", 0.2, "--json") == 0

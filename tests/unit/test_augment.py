@@ -554,6 +554,19 @@ def test_two_samples_and_their_classes_are_mixed():
     assert 4 < sum(whole) < 36
 
 
+@pytest.mark.parametrize("keys", [{"mixup": 1.0}, {"cutmix": 1.0}])
+def test_partners_with_statistics_of_their_own_are_mixed_as_the_model_sees_them(keys):
+    mean, std = torch.tensor([[128.0], [30000.0]]), torch.tensor([[50.0], [9000.0]])
+    plain = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    make = Augmenter(Augment(**keys), (8, 8), seed=0, labels="item", num_classes=2)
+    classes = torch.tensor([0, 1])
+    expected = make(Raw(counters=[0, 1], values=plain, labels=classes))
+    values = plain * std[..., None, None] + mean[..., None, None]
+    found = make(Raw(counters=[0, 1], values=values, labels=classes, statistics=(mean, std)))
+    seen = (found.values - mean[..., None, None]) / std[..., None, None]
+    torch.testing.assert_close(seen, expected.values, atol=1e-4, rtol=1e-4)
+
+
 def test_mixed_classes_are_learned_by_their_shares():
     model = ViTConfig(size="Ti/16", ndim=2, shape=16, channels=1, classes=4)
     objective = ClassifyConfig(smoothing=0.1).build(model, Statistics((0.0,), (1.0,)))
@@ -582,6 +595,9 @@ def test_what_cannot_be_mixed_or_turned_is_refused():
         Augmenter(Augment(flip=["w"]), (8, 8), seed=0)
     with pytest.raises(UserError, match=r"rotate_axes: images turn in their plane"):
         Augmenter(Augment(rotate=20, rotate_axes=["x"]), (8, 8), seed=0)
+    with pytest.raises(UserError, match=r"sections: spoils planes of volumes.* axis: y or x"):
+        Augmenter(Augment(sections={"missing": 0.1}), (8, 8), seed=0)
+    Augmenter(Augment(sections={"missing": 0.1, "axis": "y"}), (8, 8), seed=0)
 
 
 @pytest.mark.parametrize(

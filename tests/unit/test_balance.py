@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from vitrail.cli import main
 from vitrail.data.balance import Balanced, Shares, share, share_ranks
-from vitrail.data.balance_report import compare, deal, prove, prove_tiles, rows
+from vitrail.data.balance_report import compare, rows
+from vitrail.data.mixture import Groups
+from vitrail.data.proof import TIMES, deal, prove, prove_crops, prove_tiles
 from vitrail.data.sampler import Extent, Sampler
 from vitrail.data.tiles import Tiles
 from vitrail.errors import UserError
@@ -130,14 +132,57 @@ def test_a_proof_finds_what_is_lost_and_doubled() -> None:
 
     wrong = Wrong([Extent(0, 0, (12, 12), (4, 4), (0, 0), 1.0)], (4, 4), seed=0, lanes=2)
     assert prove_tiles(wrong) == (1, 1)
-    right = entry(0, 2)
-    assert prove(right, 4, 2) == {"lost": 0, "doubled": 0, "how": "enumerated"}
+    assert prove(wrong, 4, 2)["lost"] == prove(wrong, 4, 2)["doubled"] == 1
+    right = {"lost": 0, "doubled": 0, "of": "tiles", "how": "enumerated", "used": [{"once": 18}]}
+    assert prove(entry(0, 2), 4, 2) == right
+
+
+def test_smaller_sets_are_used_again_and_told_of_exactly() -> None:
+    shares = share([7, 3], [9, 9], 4, 3, totals=[63, 27])
+    order = Balanced([entry(0, 7), entry(1, 3)], shares, batch=12)
+    seen = Counter((s.source, s.item, s.start) for s in map(order, range(order.epoch)))
+    found = prove(order, 12, 4)
+    for number in range(2):
+        times = Counter(count for name, count in seen.items() if name[0] == number)
+        never = [63, 27][number] - times.total()
+        expected = {TIMES.get(k, f"{k} times"): n for k, n in sorted({0: never, **times}.items()) if n}
+        assert found["used"][number] == expected
+    turns = Groups([entry(0, 7), entry(1, 1)], [63.0, 9.0], batch=8)
+    assert (found["lost"], found["doubled"]) == (0, 0)
+    assert prove(turns, 8, 4)["lost"] == prove(turns, 8, 4)["doubled"] == 0
+
+
+def test_a_proof_finds_parts_that_go_wrong() -> None:
+    class Wrong(Balanced):
+        def places(self, counters):
+            entries, own = super().places(counters)
+            return entries, own // 2  # every sample twice, every other one never
+
+    order = Wrong([entry(0, 4), entry(1, 2)], Shares((1, 1), (6, 6), (1, 1)), batch=4)
+    found = prove(order, 4, 2)
+    assert found["lost"] >= 6
+    assert found["doubled"] >= 6
+
+
+def test_visits_of_blocks_are_what_is_proved_of_random_crops() -> None:
+    class Wrong(Sampler):
+        def __call__(self, counter: int, attempt: int = 0):
+            return super().__call__(0, attempt)
+
+    extents = [Extent(n, 0, (13, 17), (4, 4), (1, 2), 1.0 + n) for n in range(2)]
+    for lanes in (1, 3, 8):
+        right = Sampler(extents, (4, 4), seed=0, lanes=lanes, reuse=2)
+        assert prove_crops(right) == (0, 0)
+        assert prove(right, 4, 2)["of"] == "visits of blocks"
+    wrong = prove(Wrong(extents, (4, 4), seed=0, lanes=3), 4, 2)
+    assert min(wrong["lost"], wrong["doubled"]) > 10
 
 
 def test_huge_epochs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     huge = Tiles([Extent(0, 0, (1600, 1600), (64, 64), (0, 0), 1.0)], (4, 4), seed=0, lanes=7)
     assert huge.epoch == 160_000
-    assert prove(huge, 8, 4) == {"lost": 0, "doubled": 0, "how": "counted"}
+    counted = {"lost": 0, "doubled": 0, "of": "tiles", "how": "counted", "used": [{"once": 160_000}]}
+    assert prove(huge, 8, 4) == counted
     huge.counts = huge.counts.copy()
     huge.counts[0] += 1
     huge._passes = {}
@@ -173,14 +218,44 @@ def test_both_ways_side_by_side(recipe) -> None:
     found = compare(recipe(), 4)
     assert found["by_rank"]["groups"] == "3:1"
     assert found["by_rank"]["batches_per_rank"] == [4, 4]
-    assert found["by_rank"]["left_out"] == [0, 0]
-    assert found["by_rank"]["in_vitrail"] == {"lost": 0, "doubled": 0, "how": "enumerated"}
-    assert found["by_counter"] == {"samples": [12, 4], "epoch": 16, "lost": 0, "doubled": 0, "how": "enumerated"}
+    proved = {"lost": 0, "doubled": 0, "of": "tiles", "how": "enumerated", "used": [{"once": 12}, {"once": 4}]}
+    assert found["by_rank"].items() >= proved.items()
+    assert found["by_counter"] == {"samples": [12, 4], "epoch": 16, **proved}
     assert [row["ranks"] for row in rows(found)] == [3, 1]
+    assert [row["used_by_rank"] for row in rows(found)] == ["12 once", "4 once"]
     assert "too small for a rank" in compare(recipe(), 1)["by_rank"]["error"]
     assert compare(recipe("data.balance={ranks: 4, groups: [2, 2], batches: [4, 4]}"), 4)["by_rank"]["groups"] == "2:2"
     with pytest.raises(UserError, match=r"--ranks 3: they do not divide data\.batch 4"):
         compare(recipe(), 3)
+
+
+def test_ranks_are_those_of_the_recipe_unless_given(recipe) -> None:
+    own = recipe("data.balance={ranks: 4, groups: [2, 2], batches: [4, 4]}")
+    assert compare(own)["ranks"] == 4
+    assert "note" not in compare(own)["by_rank"]
+    other = compare(own, 2)["by_rank"]
+    assert other["note"].startswith("data.balance gives groups or batches for 4 ranks, which say nothing about 2")
+    assert "too small for a rank" in other["error"]  # by the rule, not by the groups
+
+
+def test_balance_counts_the_samples_that_there_are(recipe, tmp_path) -> None:
+    for i in range(2):  # one item of another size, and one with little in it
+        np.save(tmp_path / "b" / f"{i}.npy", np.full((16, 16), 9, np.uint8))
+    np.save(tmp_path / "b" / "2.npy", np.full((32, 32), 9, np.uint8))
+    found = compare(recipe("data.batch=8"), 4)
+    assert found["by_counter"]["samples"] == [12, 24]
+    assert found["by_rank"]["groups"] == "1:3"
+    assert found["by_rank"]["batches_per_rank"] == [6, 4]
+    for i in range(3):
+        image = np.zeros((16, 16), np.uint8)
+        image[:8, :8] = 9
+        np.save(tmp_path / "a" / f"{i}.npy", image)
+    found = compare(
+        recipe("data.batch=8", "data.filter={by: image, share: 0.5}", "data.balance={ranks: 4, groups: [1, 3]}")
+    )
+    assert found["by_counter"]["samples"] == [3, 24]
+    assert found["by_rank"]["batches_per_rank"] == [1, 4]
+    assert found["by_rank"]["used"] == [{"twice": 1, "3 times": 2}, {"once": 24}]
 
 
 def test_the_verb_shows_both(recipe, capsys) -> None:

@@ -1,13 +1,18 @@
 """Samples with something in them: shares of boxes, and orders that stay functions of seed and counter."""
 
+import errno
 import math
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_loader import ArraySource
 
+from vitrail.data.augment import Augmenter
+from vitrail.data.bad import BadData, Policy, SlowRead
 from vitrail.data.dataset import Dataset
 from vitrail.data.filter import Occupancy, cell_of, count_voxels
 from vitrail.data.sampler import Extent, Sampler
@@ -140,7 +145,93 @@ def test_maps_are_made_once_for_the_same_data(entry, tmp_path, monkeypatch) -> N
     changed[0, 0] = 255
     np.save(tmp_path / "a.npy", changed)
     with pytest.raises(UserError, match=r"data\.filter: nowhere in data\.train\.0 .* above 100 in 0\.05 of a sample"):
-        dataset_of(entry, filter=chosen)
+        dataset_of(entry, filter=chosen).sampler(seed=0, lanes=1, reuse=1)
+
+
+def test_maps_of_whole_images_and_of_crops_are_not_confused(entry) -> None:
+    chosen = {"by": entry.open().variables[0], "above": 100, "share": 0.1}
+    assert dataset_of(entry, filter=chosen, fit={"resize": 8}).occupancy[0].cell == (3, 5)
+    assert dataset_of(entry, filter=chosen).occupancy[0].table.shape == (25, 41)
+
+
+@pytest.mark.parametrize("tiles", [None, {}])
+def test_every_entry_has_some_of_what_its_samples_are_cut_from(entry, tmp_path, tiles) -> None:
+    array = np.zeros((32, 32), np.uint8)
+    array[12:20, 12:20] = 200  # room for a crop, but not for one that turns
+    np.save(tmp_path / "small.npy", array)
+    np.save(tmp_path / "full.npy", np.full((32, 32), 200, np.uint8))
+    pair = [NumpyConfig(path=str(tmp_path / name)) for name in ("full.npy", "small.npy")]
+    filter = {"by": entry.open().variables[0], "share": 0.9}
+    augment, mix = ({}, "size") if tiles is not None else ({"rotate": 180}, "equal")
+    made = Data(train=[{"path": "a"}], crop=8, batch=4, mix=mix, filter=filter, augment=augment, tiles=tiles)
+    dataset = Dataset(pair, (8, 8), where="data.train", settings=made)
+    if tiles is None:
+        assert {dataset.sampler(seed=0, lanes=1, reuse=1)(c).source for c in range(400)} == {0, 1}
+    with pytest.raises(UserError, match=r"data\.filter: nowhere in data\.train\.1 \(.*small\.npy\)"):
+        dataset.sampler(seed=0, lanes=1, reuse=1, augmenter=Augmenter(made.augment, (8, 8), seed=0))
+
+
+class Faulty(ArraySource):
+    """A source with a broken row, whose reads fail at first."""
+
+    def __init__(self, array: np.ndarray, error: Exception | None = None):
+        super().__init__(array[None])
+        self.error, self.failed = error, 0
+
+    def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        if self.error is not None and region[0].start >= 8:
+            raise self.error
+        if self.failed < 2:
+            self.failed += 1
+            raise OSError(errno.EIO, "Input/output error")
+        return super().read(item, region)
+
+
+def test_maps_are_read_with_the_policy_for_bad_data(entry, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("vitrail.data.pool.PATIENCE", 0.1)
+    monkeypatch.setattr("vitrail.data.filter.PIECE", 64)  # pieces of 8 x 8
+    array, ticks = np.load(entry.path), []
+    options = {"by": "v0", "above": 100}
+
+    def tick() -> None:
+        ticks.append(1)
+
+    whole = count_voxels(Faulty(array), 0, (4, 4), tick=tick, **options)
+    assert whole.sum() == 100
+    assert len(ticks) == 15
+    broken = BadData("a0 is broken; restore it")
+    with pytest.raises(BadData, match="a0 is broken"):
+        count_voxels(Faulty(array, broken), 0, (4, 4), **options)
+    part = count_voxels(Faulty(array, broken), 0, (4, 4), policy=Policy("skip"), **options)
+    assert (part[:2] == whole[:2]).all()
+    assert not part[2:].any()
+    assert "which data.filter takes for empty: a0 is broken" in caplog.text
+    # What may pass is no reason to leave out a place on one rank alone.
+    with pytest.raises(BadData, match=r"a0 \(voxels y 8 to 15, x 0 to 7\) cannot be read after 2 tries"):
+        count_voxels(Faulty(array, TimeoutError("late")), 0, (4, 4), policy=Policy("skip", retries=1), **options)
+    slow = ArraySource(array[None])
+    slow.before = lambda: time.sleep(1)
+    with pytest.raises(SlowRead, match=r"a0 \(voxels y 0 to 7, x 0 to 7\): the read has not ended"):
+        count_voxels(slow, 0, (4, 4), policy=Policy("skip", limit=0.2), **options)
+
+
+def test_one_broken_chunk_costs_no_more_than_itself(caplog) -> None:
+    class Broken(ArraySource):
+        def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+            if all(r.start < 16 and r.stop > 8 for r in region):  # chunk 1, 1
+                raise BadData("chunk 1.1 is broken; restore it")
+            return super().read(item, region)
+
+    source = Broken(np.full((1, 40, 24), 9, np.uint8))
+    for cell in ((8, 8), (3, 5)):
+        caplog.clear()
+        found = count_voxels(source, 0, cell, by="v0", above=0, policy=Policy("skip"))
+        good = np.ones((40, 24))
+        good[8:16, 8:16] = 0
+        expected = np.add.reduceat(good, np.arange(0, 40, cell[0]), axis=0)
+        assert (found == np.add.reduceat(expected, np.arange(0, 24, cell[1]), axis=1)).all()
+        assert caplog.text.count("chunk 1.1 is broken") == 1
 
 
 def test_filters_by_what_is_not_there_are_refused(entry) -> None:

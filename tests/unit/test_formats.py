@@ -191,6 +191,28 @@ def test_npz_by_key(tmp_path: Path) -> None:
         opened("numpy", path, key="em")
 
 
+def test_raw_labels(tmp_path: Path) -> None:
+    classes = (VALUES % 3).astype("<u2")
+    np.stack([VALUES, VALUES]).tofile(tmp_path / "a.raw")
+    classes.tofile(tmp_path / "labels.raw")
+    keys: Any = {"shape": [2, *VALUES.shape], "dtype": "uint8", "labels": str(tmp_path / "labels.raw")}
+    assert np.array_equal(whole_labels(opened("numpy", tmp_path / "a.raw", **keys, label_dtype="<u2")), classes)
+    with pytest.raises(BadData, match=r"labels\.raw has 37440 bytes, but shape = .*, label_dtype = uint8"):
+        opened("numpy", tmp_path / "a.raw", **keys)
+
+
+def test_labels_that_share_no_type_and_axes_that_vanish(tmp_path: Path) -> None:
+    for number, dtype in enumerate(("uint64", "int64")):
+        for root, values in (("images", VALUES), ("labels", np.full(VALUES.shape, 2**60 + 1, dtype))):
+            (tmp_path / root).mkdir(exist_ok=True)
+            np.save(tmp_path / root / f"{number}.npy", values)
+    with pytest.raises(BadData, match=r"0\.npy are uint64 but .*1\.npy int64, which no type of whole numbers"):
+        opened("numpy", tmp_path / "images", labels=str(tmp_path / "labels"))
+    np.save(tmp_path / "thin.npy", VALUES[:3])
+    with pytest.raises(BadData, match=r"thin\.npy has 3 voxels along z, of which 4 become one"):
+        opened("numpy", tmp_path / "thin.npy", voxel_size=[1, 1, 1], spacing=[4, 4, 4])
+
+
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_raw(tmp_path: Path, order: str) -> None:
     path = tmp_path / "a.raw"
@@ -331,6 +353,51 @@ def test_images_and_labels_side_by_side(tmp_path: Path) -> None:
         opened("nifti", tmp_path)
 
 
+def test_nifti_labels_of_one_moment_and_of_large_numbers(tmp_path: Path) -> None:
+    image = save_nifti(tmp_path / "a.nii", np.zeros((3, 6, 5, 4), np.int16))  # t, z, y, x
+    classes = RNG.integers(0, 3, (1, 6, 5, 4)).astype(np.uint8)
+    labels = save_nifti(tmp_path / "l.nii", classes)
+    source = opened("nifti", image, labels=str(labels), time=2)
+    assert np.array_equal(whole_labels(source), classes[0])
+    for value in (3e9, np.inf):
+        save_nifti(labels, np.full((6, 5, 4), value))
+        with pytest.raises(BadData, match=r"l\.nii hold .* which is no class; write whole numbers, up to 2147483647"):
+            whole_labels(opened("nifti", image, labels=str(labels)))
+
+
+def test_numbers_are_channels_only_where_something_says_so(tmp_path: Path) -> None:
+    for number in range(3):
+        save_nifti(tmp_path / "imagesTr" / f"scan_{number:04d}.nii.gz", VALUES // (number + 1))
+    source = opened("nifti", tmp_path)
+    assert (len(source.items), source.variables) == (3, ("image",))
+    assert np.array_equal(whole(source, 2)[0], VALUES // 3)
+    save_nifti(tmp_path / "labelsTr" / "scan.nii.gz", VALUES // 64)  # named as nnU-Net names them
+    source = opened("nifti", tmp_path)
+    assert (len(source.items), len(source.variables)) == (1, 3)
+
+
+@pytest.mark.parametrize("colours", [1, 3])
+def test_flat_images_of_nnunet_are_tiff(tmp_path: Path, colours: int) -> None:
+    import tifffile
+
+    described = {"channel_names": dict(zip("012", "abc"[:colours], strict=False)), "labels": {"none": 0, "cell": 1}}
+    (tmp_path / "dataset.json").write_text(json.dumps(described | {"file_ending": ".tif"}))
+    for folder in ("imagesTr", "imagesTs", "labelsTr"):
+        (tmp_path / folder).mkdir()
+    pixels = np.stack([VALUES[0], VALUES[1], VALUES[2]][:colours], -1)
+    tifffile.imwrite(tmp_path / "imagesTr" / "c_0000.tif", pixels if colours == 3 else pixels[..., 0])
+    tifffile.imwrite(tmp_path / "labelsTr" / "c.tif", VALUES[0] // 128)
+    assert guess_kind(str(tmp_path)) == "tiff"
+    source = opened("tiff", tmp_path)
+    assert (source.variables, source.label_names) == (tuple("abc"[:colours]), {0: "none", 1: "cell"})
+    assert np.array_equal(whole(source), VALUES[:colours])
+    assert np.array_equal(whole_labels(source), VALUES[0] // 128)
+    if colours == 3:
+        tifffile.imwrite(tmp_path / "imagesTr" / "c_0000.tif", VALUES[0])
+        with pytest.raises(UserError, match=r"c_0000\.tif has 1 of the 3 channels"):
+            opened("tiff", tmp_path)
+
+
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 def test_nifti_cut_short(tmp_path: Path, suffix: str) -> None:
     path = save_nifti(tmp_path / f"a{suffix}", VALUES)
@@ -420,6 +487,51 @@ def test_ome_tiff(tmp_path: Path) -> None:
     source = opened("tiff", tmp_path / "t.ome.tif", time=3)
     assert (source.axes, source.items[0].unit) == (("y", "x"), "micrometer")
     check_windows(source, series[3])
+
+
+def test_ome_tiff_of_several_units_images_and_files(tmp_path: Path) -> None:
+    import tifffile
+
+    sizes = {"PhysicalSizeX": 0.1, "PhysicalSizeY": 0.1, "PhysicalSizeZ": 300, "PhysicalSizeZUnit": "nm"}
+    tifffile.imwrite(tmp_path / "units.ome.tif", VALUES, metadata={"axes": "ZYX", **sizes})
+    item = opened("tiff", tmp_path / "units.ome.tif").items[0]
+    assert (item.spacing, item.unit) == (pytest.approx((0.3, 0.1, 0.1)), "micrometer")
+    with tifffile.TiffWriter(tmp_path / "two.ome.tif") as tif:
+        tif.write(VALUES, metadata={"axes": "ZYX"})
+        tif.write(VALUES[:4, :20], metadata={"axes": "ZYX"})
+    with pytest.raises(UserError, match=r"images of different shapes .* choose one with `series`"):
+        opened("tiff", tmp_path / "two.ome.tif")
+    assert np.array_equal(whole(opened("tiff", tmp_path / "two.ome.tif", series=1))[0], VALUES[:4, :20])
+    folder = tmp_path / "files"
+    folder.mkdir()
+    planes = "".join(
+        f'<TiffData IFD="0" FirstZ="{z}" PlaneCount="1"><UUID FileName="{name}.ome.tif">urn:uuid:{z}</UUID></TiffData>'
+        for z, name in enumerate("ab")
+    )
+    for z, name in enumerate("ab"):
+        text = (
+            f'<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{z}"><Image ID="Image:0">'
+            '<Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint8" SizeX="52" SizeY="40" SizeZ="2" SizeC="1" '
+            f'SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/>{planes}</Pixels></Image></OME>'
+        )
+        tifffile.imwrite(folder / f"{name}.ome.tif", VALUES[z], description=text, metadata=None)
+    source = opened("tiff", folder)  # either file tells of the whole volume
+    assert len(source.items) == 1
+    assert np.array_equal(whole(source)[0], VALUES[:2])
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zlib"}])
+def test_pages_written_one_by_one_are_a_stack(tmp_path: Path, options: dict) -> None:
+    import tifffile
+
+    path = tmp_path / "a.tif"
+    for plane in VALUES:
+        tifffile.imwrite(path, plane, append=True, **options)
+    check_windows(opened("tiff", path), VALUES[None], count=5)
+    assert np.array_equal(whole(opened("tiff", path, series=2))[0], VALUES[2])
+    cut(path, 0.99)
+    with pytest.raises(BadData, match="cut short"):
+        opened("tiff", path)
 
 
 def test_imagej_hyperstack(tmp_path: Path) -> None:
@@ -623,6 +735,17 @@ def test_hdf5(tmp_path: Path, options: dict) -> None:
         opened("hdf5", path, key="volumes/raw", labels="ids")
 
 
+def test_a_key_behind_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    h5py, fsspec = pytest.importorskip("h5py"), pytest.importorskip("fsspec")
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["raw"], file["other"] = VALUES, VALUES[:1]
+    fsspec.filesystem("memory").put(str(tmp_path / "a.h5"), "/keys/a.h5")
+    for path in (f"{tmp_path}/a.h5::raw", f"file://{tmp_path}/a.h5::/raw", "memory://keys/a.h5::raw"):
+        assert guess_kind(path) == "hdf5"
+        assert np.array_equal(whole(opened("hdf5", path))[0], VALUES)
+
+
 def test_hdf5_axes_and_folders(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     for n in (1, 2):
@@ -661,6 +784,43 @@ def test_hdf5_chunks_never_written(tmp_path: Path) -> None:
     assert np.array_equal(filled, np.where(np.arange(9)[:, None, None] < 4, VALUES, 0))
     with pytest.raises(MissingData, match="none of its voxels was ever written"):
         opened("hdf5", path, key="none")
+
+
+def test_hdf5_in_several_files(tmp_path: Path) -> None:
+    import h5py
+
+    for name, values in (("a", VALUES[:4]), ("b", VALUES[4:])):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["raw"] = values
+    layout = h5py.VirtualLayout(VALUES.shape, VALUES.dtype)
+    layout[:4] = h5py.VirtualSource("a.h5", "raw", VALUES[:4].shape)
+    layout[4:] = h5py.VirtualSource("b.h5", "raw", VALUES[4:].shape)
+    whole_file, half = tmp_path / "all" / "v.h5", h5py.VirtualLayout(VALUES.shape, VALUES.dtype)
+    whole_file.parent.mkdir()
+    half[:4] = h5py.VirtualSource("../a.h5", "raw", VALUES[:4].shape)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_virtual_dataset("raw", layout)
+    with h5py.File(whole_file, "w") as file:
+        file.create_virtual_dataset("raw", half)
+    source = opened("hdf5", tmp_path / "v.h5")
+    assert np.array_equal(whole(source)[0], VALUES)
+    with pytest.raises(MissingData, match=r"of its voxels are in no file.*missing: fill"):
+        opened("hdf5", whole_file)
+    (tmp_path / "b.h5").unlink()
+    with pytest.raises(MissingData, match=r"b\.h5, which holds a part of it, is gone"):
+        whole(source)
+    with pytest.raises(MissingData, match=r"v\.h5::raw: the file .*b\.h5, which holds a part of it, is gone"):
+        opened("hdf5", tmp_path / "v.h5")
+    filled = opened("hdf5", tmp_path / "v.h5", missing="fill")
+    assert np.array_equal(whole(filled)[0], np.where(np.arange(9)[:, None, None] < 4, VALUES, 0))
+    assert filled.filled == 1
+    with h5py.File(tmp_path / "e.h5", "w") as file:
+        external = [(str(tmp_path / "e.raw"), 0, VALUES.nbytes)]
+        file.create_dataset("raw", VALUES.shape, "u1", external=external)[:] = VALUES
+    assert np.array_equal(whole(opened("hdf5", tmp_path / "e.h5"))[0], VALUES)
+    cut(tmp_path / "e.raw", 0.5)
+    with pytest.raises(MissingData, match=r"e\.raw, which holds a part of it, is cut short"):
+        opened("hdf5", tmp_path / "e.h5")
 
 
 def test_hdf5_cut_short_or_damaged(tmp_path: Path) -> None:
@@ -742,11 +902,37 @@ def test_missing_chunks_of_xarrays_zarr(tmp_path: Path, version: int) -> None:
     assert source.items[0].chunk == (10, 10)
     check_windows(source, values[:1])
     assert np.array_equal(source.read(1, (slice(0, 20), slice(0, 20)))[0], values[1, :, :20])
-    with pytest.raises(MissingData, match=r"chunk \[1, 0, 2\] is missing .*missing: fill"):
+    with pytest.raises(MissingData, match=r"chunk \{1, 0, 2\} in .* is missing: .*missing: fill"):
         whole(source, 1)
     filled = opened("netcdf", tmp_path / "a.zarr", missing="fill", nodata="fill")
     assert np.array_equal(whole(filled, 1)[0, :, :20], values[1, :, :20])
     assert filled.filled == 1
+
+
+def test_lost_and_broken_chunks_of_fields_are_seen(tmp_path: Path) -> None:
+    """As the zarr source sees them: chunks inside shards, and compressed ones that are cut."""
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=3)
+    names = ("time", "lat", "lon")
+    array = group.create_array(
+        "u", shape=(2, 8, 8), dtype="i2", chunks=(1, 4, 4), shards=(1, 8, 8), dimension_names=names,
+        attributes={"scale_factor": 0.5, "add_offset": 10.0, "_FillValue": -1},
+    )  # fmt: skip
+    array[0] = np.arange(64).reshape(8, 8)
+    array[1, :4] = 3
+    source = opened("netcdf", tmp_path / "a.zarr")
+    assert np.array_equal(whole(source)[0], 10 + np.arange(64).reshape(8, 8) / 2)
+    with pytest.raises(MissingData, match=r"chunk \{1, 1, 0\} in .* is missing"):
+        whole(source, 1)
+    values = RNG.integers(0, 65535, (2, 64, 64)).astype("u2")
+    xarray = pytest.importorskip("xarray")
+    dataset = xarray.Dataset({"u": (names, values)})
+    dataset.to_zarr(tmp_path / "b.zarr", zarr_format=2, encoding={"u": {"chunks": (1, 64, 64)}})
+    cut(tmp_path / "b.zarr" / "u" / "1.0.0", 0.5)
+    source = opened("netcdf", tmp_path / "b.zarr")
+    assert np.array_equal(whole(source), values[:1])
+    with pytest.raises(BadData, match=r"1\.0\.0 cannot be read"):
+        whole(source, 1)
 
 
 def test_levels_as_an_axis(tmp_path: Path) -> None:
@@ -811,6 +997,24 @@ def test_netcdf_never_written(tmp_path: Path) -> None:
         file.createVariable("sst", "f4", ("y", "x"))[:3] = 1
     with pytest.raises(BadData, match=r"holds 9\.96\S+ at y = 3, x = 0"):
         whole(opened("netcdf", tmp_path / "a.nc"))
+    marks = [("i2", "", "-32767"), ("i2", "packed", "nan"), ("u4", "", "4294967295"), ("i2", "unsigned", "32769")]
+    for kind, way, found in marks:
+        path = tmp_path / f"{kind}{way}.nc"
+        with netcdf.Dataset(path, "w") as file:
+            for name, size in (("y", 6), ("x", 8)):
+                file.createDimension(name, size)
+            field = file.createVariable("sst", kind, ("y", "x"))
+            if way == "unsigned":
+                field.setncattr("_Unsigned", "true")
+            if way == "packed":
+                field.scale_factor, field.add_offset = 0.5, 10.0
+            field[:3] = 20
+        source = opened("netcdf", path)
+        assert (source.read(0, (slice(0, 3), slice(0, 8))) == 20).all()
+        with pytest.raises(BadData, match=f"holds {found} at y = 3, x = 0"):
+            whole(source)
+        filled = opened("netcdf", path, nodata="fill", fill_value=7)
+        assert (whole(filled)[0] == np.repeat([20, 7], 3)[:, None]).all()
 
 
 @pytest.mark.skipif(not (SHARED / "era_interim").is_dir(), reason="ERA-Interim is not here")
@@ -824,6 +1028,15 @@ def test_era_interim_opens_by_path() -> None:
     with netCDF4.Dataset(path) as file:
         file.set_auto_mask(False)
         assert np.allclose(whole(source, 1)[4], file["u"][1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_xarrays_zarr_is_known_by_its_arrays(tmp_path: Path, version: Any) -> None:
+    xarray = pytest.importorskip("xarray")
+    values = RNG.normal(size=(4, 8, 8)).astype(np.float32)
+    fields = xarray.Dataset({"u": (("time", "lat", "lon"), values)}, {"time": range(4)})
+    fields.to_zarr(tmp_path / "a.zarr", zarr_format=version, consolidated=False)
+    assert guess_kind(str(tmp_path / "a.zarr")) == "netcdf"
 
 
 # GeoTIFF ---------------------------------------------------------------------------------------------------------
@@ -884,6 +1097,36 @@ def test_geotiff_without_data(tmp_path: Path) -> None:
     source = opened("geotiff", path, nodata="fill")
     assert source.variables == ("nir", "green", "blue")  # alpha is no variable
     check_windows(source, np.where(alpha > 0, colours[:3], 0))
+
+
+def test_geotiff_scales_and_types(tmp_path: Path) -> None:
+    rasterio = pytest.importorskip("rasterio")
+    path = write_scene(tmp_path / "a.tif", BANDS)
+    with rasterio.open(path, "r+") as raster:
+        raster.scales, raster.offsets = (0.5, 1.0, 2.0), (0.0, -3.0, 1.0)
+    source = opened("geotiff", path)
+    assert (source.dtype, source.describe()["scales"]) == (np.dtype(np.float32), [0.5, 1.0, 2.0])
+    packed = BANDS * np.array([0.5, 1, 2])[:, None, None] + np.array([0, -3, 1])[:, None, None]
+    check_windows(source, packed.astype(np.float32))
+    check_windows(opened("geotiff", path, variables=["band3"]), packed[2:].astype(np.float32))
+    keys = {"driver": "GTiff", "width": 8, "height": 8, "count": 1}
+    with rasterio.open(tmp_path / "radar.tif", "w", dtype="complex_int16", **keys) as raster:
+        raster.write(np.ones((1, 8, 8), np.complex64))
+    with pytest.raises(BadData, match=r"radar\.tif has the type complex_int16; save"):
+        opened("geotiff", tmp_path / "radar.tif")
+
+
+def test_geotiff_blocks_never_written(tmp_path: Path) -> None:
+    values = np.zeros((2, 64, 64), np.uint8)
+    values[:, :16, 16:] = VALUES[:2, :16, :48]
+    path = write_scene(tmp_path / "a.tif", values, sparse_ok=True, compress="deflate")
+    source = opened("geotiff", path)
+    assert np.array_equal(source.read(0, (slice(0, 16), slice(16, 64))), values[:, :16, 16:])
+    with pytest.raises(MissingData, match=r"the block at y = 0, x = 0 of band 1 was never written.*missing: fill"):
+        whole(source)
+    filled = opened("geotiff", path, missing="fill")
+    assert np.array_equal(whole(filled), values)
+    assert filled.filled in (13, 26)  # by how the bands lie
 
 
 def test_geotiff_overviews_are_levels(tmp_path: Path) -> None:

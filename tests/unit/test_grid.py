@@ -80,6 +80,11 @@ def test_channels_and_images_are_variables() -> None:
     assert source(*both, variables=list("wxyz")).variables == tuple("wxyz")
     with pytest.raises(UserError, match="has no 'e'; choose from a, b, c, d, or rename all 4"):
         source(*both, variables=["e"])
+    with pytest.raises(UserError, match="has no 'D'; did you mean 'd'"):  # and no swap of channels
+        source(*both, variables=["c", "b", "a", "D"])
+    with pytest.raises(UserError, match="has no 'D'"):
+        source(*both, variables=["D", "C", "B", "A"])
+    assert source(*both, variables=list("ABCD")).variables == tuple("ABCD")
     assert source(store(VALUES), store(VALUES)).variables == ("channel0", "channel1")
     for variables, words in [(["a", "a"], "different names"), ([], "different names"), (["a", "b"], "no channel axis")]:
         with pytest.raises(UserError, match=words):

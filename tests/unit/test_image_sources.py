@@ -21,9 +21,10 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from support import ROOT
 
-from vitrail.data import image_source
+from vitrail.data import image_source, inspect
 from vitrail.data.bad import BadData
 from vitrail.data.image_source import ImageSource
+from vitrail.data.items import choose_channels
 from vitrail.data.latents_write import write_latents
 from vitrail.data.source import ClassifiedSource, LabelledSource, Source
 from vitrail.data.sources import guess_kind
@@ -184,7 +185,7 @@ def test_sizes_of_many_images_are_read_once(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "images"
     folder.mkdir()
     for number in range(12):
-        (folder / f"{number}.png").write_bytes(encode(noise(4 + number, 5)))
+        (folder / f"{number}.png").write_bytes(encode(noise(4 + number, 5, 3)))
     looked: list[str] = []
     lock = threading.Lock()
     look = image_source.look
@@ -206,10 +207,10 @@ def test_sizes_of_many_images_are_read_once(tmp_path: Path, monkeypatch: pytest.
 
     again(1 + 1 + 11)  # the first; one that is asked for alone; all others
     again(2)  # from the cache
-    (folder / "new.png").write_bytes(encode(noise(16, 5)))
+    (folder / "new.png").write_bytes(encode(noise(16, 5, 3)))
     shapes.append((16, 5))
     again(14)  # the folder has changed
-    (folder / "3.png").write_bytes(encode(noise(9, 9)))  # written over, which no folder tells
+    (folder / "3.png").write_bytes(encode(noise(9, 9, 3)))  # written over, which no folder tells
     source = ImageFolderConfig(path=str(folder)).open()
     list(source.items)
     with pytest.raises(BadData, match="is 9 x 9 pixels, not the 5 x 7 that its header said before"):
@@ -268,6 +269,61 @@ def test_labels_of_pixels_beside_images(tmp_path: Path) -> None:
         ImageFolderConfig(path=path, labels=labels).open()
 
 
+def test_masks_of_one_bit_and_of_0_and_255(tmp_path: Path) -> None:
+    masks = [noise(6, 7, seed=n) > 99 for n in range(2)]
+    for root in ("images", "masks"):
+        (tmp_path / root).mkdir()
+    for number, mask in enumerate(masks):
+        (tmp_path / f"images/{number}.png").write_bytes(encode(noise(6, 7)))
+        (tmp_path / f"masks/{number}.png").write_bytes(encode(mask if number == 0 else mask * np.uint8(255)))
+    keys: Any = {"path": str(tmp_path / "images"), "labels": str(tmp_path / "masks")}
+    source: Any = ImageFolderConfig(**keys, label_map={255: 1}).open()
+    for number, mask in enumerate(masks):  # the first has 1 bit a pixel, the second 8
+        found = source.read_labels(number, WHOLE)
+        assert found.dtype == source.label_dtype == np.uint8
+        assert np.array_equal(found, mask)
+    with pytest.raises(UserError, match=r"label_map = \{255: 300\} .* no uint8"):
+        ImageFolderConfig(**keys, label_map={255: 300}).open()
+    held = [encode(mask * np.uint8(255)) for mask in masks]
+    rows = write_parquet(tmp_path / "a.parquet", [noise(6, 7), noise(6, 7)], mask=held)
+    table: Any = ParquetConfig(path=str(rows), labels="mask", label_map={255: 1}).open()
+    assert np.array_equal(table.read_labels(1, WHOLE), masks[1])
+
+
+def test_images_and_masks_are_no_classes(tmp_path: Path) -> None:
+    for folder in ("imagesTr", "imagesTs", "labelsTr"):
+        (tmp_path / "nnunet" / folder).mkdir(parents=True)
+    for number in range(3):
+        image, labels = f"c{number}_0000.png", f"c{number}.png"
+        (tmp_path / "nnunet" / "imagesTr" / image).write_bytes(encode(noise(8, 9, 3, seed=number)))
+        (tmp_path / "nnunet" / "imagesTs" / image).write_bytes(encode(noise(8, 9, 3)))
+        (tmp_path / "nnunet" / "labelsTr" / labels).write_bytes(encode(noise(8, 9, seed=9 + number) // 128))
+    described = {"channel_names": {"0": "R", "1": "G", "2": "B"}, "labels": {"none": 0, "cell": 1}}
+    (tmp_path / "nnunet" / "dataset.json").write_text(json.dumps(described | {"file_ending": ".png"}))
+    assert guess_kind(str(tmp_path / "nnunet")) == "image_folder"
+    source = ImageFolderConfig(path=str(tmp_path / "nnunet")).open()
+    assert (len(source.items), source.class_names, source.label_names) == (3, (), {0: "none", 1: "cell"})
+    check_windows(source, lambda i: channels(noise(8, 9, 3, seed=i)), lambda i: noise(8, 9, seed=9 + i) // 128)
+    (tmp_path / "nnunet" / "imagesTr" / "c0_0001.png").write_bytes(encode(noise(8, 9, 3)))
+    with pytest.raises(UserError, match="has the channels"):
+        ImageFolderConfig(path=str(tmp_path / "nnunet")).open()
+    for folder in ("images", "Masks"):
+        (tmp_path / "pairs" / folder).mkdir(parents=True)
+        (tmp_path / "pairs" / folder / "a.png").write_bytes(encode(noise(8, 9)))
+    with pytest.raises(UserError, match=r"images/ and Masks/, .* labels: .*pairs/Masks, or say classes: true"):
+        ImageFolderConfig(path=str(tmp_path / "pairs")).open()
+    assert ImageFolderConfig(path=str(tmp_path / "pairs"), classes=True).open().class_names == ("images", "Masks")
+
+
+def test_a_misspelt_colour_is_no_new_name(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encode(noise(8, 9, 3)))
+    assert ImageFolderConfig(path=str(tmp_path), variables=["r", "g", "b"]).open().variables == ("r", "g", "b")
+    with pytest.raises(UserError, match="has no 'rde'; did you mean 'red'"):
+        ImageFolderConfig(path=str(tmp_path), variables=["blue", "green", "rde"]).open()
+    with pytest.raises(UserError, match="has no 'gren'; did you mean 'green'"):
+        choose_channels(["blue", "gren", "red"], ("red", "green", "blue"), "a")
+
+
 def test_images_by_url() -> None:
     import fsspec
 
@@ -277,6 +333,30 @@ def test_images_by_url() -> None:
     source = ImageFolderConfig(path="memory://pictures").open()
     assert (source.class_names, [item.label for item in source.items]) == (("cat", "dog"), [0, 0, 1])
     check_windows(source, lambda item: list(pixels.values())[item][None])
+
+
+def test_colours_are_found_wherever_they_lie(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first images are grey: colours are kept all the same, and both halves of a split have them."""
+    for number in range(40):
+        Image.fromarray(noise(8, 8) if number % 8 != 7 else noise(8, 8, 3)).save(tmp_path / f"{number:02}.png")
+    for split in ((0.0, 1.0), (0.0, 0.1), (0.1, 1.0)):
+        source = ImageFolderConfig(path=str(tmp_path), split=split).open()
+        assert source.variables == ("red", "green", "blue")
+    assert source.mixed
+    assert source.read(0, (slice(0, 8), slice(0, 8))).shape == (3, 8, 8)
+    _, facts = inspect.look(str(tmp_path))
+    assert any("some images are grey and others have colours" in told for told in facts["warnings"])
+    grey = ImageFolderConfig(path=str(tmp_path), variables=["brightness"]).open()
+    assert (grey.variables, list(grey.items)[7].shape) == (("brightness",), (8, 8))
+    assert not caplog.records
+    # One that was not among those looked at is told of when sizes are read.
+    monkeypatch.setattr(ImageSource, "_find_colour", lambda source: None)
+    source = ImageFolderConfig(path=str(tmp_path)).open()
+    assert source.variables == ("grey",)
+    assert len(list(source.items)) == 40
+    assert "has colours, and is read as grey" in caplog.text
 
 
 def test_shares_of_images(tmp_path: Path) -> None:
@@ -360,6 +440,14 @@ def test_parquet_columns(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "two.parquet")
     with pytest.raises(UserError, match=r"several columns .* first \(binary\), second \(binary\)"):
         ParquetConfig(path=str(tmp_path / "two.parquet")).open()
+
+
+def test_parquet_classes_in_a_dictionary(tmp_path: Path) -> None:
+    labels = pa.array(["owl", "ant", None, "owl"]).dictionary_encode()  # as categories of pandas are written
+    path = str(write_parquet(tmp_path / "a.parquet", [noise(4, 5)] * 4, label=labels))
+    source: Any = ParquetConfig(path=path).open()
+    assert source.class_names == ("ant", "owl")
+    assert [item.label for item in source.items] == [1, 0, None, 1]
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
@@ -559,6 +647,18 @@ def test_latents(tmp_path: Path, store: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match="no latents"):
         write_latents(tmp_path / "b", [], store=store)
     assert not list(tmp_path.glob(".*"))  # nothing half done is left
+
+
+def test_latents_of_zarr_by_url(tmp_path: Path) -> None:
+    import fsspec
+
+    latents = np.random.default_rng(0).normal(size=(5, 2, 3, 4)).astype(np.float32)
+    write_latents(tmp_path / "a.zarr", batches(latents, np.arange(5)), store="zarr")
+    fsspec.filesystem("memory").put(str(tmp_path / "a.zarr"), "/stored/a.zarr", recursive=True)
+    assert guess_kind("memory://stored/a.zarr") == "latents"
+    source = LatentsConfig(path="memory://stored/a.zarr").open()
+    assert np.array_equal([source.read(item, WHOLE) for item in range(5)], latents)
+    assert [item.label for item in source.items] == list(range(5))
 
 
 def test_bad_latents(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from support import write_volume
 
 from vitrail.data.advice import decoded_per_voxel, entry_of, suggest_crop, suggest_recipe, warn
 from vitrail.data.bench import touched
+from vitrail.data.dataset import Dataset
 from vitrail.data.inspect import inspect, look, picture, read_settings
 from vitrail.data.picture import spread, variable_groups
 from vitrail.data.source import Item
+from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import UserError
-from vitrail.recipe import config, load_recipe
+from vitrail.recipe import config, load_recipe, yaml
 
 
 @config
@@ -135,6 +137,11 @@ def test_an_ordinary_volume_needs_no_warning():
         (Fake(noise(1, 60, 60), labels=noise(60, 60, dtype="uint32") * 1000), "number things"),
         (Fake(noise(1, 60, 60), labels=np.eye(60, dtype="uint8") * 5), "label 5 has no name"),
         (Fake(noise(1, 60, 60), labels=np.eye(60, dtype="uint8") * 255, names=()), r'label_map: \{"255": 1\}'),
+        (
+            Fake(noise(1, 60, 60), labels=np.where(np.eye(60) > 0, 7, np.uint64(2**64 - 1)).astype("uint64"), names=()),
+            r'label_map: \{"7": 1, "18446744073709551615": 0\}',
+        ),
+        (Fake(noise(1, 60, 60), labels=np.where(np.eye(60) > 0, 9, 4), names=()), r'label_map: \{"4": 0, "9": 1\}'),
         (Fake(noise(1, 30, 30), number=9, bad=(0, 1, 2)), r"of 8 crops cannot be read: item\d: chunk 3"),
         (Fake(noise(1, 30, 30), class_counts={"cat": 90, "dog": 3}), "dog has 3 items"),
         (Fake(noise(1, 30, 30), latitude="south first"), "stored south first"),
@@ -207,8 +214,6 @@ def model(ndim: int, patch: int) -> dict:
 
 
 def test_the_suggested_recipe_opens_the_data(tmp_path):
-    from vitrail.recipe import yaml
-
     volume = str(write_volume(tmp_path / "my em.zarr", size=48))
     for number in range(40):
         folder = tmp_path / "images" / "ab"[number % 2]
@@ -226,6 +231,99 @@ def test_the_suggested_recipe_opens_the_data(tmp_path):
             assert all(n >= c for n, c in zip(source.items[0].shape, sizes, strict=True))
         assert recipe.data.valid
     assert facts["class_counts"] == {"a": 20, "b": 20}
+
+
+def opens(facts: dict) -> tuple[Dataset, dict]:
+    """The training data of the recipe that a look prints, and the recipe's tree."""
+    tree = yaml.parse(facts["recipe"], "recipe")
+    ndim, learns = tree["model"]["ndim"], tree.get("objective", {}).get("kind")
+    rest = {"data": tree["data"], "run": {"name": "a", "steps": 1}, "model": model(ndim, 2)}
+    data = load_recipe(rest).data
+    crop = (data.crop,) * ndim if isinstance(data.crop, int) else tuple(data.crop)
+    labels = {"segment": "voxel", "classify": "item"}.get(learns)
+    train, valid = (
+        Dataset(entries, crop, where=where, labels=labels, settings=data)
+        for entries, where in ((data.train, "data.train"), (data.valid, "data.valid"))
+    )
+    assert train.variables == valid.variables
+    return train, tree
+
+
+def test_places_without_data_are_looked_at(tmp_path):
+    values = np.random.default_rng(0).random((20, 32, 32)).astype("float32")
+    values[10] = np.nan
+    np.save(tmp_path / "a.npy", values)
+    source, facts = look(str(tmp_path / "a.npy"))
+    assert facts["statistics"]["image"]["not_finite_percent"] == pytest.approx(5)
+    assert facts["statistics"]["image"]["mean"] == pytest.approx(np.nanmean(values), rel=1e-4)
+    assert not facts["unreadable"]
+    assert any("`nodata: fill`" in told for told in facts["warnings"])
+    assert picture(source, tmp_path / "a.png", facts=facts).is_file()
+    assert facts["chunk"] == []  # not 1 x 1 x 1: any window is read alone
+
+
+@pytest.mark.parametrize(
+    ("stored", "number"),
+    [((2**64 - 1, 1), 2), ((2**64 - 1, 5, 9), 3), ((0, 2**64 - 1, 3), 2), ((1, 2), 3), ((0, 1), 2), ((4, 9), 2)],
+)
+def test_a_recipe_for_labels_names_every_class(stored, number, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    labels = np.full((16, 32, 32), stored[0], np.uint64)
+    for place, value in enumerate(stored[1:]):
+        labels[:, 8 + place * 6 : 12 + place * 6] = value
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["raw"], file["clefts"] = noise(16, 32, 32), labels
+    source, facts = look(str(tmp_path / "a.h5"), settings={"key": "raw", "labels": "clefts"})
+    dataset, tree = opens(facts)
+    assert len(tree["objective"]["names"]) == number
+    seen = np.unique(dataset.sources[0].read_labels(0, tuple(slice(0, n) for n in dataset.sources[0].items[0].shape)))
+    assert seen.max() == number - 1
+    assert picture(source, tmp_path / "a.png", facts=facts).is_file()
+
+
+def test_images_of_many_sizes_are_fitted(tmp_path):
+    for number in range(40):
+        folder = tmp_path / "images" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(9 + number, 30)).save(folder / f"{number:02}.png")
+    _, facts = look(str(tmp_path / "images"))
+    _, tree = opens(facts)
+    assert tree["data"]["crop"] == tree["data"]["fit"]["resize"]
+    assert any("data.fit brings them to one size" in told for told in facts["warnings"])
+    tree["data"].pop("fit")
+    with pytest.raises(UserError, match=r"9 x 30 pixels .* set data.fit: \{resize: 28\}.* or use a smaller crop"):
+        Dataset([ImageFolderConfig(path=str(tmp_path / "images"))], (28, 28), where="data.train")
+
+
+def test_a_part_that_is_held_out_already_is_used(tmp_path):
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    held = io.BytesIO()
+    Image.fromarray(noise(8, 8)).save(held, "PNG")
+    rows = pa.table({"image": [held.getvalue()] * 30, "label": [0, 1] * 15})
+    for part in ("train", "test"):
+        pq.write_table(rows, tmp_path / f"{part}.parquet")
+    _, facts = look(str(tmp_path))
+    _, tree = opens(facts)
+    assert tree["data"]["train"] == [{"path": str(tmp_path)}]
+    assert tree["data"]["valid"] == [{"path": str(tmp_path), "part": "test"}]
+    _, facts = look(str(tmp_path / "train.parquet"))
+    assert "split: [0.8, 1]" in facts["recipe"]
+
+
+def test_labels_among_images_are_noted(tmp_path):
+    for name in ("ct", "ct_seg"):
+        np.save(tmp_path / f"{name}.npy", noise(16, 16, 16))
+    _, facts = look(str(tmp_path), kind="numpy")
+    assert any(
+        told.startswith("ct_seg.npy is read as an image, and is named like labels") for told in facts["warnings"]
+    )
+    (tmp_path / "ct_seg.npy").rename(tmp_path / "segovia.npy")
+    _, facts = look(str(tmp_path), kind="numpy")
+    assert not any("named like labels" in told for told in facts["warnings"])
 
 
 def test_labels_of_a_volume_are_found_and_drawn(tmp_path):
@@ -273,12 +371,29 @@ def test_wrong_settings_name_the_key():
         entry_of(FakeConfig, {"level": "x"})
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("uint8", 1), ("uint16", 2), ("uint32", 4)])
+def test_speed_is_that_of_bytes_as_they_are_stored(dtype, size, tmp_path):
+    """Types that PyTorch lacks are widened on their way: that makes nothing faster."""
+    import torch
+
+    from vitrail.data.bench import measure_io
+    from vitrail.data.loader import Loader
+    from vitrail.data.sources.numpy import NumpyConfig
+
+    np.save(tmp_path / "a.npy", noise(32, 32, dtype=dtype))
+    dataset = Dataset([NumpyConfig(path=str(tmp_path / "a.npy"))], (16, 16), where="data.train")
+    sampler = dataset.sampler(seed=0, lanes=1, reuse=1)
+    reader = dataset.reader(sampler, lanes=1, cache_bytes=2**20)
+    loader = Loader(sampler, reader, lambda step: [step], device=torch.device("cpu"), workers=1, prefetch=1)
+    found = measure_io(loader, seconds=0.01)
+    assert found["gb_per_s"] * 1e9 == pytest.approx(found["samples_per_s"] * 16 * 16 * size)
+
+
 def test_the_probe_counts_every_chunk_once(tmp_path):
     """A volume of 3 x 3 x 3 chunks, cold: crops all over it decode each chunk once, and then nothing more."""
     import torch
 
     from vitrail.data.bench import probed
-    from vitrail.data.dataset import Dataset
     from vitrail.data.loader import Loader
     from vitrail.data.sources.ome_zarr import OmeZarrConfig
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from support import events, merge, tiny_recipe
+from test_loader import ArraySource
 
 import vitrail
 from vitrail.data.batch import Batch, Labelling, Statistics
@@ -159,16 +160,20 @@ def test_a_label_of_no_class_is_told_with_its_place(zarr: Path) -> None:
         assert int(batch.labels.max()) == 4
 
 
+class Own(ArraySource):
+    kind = "own"
+
+
 def test_missing_labels_are_asked_for(zarr: Path, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.valid.0: .* `labels: structures` \(it has structures\)"):
         Dataset([OmeZarrConfig(path=str(zarr))], (8, 8, 8), where="data.valid", labels="voxel")
     bare = write_ome_zarr(tmp_path / "bare.zarr", Volume(np.zeros(SHAPE, np.uint8), None), levels=1)
     with pytest.raises(UserError, match="it has none"):
         Dataset([OmeZarrConfig(path=str(bare))], (8, 8, 8), where="data.train", labels="voxel")
-    with pytest.raises(
-        UserError, match=r"data.train.0: .* image folders have no labels of voxels; use a format that does"
-    ):
+    with pytest.raises(UserError, match=r"data.train.0: .* none are found for .*train; say where .* with `labels`"):
         Dataset([ImageFolderConfig(path=str(folder / "train"))], (8, 8), where="data.train", labels="voxel")
+    with pytest.raises(UserError, match=r"data.train.0: .* which data of kind own cannot have; use one that can"):
+        Dataset([Own(np.zeros((1, 8, 8), np.uint8))], (8, 8), where="data.train", labels="voxel")
     with pytest.raises(UserError, match=r"data.train.0: .* class of every image, .* one folder a class"):
         Dataset([ImageFolderConfig(path=str(folder / "train/cat"))], (8, 8), where="data.train", labels="item")
     with pytest.raises(UserError, match="class of every image"):

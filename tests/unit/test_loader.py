@@ -5,7 +5,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor
 from vitrail.data.augment import Augmenter, Raw, orient, orientations
 from vitrail.data.bad import BadData
 from vitrail.data.batch import Batch, Statistics
+from vitrail.data.buffers import Buffers
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
 from vitrail.data.reader import Reader, host_dtype
@@ -598,7 +599,7 @@ def test_datasets_are_checked() -> None:
     with pytest.raises(UserError, match=r"data\.train\.0: array has 2 axes \(y, x\), but the model has 3"):
         dataset_of(two, crop=(4, 4, 4))
     with pytest.raises(
-        UserError, match=r"data\.train\.0: a0 is 10 x 10 voxels \(y, x\), smaller than data.crop 4 x 11"
+        UserError, match=r"data\.train\.0: a0 is 10 x 10 pixels \(y, x\), smaller than data.crop 4 x 11"
     ):
         dataset_of(two, crop=(4, 11))
 
@@ -768,22 +769,63 @@ def test_whole_images_are_pooled_until_a_batch_has_room_for_them() -> None:
     assert loader.load(range(8)).values.shape == (8, 1, 8, 8)
 
 
-class StraightSource(ArraySource):
-    """Keeps chunks itself, and copies to where a window belongs."""
+def test_one_panorama_does_not_enlarge_every_batch() -> None:
+    rng = np.random.default_rng(0)
+    shapes = [(12, 12)] * 6 + [(9, 300), (300, 9)]
+    source = ArraySource(*[rng.integers(0, 255, (1, *s), dtype=np.uint8) for s in shapes], chunk=1000)
+    extents = [Extent(0, i, s, s, (0, 0), 1.0, s) for i, s in enumerate(shapes)]
+    augmenter = Augmenter(Augment.model_validate({"resized_crop": {}}), (8, 8), seed=0)
+    seen: list[tuple[int, ...]] = []
 
-    keeps_chunks = True
+    def keep(raw: Raw) -> Batch:
+        seen.append(tuple(raw.values.shape[2:]))
+        return augmenter(raw)
+
+    sampler = Sampler(extents, (8, 8), seed=0, lanes=1, reuse=1)
+    reader = Reader([source], (8, 8), whole_blocks=False, cache_bytes=0)
+    loader = Loader(sampler, reader, device=torch.device("cpu"), workers=1, prefetch=1, augmenter=augmenter)
+    together = loader.load(range(8)).values
+    loader.augmenter = keep  # type: ignore[assignment]
+    keep.resamples = True  # type: ignore[attr-defined]
+    for counter in range(8):
+        assert torch.equal(loader.load([counter]).values[0], together[counter])
+        assert [sample.item for sample in loader.samples] == [sampler(counter).item]
+    assert loader.room == (300, 300)
+    assert sorted(seen) == sorted(shapes)
+
+
+class StraightSource(ArraySource):
+    """Keeps chunks itself, and copies to where a window belongs, or fills what is asked for of a block."""
+
+    keeps_chunks = reads_straight = True
 
     def read_into(self, item: int, region: tuple[slice, ...], out: np.ndarray) -> None:
         self.before()
         out[...] = self.arrays[item][(slice(None), *region)]
 
+    def read_later(self, item: int, region: tuple[slice, ...], out: np.ndarray) -> Callable[[tuple[slice, ...]], None]:
+        out[...] = 0
+
+        def fill(smaller: tuple[slice, ...]) -> None:
+            self.before()
+            inside = tuple(slice(s.start - r.start, s.stop - r.start) for s, r in zip(smaller, region, strict=True))
+            out[(slice(None), *inside)] = self.arrays[item][(slice(None), *smaller)]
+
+        return fill
+
     def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         raise AssertionError("there is a shorter way")
 
 
-def test_windows_are_copied_straight_where_a_source_can() -> None:
+@pytest.mark.parametrize(("cache", "much_more"), [(0, 0), (1 << 20, 4), (1 << 20, 0)])
+def test_windows_are_copied_straight_where_a_source_can(
+    cache: int, much_more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or cut out of blocks, where the source is larger than the cache by far."""
+    monkeypatch.setattr("vitrail.data.reader.MUCH_MORE", much_more)
     source = StraightSource(np.random.default_rng(0).integers(0, 60_000, (2, 21, 24, 18), dtype=np.uint16))
-    loader = loader_of(source, turn=False)
+    loader = loader_of(source, turn=False, cache=cache)
+    assert loader.reader.whole_blocks == (cache > 0)
     calls = iter(range(10**6))
 
     def fail_sometimes() -> None:
@@ -794,4 +836,49 @@ def test_windows_are_copied_straight_where_a_source_can() -> None:
     for batch in loader.batches(0, 5):
         for counter, values in zip(batch.counters, batch.values, strict=True):
             np.testing.assert_array_equal(values.numpy(), expected(loader.sampler, [source], counter))
-    assert not loader.reader._blocks
+    assert bool(loader.reader._blocks) == (cache > 0 and not much_more)
+
+
+# ---------------------------------------------------------------- memory that is used again
+
+
+def test_memory_of_batches_is_used_again_but_never_that_of_one_still_held(volume: ArraySource) -> None:
+    loader = loader_of(volume, workers=2, prefetch=2)
+    places, held, copies = Counter(), [], []  # type: ignore[var-annotated]
+    for number, batch in enumerate(loader.batches(0, 40)):
+        places[batch.values.data_ptr()] += 1
+        if number in (3, 17):
+            held.append(batch.values[1:2, :, 2:])  # a view is enough
+            copies.append(held[-1].clone())
+        for counter, values in zip(batch.counters, batch.values, strict=True):
+            np.testing.assert_array_equal(values.numpy(), expected(loader.sampler, [volume], counter))
+        del batch
+    known = [array.__array_interface__["data"][0] for array in loader._values._known]
+    assert len(known) <= 2 * loader.prefetch + 2
+    assert sum(places[place] for place in known) > 20
+    for view, copy in zip(held, copies, strict=True):
+        assert torch.equal(view, copy)
+        assert places[view.untyped_storage().data_ptr()] >= 1
+
+
+def test_buffers_are_free_when_nobody_refers_to_them() -> None:
+    buffers, size = Buffers(), np.dtype(np.uint16)
+
+    def address(array: np.ndarray) -> int:
+        return array.__array_interface__["data"][0]
+
+    first = buffers.take((3, 40), size, limit=1000)
+    tensor = torch.from_numpy(first)[1:]
+    place = address(first)
+    del first
+    second = buffers.take((120,), size, limit=1000)
+    assert address(second) != place
+    del tensor
+    third = buffers.take((240,), np.dtype(np.uint8), limit=1000)  # as many bytes
+    assert address(third) == place
+    del second, third
+    whole = buffers.take((1000,), np.dtype(np.uint8), limit=1000)  # the others make room
+    assert sum(array.nbytes for array in buffers._known) == 1000
+    more = buffers.take((500,), np.dtype(np.uint8), limit=1000)  # beyond the limit: not remembered
+    assert len(buffers._known) == 1
+    assert address(more) != address(whole)

@@ -61,15 +61,44 @@ def settings_of(**values) -> Data:
 
 
 @pytest.mark.parametrize(
-    ("mix", "expected"), [("size", [1 / 7, 6 / 7]), ("equal", [0.5, 0.5]), ("weights", [0.25, 0.75])]
+    ("mix", "expected"), [("size", [11 / 68, 57 / 68]), ("equal", [0.5, 0.5]), ("weights", [0.25, 0.75])]
 )
 def test_shares_of_entries(mix: str, expected: list[float]) -> None:
-    """Places for 8 and 16 crops of 4 in one axis, with weights 1 and 3."""
+    """11 and 19 voxels in one axis, with weights 1 and 3."""
     entries = [ArraySource(numbered(11, 4), weight=1.0), ArraySource(numbered(19, 4), weight=3.0)]
     dataset = Dataset(entries, (4, 4), where="data.train", settings=settings_of(mix=mix))
     order = dataset.sampler(seed=0, lanes=1, reuse=1)
     counts = Counter(order(counter).source for counter in range(4000))
     assert [counts[n] / 4000 for n in range(2)] == pytest.approx(expected, abs=0.03)
+
+
+def test_blocks_and_overlaps_of_slices_are_those_of_samples() -> None:
+    for axis in range(3):
+        source = ArraySource(numbered(8, 8, 8), slices=axis)
+        dataset = Dataset([source], (4, 4), where="data.train", settings=settings_of(tiles={"overlap": [0.5, 0.25]}))
+        tiles = dataset.sampler(seed=0, lanes=1, reuse=1)
+        assert tiles.epoch == 8 * 3 * 3
+        starts = [{tiles(c).start[a] for c in range(tiles.epoch)} for a in range(3)]
+        assert starts.pop(axis) == set(range(8))
+        assert starts == [{0, 2, 4}, {0, 3, 4}]
+        dataset = Dataset([source], (4, 4), where="data.train", settings=settings_of())
+        sampler = dataset.sampler(seed=0, lanes=1, reuse=1, block=(8, 2))
+        found = [c.tolist() for c in sampler.cuts[0]]
+        assert found.pop(axis) == [0, 4, 8]
+        assert found == [[0, 5], [0, 2, 4, 5]]
+
+
+def test_tiles_are_not_cut_from_larger_windows() -> None:
+    changes = {"rotate": 45}, {"elastic": {"amplitude": 2}}, {"scale": [0.8, 1.2]}, {"flip": True}, {"scale": [1, 1.2]}
+    for number, augment in enumerate(changes):
+        made = settings_of(tiles={}, augment=augment)
+        dataset = Dataset([ArraySource(numbered(16, 16))], (4, 4), where="data.train", settings=made)
+        augmenter = Augmenter(made.augment, (4, 4), seed=0)
+        if number < 3:
+            with pytest.raises(UserError, match=r"data\.tiles: .* leaves gaps; leave out data\.tiles, or rotate"):
+                dataset.sampler(seed=0, lanes=1, reuse=1, augmenter=augmenter)
+        else:
+            assert dataset.sampler(seed=0, lanes=1, reuse=1, augmenter=augmenter).epoch == 16
 
 
 def test_tiles_have_no_other_shares() -> None:

@@ -14,12 +14,14 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.variables import VariablesConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.classify import Classify, ClassifyConfig
 from vitrail.objectives.objective import check_prepare, normalise
+from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.objectives.segment import Segment, SegmentConfig, Targets, confusion, segmentation_loss
 
 GREY = Statistics((10.0,), (4.0,))
@@ -339,3 +341,33 @@ def test_a_prepare_that_cannot_be_given_a_part_is_refused() -> None:
         check_prepare(Own.__new__(Own))
     for kind in (Open, Classify):
         check_prepare(kind.__new__(kind))
+
+
+# ---------------------------------------------------------------- reconstruct
+
+
+@pytest.mark.parametrize("aggregate", [None, "none", "attention"])
+def test_variables_of_other_units_are_scored_alike(aggregate: str | None) -> None:
+    """Predicting nothing scores 1, however much larger the numbers of one variable are, and however well others do."""
+    known = VariablesConfig(known=("a", "height"), aggregate=aggregate) if aggregate else None  # type: ignore[arg-type]
+    encoder = EncoderConfig(width=24, depth=1, heads=2, patch=4, variables=known)
+    model = MAEConfig(encoder=encoder, ndim=2, channels=None if known else 2, shape=16)
+    objective = ReconstructConfig().build(model, Statistics((0.0, 5000.0), (1.0, 1000.0)))
+    values = numbers(3, 4, 2, 16, 16)
+    values[:, 1] = values[:, 1] * 1000 + 5000
+    batch = Batch(list(range(4)), values, variables=("a", "height"))
+    _, targets = objective.prepare(batch, Draws(0, batch.counters), evaluating=True)
+
+    def score(output: torch.Tensor) -> dict[str, float]:
+        return objective.summarise({k: float(v) for k, v in objective.measure(output, targets).items()})
+
+    assert score(torch.zeros_like(targets.values))["mse_over_variance"] == pytest.approx(1, abs=0.02)
+    assert score(targets.values)["mse_over_variance"] == 0
+    half = targets.values.clone()  # one of two variables is predicted, the other is not
+    if aggregate == "none":
+        half[targets.variables == 0] = 0
+    else:
+        half[..., targets.variables == 0] = 0
+    found = score(half)
+    assert found["mse_over_variance"] == pytest.approx(0.5, abs=0.03)
+    assert found["mse"] == pytest.approx(found["loss"], rel=1e-5)

@@ -11,7 +11,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from vitrail.data.bad import Policy
+from vitrail.data.filter import Occupancy
 from vitrail.data.sampler import Extent, Sample, Sampler, permute
+from vitrail.data.tiles import Tiles
 from vitrail.launch.world import World
 from vitrail.layers.parts import WHOLE
 from vitrail.parallel.mesh import Layout
@@ -221,6 +224,7 @@ def test_starts_are_uniform(name: str) -> None:
     sampler = Sampler(extents, crop, seed=5, lanes=3, reuse=2, block=block)
     expected = {
         (e.source, e.item, *start): e.weight
+        * math.prod(s / (s - c + 1) for s, c in zip(e.shape, crop, strict=True))  # items count by their voxels
         for e in extents
         for start in itertools.product(*[range(s - c + 1) for s, c in zip(e.shape, crop, strict=True)])
     }
@@ -274,8 +278,19 @@ def test_a_margin_of_one_voxel_has_two_starts_an_axis() -> None:
     assert {sampler(i).start for i in range(200)} == set(itertools.product((0, 1), (0, 1)))
 
 
-def test_images_come_once_an_epoch_whatever_their_size() -> None:
-    images = [extent((20 + i, 30), item=i) for i in range(23)]
+def test_items_count_by_their_voxels_whatever_their_chunks() -> None:
+    images = [extent((17, 17), source=0, item=i) for i in range(20)]
+    images += [extent((17, 17), (4, 17), source=1, item=i) for i in range(20)]
+    sampler = Sampler([*images, extent((34, 34), source=2)], (16, 16), seed=0, lanes=5, reuse=1)
+    counts = Counter(sampler(i).source for i in range(4400))
+    assert [counts[source] / 4400 for source in range(3)] == pytest.approx([20 / 44, 20 / 44, 4 / 44], abs=0.02)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_images_come_once_an_epoch(whole: bool) -> None:
+    """Those of one size, and those of many where a sample is made of all of an image."""
+    images = [extent((20 + i * whole, 30), item=i) for i in range(23)]
+    images = [e._replace(window=e.shape) for e in images] if whole else images
     sampler = Sampler(images, (16, 16), seed=0, lanes=5)
     assert sampler.reuse == 1
     assert sampler.epoch == 23
@@ -292,10 +307,45 @@ def test_images_of_a_source_with_twice_the_weight_come_twice_as_often() -> None:
     assert all(count == pytest.approx(100 * (1 + source), abs=30) for (source, _), count in counts.items())
 
 
+def test_many_items_alike_are_cut_once() -> None:
+    images = [extent((500, 375), item=i) for i in range(2000)]
+    for order in (Sampler(images, (224, 224), seed=0, lanes=8), Tiles(images, (224, 224), seed=0, lanes=8)):
+        parts = order.cuts if isinstance(order, Sampler) else order.starts
+        assert len({id(part) for part in parts}) == 1
+
+
+def test_places_with_enough_are_counted_block_by_block() -> None:
+    mask = np.random.default_rng(0).random((30, 26)) < 0.3
+    occupancy = Occupancy(mask.astype(np.float32), (30, 26), (1, 1), 0.4)
+    sampler = Sampler([extent((30, 26), (8, 8), (3, 1))], (4, 5), seed=0, lanes=1, occupancy=[occupancy])
+    rows, columns = sampler.cuts[0]
+    weights = np.diff(sampler.cumulative, prepend=0.0).reshape(len(rows) - 1, len(columns) - 1)
+    for i, j in np.ndindex(weights.shape):
+        places = [(y, x) for y in range(*rows[i : i + 2]) for x in range(*columns[j : j + 2])]
+        share = np.mean([mask[y : y + 4, x : x + 5].mean() >= 0.4 for y, x in places])
+        assert weights[i, j] == pytest.approx(30 / 4 * 26 / 5 * len(places) / (27 * 22) * share)
+
+
 def test_volumes_are_reused_and_images_are_not() -> None:
     assert Sampler([extent((64, 64), (16, 16))], (8, 8), seed=0, lanes=1).reuse == 4
     assert Sampler([extent((64, 64))], (8, 8), seed=0, lanes=1).reuse == 1
     assert Sampler([extent((64, 64))], (8, 8), seed=0, lanes=1, reuse=3).reuse == 3
+    assert Sampler([extent((64, 64, 64))], (8, 8, 8), seed=0, lanes=1).reuse == 4  # packed, but worth several crops
+    assert Sampler([extent((8, 8, 9))], (8, 8, 8), seed=0, lanes=1).reuse == 1
+    assert Sampler([extent((3, 8, 8))._replace(window=(1, 8, 8))], (8, 8), seed=0, lanes=1).reuse == 4  # slices
+
+
+def test_a_packed_volume_counts_like_an_unpacked_one_and_at_least_as_a_crop() -> None:
+    extents = [extent((32, 32, 32)), extent((32, 32, 32), (8, 8, 8), item=1), extent((8, 8, 8), item=2)]
+    sampler = Sampler(extents, (8, 8, 8), seed=0, lanes=4, reuse=1)
+    counts = Counter(sampler(i).item for i in range(6000))
+    for item, crops in enumerate([64, 64, 1]):
+        assert counts[item] / 6000 == pytest.approx(crops / 129, abs=0.01)
+    packed = Sampler([extent((32, 32, 32), item=i) for i in range(50)], (8, 8, 8), seed=0, lanes=2)
+    assert packed.epoch == 200
+    read = [packed(counter) for counter in range(200)]
+    assert len({(s.item, counter % 2, counter // 8) for counter, s in enumerate(read)}) == 50  # each is decoded once
+    assert len({s.start for s in read}) > 150
 
 
 def test_windows_larger_than_the_crop_lie_inside_their_items() -> None:
@@ -338,8 +388,10 @@ def test_shares_of_sources_are_kept_whatever_their_sizes() -> None:
 # ---------------------------------------------------------------- ranks
 
 CONFIG = types.SimpleNamespace(
-    data=types.SimpleNamespace(cache_mib=1, workers=0, prefetch=1, augment=Augment()),
-    run=types.SimpleNamespace(seed=0),
+    data=types.SimpleNamespace(
+        cache_mib=1, workers=0, prefetch=1, augment=Augment(), bad="skip", most_bad=7, retries=1, read_limit=100
+    ),
+    run=types.SimpleNamespace(seed=0, hang_limit=50),
     objective=types.SimpleNamespace(),
 )
 
@@ -367,6 +419,8 @@ def test_every_world_sees_the_same_samples_in_the_same_order(world: int) -> None
     loaders = [loader_of(sampler, 8, rank, world) for rank in range(world)]
     order = [c for step in range(10) for loader in loaders for c in loader.counters(step)]
     assert order == list(range(80))
+    limit = 100.0 if world == 1 else 40.0  # before the others take the run for hanging
+    assert [loader.policy for loader in loaders] == [Policy("skip", 7, 1, limit)] * world
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -20,6 +20,7 @@ from support import environment
 from vitrail.data import pool
 from vitrail.data import stage as staging
 from vitrail.data.generate import Volume, write_ome_zarr
+from vitrail.data.sources.dummy import DummyConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.data.stage import LOCK, PART, as_opened, stage
@@ -73,7 +74,8 @@ def test_a_folder_is_copied_and_opened_instead(data: Path, tmp_path: Path) -> No
 
 def test_a_file_with_a_key_and_labels_beside_it(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = FileConfig(path=f"{data}/f0.bin::raw/em", labels=str(data / "f2.bin"))
-    arrays = [SimpleNamespace(name=f"{data}/{name}::key") for name in ("f0.bin", "f2.bin")]
+    more = {"f0.bin": (f"{data}/f4.bin",), "f2.bin": ()}  # an array may be read from several files
+    arrays = [SimpleNamespace(name=f"{data}/{name}::key", files=f, chunk_reader=None) for name, f in more.items()]
     entry = SimpleNamespace(images=arrays[:1], labels=arrays[1])
     monkeypatch.setattr(FileConfig, "open", lambda self: SimpleNamespace(entries=[entry]))
     (data / "f0.json").write_text("{}")
@@ -81,10 +83,10 @@ def test_a_file_with_a_key_and_labels_beside_it(data: Path, tmp_path: Path, monk
     below = (tmp_path / "fast").joinpath(*data.parts[1:])
     assert staged.path == f"{below}/f0.bin::raw/em"
     assert staged.labels == f"{below}/f2.bin"
-    assert files_below(below) == {"f0.bin", "f0.json", "f2.bin"}
+    assert files_below(below) == {"f0.bin", "f0.json", "f2.bin", "f4.bin"}
 
 
-def test_what_is_not_copied(data: Path, tmp_path: Path) -> None:
+def test_what_is_not_copied(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [
         FileConfig(path=str(data), stage=False),
         FileConfig(path="https://example.org/v.zarr"),
@@ -93,6 +95,10 @@ def test_what_is_not_copied(data: Path, tmp_path: Path) -> None:
         SimpleNamespace(path=str(data)),
         SimpleNamespace(size=3),
     ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dummy").mkdir()
+    (tmp_path / "dummy" / "a.bin").write_bytes(b"not read")
+    kept.append(DummyConfig())
     assert stage(kept, tmp_path / "fast", MIB) == kept
     assert not (tmp_path / "fast").exists()
 
@@ -144,6 +150,137 @@ def test_of_other_hierarchies_too(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(one.read(0, window), two.read(0, window))
     chunks = {name for name in files_below(Path(staged.path)) if not name.endswith(("json", ".zarray", ".zattrs"))}
     assert len(chunks) == (4 if kind == "shards" else 16)
+
+
+def test_of_channels_moments_and_labels_what_is_read_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zarr
+
+    from vitrail.data.sources.zarr import ZarrConfig
+
+    rng = np.random.default_rng(0)
+    group = zarr.open_group(tmp_path / "v.zarr", mode="w", zarr_format=2)
+    em = group.create_array("em", shape=(3, 2, 16, 16), chunks=(1, 1, 8, 8), dtype="uint8")
+    em[...] = rng.integers(1, 255, em.shape, dtype=np.uint8)
+    truth = group.require_group("truth").create_array("cells", shape=(16, 16), chunks=(8, 8), dtype="uint8")
+    truth[...] = rng.integers(1, 5, truth.shape, dtype=np.uint8)
+    other = zarr.open_group(tmp_path / "other.zarr", mode="w", zarr_format=2)
+    other.create_array("cells", shape=(16, 16), chunks=(8, 8), dtype="uint8")[...] = truth[...]
+    monkeypatch.chdir(tmp_path)  # a path may be relative
+    options: dict[str, Any] = {"axes": "tcyx", "time": 2, "variables": ["channel1"], "region": {"x": [0, 8]}}
+    for labels in ("truth/cells", "other.zarr/cells", str(tmp_path / "other.zarr" / "cells")):
+        given = ZarrConfig(path="v.zarr/em", labels=labels, **options)
+        fast = tmp_path / f"fast{len(labels)}"
+        (staged,) = stage([given], fast, MIB)
+        one, two = given.open(), staged.open()
+        window = tuple(slice(0, size) for size in one.items[0].shape)
+        np.testing.assert_array_equal(one.read(0, window), two.read(0, window))
+        np.testing.assert_array_equal(one.read(0, window), em[2, 1:2, :, :8])
+        np.testing.assert_array_equal(one.read_labels(0, window), two.read_labels(0, window))
+        assert str(two.entries[0].labels.name).startswith(str(fast))
+        chunks = {name for name in files_below(fast) if not Path(name).name.startswith(".z")}
+        assert {Path(name).name for name in chunks} == {"2.1.0.0", "2.1.1.0", "0.0", "1.0"}
+        assert len(chunks) == 4
+
+
+def write_companions(root: Path) -> dict[str, tuple[str, dict[str, Any], set[str]]]:
+    """Data that are read from more than the file at their path: (path, keys, names of the other files)."""
+    h5py, nibabel, rasterio, tifffile, xarray = map(
+        pytest.importorskip, ("h5py", "nibabel", "rasterio", "tifffile", "xarray")
+    )
+    rng = np.random.default_rng(0)
+    values = rng.integers(1, 255, (4, 8, 8), dtype=np.uint8)
+    with h5py.File(root / "part.h5", "w") as file:
+        file["raw"] = values
+    with h5py.File(root / "virtual.h5", "w") as file:
+        layout = h5py.VirtualLayout(values.shape, "uint8")
+        layout[:] = h5py.VirtualSource("part.h5", "raw", values.shape)
+        file.create_virtual_dataset("raw", layout)
+    with h5py.File(root / "linked.h5", "w") as file:
+        file["raw"] = h5py.ExternalLink("part.h5", "raw")
+    shape = {"width": 8, "height": 8, "count": 4, "dtype": "uint8", "crs": "EPSG:32633"}
+    shape["transform"] = rasterio.transform.from_origin(0, 0, 10, 10)
+    with (
+        rasterio.Env(GDAL_TIFF_INTERNAL_MASK=False),
+        rasterio.open(root / "masked.tif", "w", driver="GTiff", **shape) as raster,
+    ):
+        raster.write(values)
+        raster.write_mask(values[0] > 99)
+    with rasterio.open(root / "e.img", "w", driver="ENVI", **shape) as raster:
+        raster.write(values)
+    nibabel.save(nibabel.Nifti1Pair(values, np.eye(4)), root / "p.img")
+    for folder in ("images", "labels"):
+        (root / folder).mkdir()
+        for number in range(2):
+            np.save(root / folder / f"{number}.npy", values[number])
+    fields = {name: (("time", "lat", "lon"), rng.normal(size=(4, 8, 8)).astype("f4")) for name in "uv"}
+    xarray.Dataset(fields, {"time": range(4), "lat": range(8)}).to_zarr(root / "x.zarr", zarr_format=2)
+    tifffile.imwrite(root / "scan.a_0000.tif", values)
+    (root / "scan.a.json").write_text('{"spacing": [3, 2, 2]}')
+    return {
+        "tiff": ("scan.a_0000.tif", {"kind": "tiff"}, {"scan.a.json"}),
+        "hdf5, virtual": ("virtual.h5", {"kind": "hdf5"}, {"part.h5"}),
+        "hdf5, linked": ("linked.h5", {"kind": "hdf5", "key": "raw"}, {"part.h5"}),
+        "geotiff": ("masked.tif", {"kind": "geotiff", "nodata": "fill"}, {"masked.tif.msk"}),
+        "envi": ("e.img", {"kind": "geotiff"}, {"e.hdr"}),
+        "nifti": ("p.hdr", {"kind": "nifti"}, {"p.img"}),
+        "labels": ("images", {"kind": "numpy", "labels": str(root / "labels")}, {"labels/0.npy", "labels/1.npy"}),
+        "xarray": ("x.zarr", {"kind": "netcdf", "variables": ["u"]}, {"x.zarr/u/0.0.0", "x.zarr/lat/0"}),
+    }
+
+
+def test_what_belongs_to_a_file_is_copied_with_it(tmp_path: Path) -> None:
+    from vitrail.recipe import kinds
+
+    for name, (path, keys, others) in write_companions(tmp_path).items():
+        kind = keys.pop("kind")
+        given = kinds.find("source", kind)(path=str(tmp_path / path), **keys)
+        one, fast = given.open(), tmp_path / f"fast {name}"
+        (staged,) = stage([given], fast, MIB)
+        copied = files_below(fast.joinpath(*tmp_path.parts[1:]))
+        assert others <= copied, name
+        assert "x.zarr/v/0.0.0" not in copied  # which is not read
+        two = staged.open()
+        assert one.items[0].spacing == two.items[0].spacing
+        for item in range(len(one.items)):
+            window = tuple(slice(0, size) for size in one.items[item].shape)
+            np.testing.assert_array_equal(one.read(item, window), two.read(item, window), name)
+            if one.label_dtype is not None:
+                np.testing.assert_array_equal(one.read_labels(item, window), two.read_labels(item, window))
+                assert two.entries[item].labels.name.startswith(str(fast))
+
+
+def test_patterns_of_shards_and_labels_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import tarfile
+
+    from PIL import Image
+
+    from vitrail.data.sources.webdataset import WebdatasetConfig
+
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    held = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 7, np.uint8)).save(held, "PNG")
+    for number in range(3):
+        with tarfile.open(tmp_path / f"s-{number}.tar", "w") as tar:
+            member = tarfile.TarInfo(f"{number}.png")
+            member.size = len(held.getvalue())
+            tar.addfile(member, io.BytesIO(held.getvalue()))
+        for folder in ("images", "masks"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{number}.png").write_bytes(held.getvalue())
+    shards = WebdatasetConfig(path=str(tmp_path / "s-{0..1}.tar"))
+    images = ImageFolderConfig(path=str(tmp_path / "images"), labels=str(tmp_path / "masks"))
+    lost = WebdatasetConfig(path=str(tmp_path / "lost-{0..1}.tar"))  # opening it tells what is wrong
+    one, two, three = stage([shards, images, lost], tmp_path / "fast", MIB)
+    below = (tmp_path / "fast").joinpath(*tmp_path.parts[1:])
+    assert (one.path, two.path, two.labels) == (f"{below}/s-{{0..1}}.tar", f"{below}/images", f"{below}/masks")
+    assert three is lost
+    assert files_below(below) == {f"{f}/{n}.png" for f in ("images", "masks") for n in range(3)} | {
+        "s-0.tar",
+        "s-1.tar",
+    }
+    assert len(one.open().items) == 2
+    assert two.open().read_labels(2, (slice(0, 8), slice(0, 8))).min() == 7
 
 
 def test_classes_and_shares_do_not_depend_on_where_the_copy_lies(tmp_path: Path) -> None:

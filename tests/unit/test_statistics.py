@@ -1,16 +1,19 @@
 """Statistics: measured once, shared or of each entry, and used where samples have their own."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from vitrail.data import entries
+from vitrail.data.bad import BadData, Policy
 from vitrail.data.batch import Batch, EntryStatistics, Statistics
 from vitrail.data.dataset import Dataset
+from vitrail.data.sampler import Extent, Sample, Sampler
 from vitrail.data.sources.numpy import NumpyConfig
-from vitrail.data.statistics import fingerprint, remembered
+from vitrail.data.statistics import fingerprint, measure, remembered
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.models.mae import MAEConfig
@@ -54,6 +57,40 @@ def test_each_entry_has_its_own(two) -> None:
     assert entries.of_entries(dataset_of(two), base, names=dataset.variables, seed=0) is None
 
 
+@pytest.mark.parametrize("percentiles", [None, (0.0, 100.0)])
+def test_samples_that_cannot_be_read_are_left_out(percentiles) -> None:
+    """A place whose substitutes are bad too is done without; only where nearly all are is there nothing to measure."""
+
+    class Order:
+        crop, extents = (4,), [SimpleNamespace(source=0, window=None)]
+
+        def __call__(self, counter, attempt):
+            return SimpleNamespace(source=0, item=counter, window=(4,))
+
+    class Reader:
+        sources, dtype = [SimpleNamespace(variables=("a",))], np.dtype("float32")
+        good: set[int]
+
+        def size_of(self, source, item, window):
+            return window
+
+        def name_of(self, sample):
+            return "a"
+
+        def read_into(self, out, sample):
+            if sample.item not in self.good:
+                raise BadData("a is broken")
+            out[:] = [0, 0, 2, 2]
+
+    reader, policy = Reader(), Policy(on_bad="skip")
+    reader.good = {1, 5, 6, 7}
+    found = measure(Order(), reader, samples=8, percentiles=percentiles, policy=policy)
+    assert found == Statistics((1.0,), (1.0,))
+    reader.good = {1, 5, 6}
+    with pytest.raises(UserError, match="only 3 of 8 samples could be read"):
+        measure(Order(), reader, samples=8, percentiles=percentiles, policy=policy)
+
+
 def test_percentiles_become_minus_one_and_one(two) -> None:
     dataset = dataset_of(two[:1], normalize={"percentiles": [5, 95]})
     found = entries.shared(dataset, seed=0)
@@ -93,9 +130,44 @@ def test_held_out_entries_take_those_of_the_same_file(two) -> None:
     train = dataset_of(two[:1], statistics="each")
     known = [Statistics((5.0,), (6.0,))]
     valid = dataset_of(two, where="data.valid", statistics="each")
-    found = entries.of_entries(valid, known[0], names=valid.variables, seed=0, known=entries.places(train, known))
+    found = entries.of_entries(
+        valid,
+        known[0],
+        names=valid.variables,
+        seed=0,
+        known=list(zip(entries.places_of(train, train.configs), known, strict=True)),
+    )
     assert found[0] == known[0]
     assert found[1].mean[0] == pytest.approx(1000, rel=0.05)
+
+
+def test_held_out_entries_go_by_path_and_variables(two) -> None:
+    known = [Statistics((250.0,), (1.0,)), Statistics((0.5,), (0.2,))]
+    train = [NumpyConfig(path=two[0].path, variables=[name]) for name in ("t", "u")]
+    places = entries.places_of(dataset_of(train), train)
+    for number in range(2):
+        valid = dataset_of(train[number : number + 1], where="data.valid", statistics="each")
+        options = {"names": ("t", "u"), "seed": 0, "known": list(zip(places, known, strict=True))}
+        assert entries.of_entries(valid, known[0], **options) == [known[number]]
+    # Two parts of one file: a third part has the moments of both.
+    parts = [NumpyConfig(path=two[0].path, region={"x": region}) for region in ((0, 0.25), (0.25, 0.5))]
+    places = [entries.places_of(dataset_of(two[:1]), [part])[0] for part in parts]
+    options |= {"known": list(zip(places, [Statistics((1.0,), (1.0,)), Statistics((3.0,), (1.0,))], strict=True))}
+    valid = dataset_of(two[:1], where="data.valid", statistics="each")
+    assert entries.of_entries(valid, known[0], **options | {"names": valid.variables})[0].mean == (2.0,)
+
+
+def test_entries_of_a_checkpoint_are_not_measured_again(two, monkeypatch) -> None:
+    train = dataset_of(two, statistics="each")
+    places = entries.places_of(train, two)
+    first = [Statistics((1.0,), (2.0,)), Statistics((3.0,), (4.0,))]
+    manifest = json.loads(json.dumps(entries.with_entries(Statistics((5.0,), (6.0,)), first, places)._asdict()))
+    kept = entries.stored(manifest)
+    monkeypatch.setattr("vitrail.data.dataset.statistics.measure", lambda *a, **k: pytest.fail("measured again"))
+    options = {"names": train.variables, "seed": 0, "known": entries.known_of(kept)}
+    assert entries.of_entries(train, kept, **options) == first
+    assert entries.of_entries(dataset_of(two[::-1], statistics="each"), kept, **options) == first[::-1]
+    assert entries.known_of(entries.stored({"mean": [1], "std": [2]})) == []
 
 
 def test_variables_of_several_sets(tmp_path, two) -> None:
@@ -136,6 +208,55 @@ def test_what_cannot_be_told_apart_is_not_kept(two) -> None:
     assert fingerprint(two, {"a": 1}) == fingerprint(two, {"a": 1}) != fingerprint(two, {"a": 2})
 
 
+def test_labels_elsewhere_and_files_beyond_any_limit_are_noticed(tmp_path, two, monkeypatch) -> None:
+    labels = tmp_path / "elsewhere" / "labels.npy"
+    labels.parent.mkdir()
+    np.save(labels, np.zeros((16, 16), np.uint8))
+    config = NumpyConfig(path=two[0].path, labels=str(labels))
+    marks = [fingerprint([config], {}), fingerprint(two[:1], {}, [config.open()])]  # told by a key, or by the source
+    np.save(labels, np.zeros((16, 16), np.uint16))
+    assert fingerprint([config], {}) != marks[0]
+    assert fingerprint(two[:1], {}, [config.open()]) != marks[1]
+
+    for name in ("a", "b"):
+        (tmp_path / "many" / name).mkdir(parents=True)
+        for number in range(20):
+            (tmp_path / "many" / name / f"{number}.npy").write_bytes(b"1")
+    many = NumpyConfig(path=str(tmp_path / "many"))
+    first = fingerprint([many], {})
+    (tmp_path / "many" / "b" / "19.npy").write_bytes(b"22")
+    second = fingerprint([many], {})
+    monkeypatch.setattr("vitrail.data.statistics.MOST_FILES", 10)
+    third = fingerprint([many], {})
+    (tmp_path / "many" / "b" / "20.npy").write_bytes(b"22")
+    assert len({first, second, third, fingerprint([many], {})}) == 4
+
+
+def test_percentiles_of_many_variables_need_no_more_memory(monkeypatch) -> None:
+    class Reader:
+        sources = (SimpleNamespace(variables=tuple("abcdefgh")),)
+        dtype = np.dtype(np.float32)
+
+        def size_of(self, source: int, item: int, window: tuple[int, ...]) -> tuple[int, ...]:
+            return (64, 64)
+
+        def read_into(self, crop: np.ndarray, sample: Sample) -> None:
+            crop[...] = np.linspace(0, 100, 4096).reshape(64, 64) * np.arange(1, 9)[:, None, None]
+
+        def name_of(self, sample: Sample) -> str:
+            return ""
+
+    order = Sampler([Extent(0, 0, (64, 64), (64, 64), (0, 0), 1.0)], (64, 64), seed=0, lanes=1)
+    taken: list[int] = []
+    percentile = np.percentile
+    monkeypatch.setattr(np, "percentile", lambda values, *a: taken.append(values.size) or percentile(values, *a))
+    monkeypatch.setattr("vitrail.data.statistics.SPREAD", 2**20)
+    found = measure(order, Reader(), percentiles=(10, 90))
+    assert sum(taken) <= 2**20
+    assert found.mean == pytest.approx([50 * n for n in range(1, 9)], rel=0.01)
+    assert found.std == pytest.approx([40 * n for n in range(1, 9)], rel=0.01)
+
+
 def test_a_broken_cache_is_done_without(tmp_path, monkeypatch) -> None:
     assert remembered("x", lambda: [1]) == [1]
     assert remembered("x", lambda: pytest.fail("made again")) == [1]
@@ -149,10 +270,10 @@ def test_a_broken_cache_is_done_without(tmp_path, monkeypatch) -> None:
 def test_checkpoints_carry_the_entries() -> None:
     base = Statistics((1.0,), (2.0,))
     assert entries.with_entries(base, None) is base
-    both = entries.with_entries(base, [base, Statistics((3.0,), (4.0,))])
+    both = entries.with_entries(base, [base, Statistics((3.0,), (4.0,))], ["a", "b"])
     assert isinstance(both, EntryStatistics)
     stored = json.loads(json.dumps(both._asdict()))
-    assert stored == {"mean": [1.0], "std": [2.0], "entries": [[[1.0], [2.0]], [[3.0], [4.0]]]}
+    assert stored == {"mean": [1.0], "std": [2.0], "entries": [[[1.0], [2.0]], [[3.0], [4.0]]], "places": ["a", "b"]}
     assert stored == {name: list(value) for name, value in both._asdict().items()}  # as a resumed run compares them
     assert both == base
 
@@ -198,7 +319,7 @@ def test_reconstruction_of_samples_with_their_own_statistics(on: str, separate: 
         assert torch.equal(inputs["x"][n], own["x"][0])
         assert torch.equal(targets.values[n], expected.values[0])
     sums = objective.measure(error + targets.values, targets)
-    assert sums["squared_error"] == 0
-    raw = (targets.values * targets.std + targets.mean)[:, targets.num_visible :]
-    assert sums["sum"].item() == pytest.approx(raw.double().sum().item(), rel=1e-6)
+    assert sums["squared_error.0"] == 0
+    scored = targets.values[:, targets.num_visible :].double().sum().item()
+    assert (sums["sum.0"] + sums["sum.1"]).item() == pytest.approx(scored, rel=1e-6, abs=1e-6)
     assert batch.narrow(1, 2).statistics[0].equal(mean[1:])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.balance_report import deal
 from vitrail.data.filter import Occupancy
+from vitrail.data.proof import deal
 from vitrail.data.sampler import Extent
 from vitrail.data.tiles import Tiles, segment, shuffled, tile_starts
 from vitrail.errors import UserError

@@ -16,6 +16,7 @@ from torch import nn
 
 from vitrail.cost.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.data.batch import Batch
+from vitrail.data.mixture import Groups
 from vitrail.errors import UserError
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.parts import WHOLE, Part
@@ -435,6 +436,19 @@ def test_each_validation_sample_counts_once_at_every_world_size(
     number, which = torch.stack(tables).sum(dim=0).tolist()
     assert (number, which) == (samples, 2.0**samples - 1)
     assert len(calls) == 1
+
+
+def test_samples_with_different_variables_are_measured_apart() -> None:
+    class Turns(Groups):
+        def __init__(self) -> None:
+            pass
+
+        def places(self, counters: Any) -> tuple[Any, Any]:
+            return counters % 3 // 2, counters
+
+    loader = SimpleNamespace(sampler=Turns())
+    evaluator = evaluate.Evaluator(CountingObjective(), loader, seed=0, samples=9, batch=4)  # type: ignore[arg-type]
+    assert evaluator.batches(range(9)) == [[0, 1, 3, 4], [6, 7], [2, 5, 8]]
 
 
 # ---------------------------------------------------------------- meters

@@ -256,6 +256,31 @@ def test_levels_and_labels_of_n5(tmp_path: Path) -> None:
         N5Config(path=str(root / "em" / "s0")).open().read(0, WHOLE)
 
 
+def test_sizes_of_n5_levels_count_once(tmp_path: Path) -> None:
+    """A group lists factors, and each level its own size, or that of the finest."""
+    for kind, sizes in (("own", ([2, 4, 8], [4, 8, 16])), ("finest", ([2, 4, 8], [2, 4, 8]))):
+        for number, values in enumerate((VALUES, COARSE)):
+            put_n5(tmp_path / f"{kind}.n5" / f"s{number}", values, pixelResolution=sizes[number])
+        (tmp_path / f"{kind}.n5" / "attributes.json").write_text('{"n5": "2.5.0", "scales": [[1, 1, 1], [2, 2, 2]]}')
+        source = N5Config(path=str(tmp_path / f"{kind}.n5"), level=1).open()
+        assert [level["spacing"] for level in source.describe()["levels"]] == [[8, 4, 2], [16, 8, 4]]
+        assert source.describe()["translation"] == [4.0, 2.0, 1.0]
+
+
+def test_units_of_some_axes_alone(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
+    put(group, "s0", VALUES)
+    block = multiscale({"s0": 4.0}, {"s0": [0.0, 0.0, 0.0]})
+    for axis, unit in zip(block["multiscales"][0]["axes"], (None, "micrometer", "micrometer"), strict=True):
+        axis["unit"] = unit
+    group.attrs.update(block)
+    for kind in (OmeZarrConfig, ZarrConfig):
+        with pytest.raises(UserError, match=r"different units .* or give voxel_size and unit"):
+            kind(path=str(tmp_path / "a.zarr")).open()
+        item = kind(path=str(tmp_path / "a.zarr"), voxel_size=[9, 4, 4], unit="um").open().items[0]
+        assert (item.spacing, item.unit) == ((9.0, 4.0, 4.0), "micrometer")
+
+
 def test_what_is_neither_is_explained(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     for config, words in ((ZarrConfig, "not in a zarr hierarchy"), (N5Config, "not in a n5 hierarchy")):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from vitrail.data.picture import by, has_labels, spread
 from vitrail.data.source import Item, Source
 from vitrail.errors import UserError
@@ -15,6 +17,8 @@ CROP = {2: 256, 3: 64}  # voxels of a suggested crop along an axis at most
 MUCH_DECODING = 28.0  # voxels decoded for one of a crop, from which on reading is slow: 32 of chunks of 64 need 26
 MOST_CLASSES, MANY_LABELS = 1000, 24
 BATCH = {2: 64, 3: 16}
+LABEL_WORDS = {"lab", "label", "labels", "mask", "masks", "seg", "segmentation", "gt", "groundtruth", "annotation"}
+HELD_OUT = ("validation", "valid", "val", "test")  # parts of data that their makers have split
 NOT_MEASURED = ("synthetic", "dummy", "latents")  # kinds whose voxels have no size in the world
 
 
@@ -69,6 +73,17 @@ def suggest_crop(source: Source) -> tuple[int, ...]:
     return tuple(crop)
 
 
+def suggest_fit(source: Source, facts: dict[str, Any]) -> int | None:
+    """The side that images of many sizes are resized to, about that of a middling one; None for data of one size."""
+    from vitrail.data.image_source import ImageSource
+
+    if not isinstance(source, ImageSource) or not facts.get("smallest"):
+        return None
+    sides = sorted(min(source.items[i].shape) for i in spread(len(source.items), 200))
+    side = min(CROP[2], sides[len(sides) // 2])
+    return side if side < 32 else side // 16 * 16
+
+
 def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[str]:
     """Sentences on what may go wrong or slowly, each with what to do."""
     item, told = source.items[0], []
@@ -98,8 +113,20 @@ def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[s
             "a compressed file has no random access: each item is decoded whole; uncompressed files read faster"
         )
     sizes = facts.get("smallest")
-    if sizes and any(c > CROP.get(len(sizes), 64) // 4 > s for c, s in zip(facts["largest"], sizes, strict=True)):
+    if sizes and suggest_fit(source, facts):
+        told.append(f"images are of {by(sizes)} to {by(facts['largest'])} pixels: data.fit brings them to one size")
+    elif sizes and any(c > CROP.get(len(sizes), 64) // 4 > s for c, s in zip(facts["largest"], sizes, strict=True)):
         told.append(f"items differ in size, and the smallest has only {by(sizes)}: crops must fit into it")
+    if getattr(source, "mixed", False) and set(source.variables) & {"red", "green", "blue"}:
+        told.append(
+            f"some images are grey and others have colours; all are read as {', '.join(source.variables)}: "
+            "`variables: [brightness]` reads all as grey"
+        )
+    if labels := _labels_among(source):
+        told.append(
+            f"{labels} is read as an image, and is named like labels; where it holds those of another, name that one "
+            "alone as the path, and this one as `labels`"
+        )
     latitude = facts.get("latitude")
     if isinstance(latitude, str) and "south" in latitude.lower():
         told.append(f"latitude is stored {latitude}, and shown so; `latitude: north_first` turns it")
@@ -110,11 +137,12 @@ def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[s
             f"{facts['constant_percent']:.0f} % of the crops hold one value alone; data.filter leaves empty ones out"
         )
     shares, named = facts.get("label_percent") or {}, facts.get("label_names") or {}
-    if (len(shares) >= MANY_LABELS and not named) or any(int(value) >= MOST_CLASSES for value in shares):
+    unlabelled, gaps = background(facts), label_gaps(facts)
+    if (len(shares) >= MANY_LABELS and not named) or any(MOST_CLASSES <= int(value) != unlabelled for value in shares):
         told.append("labels seem to number things rather than classes; objective segment needs classes from 0 on")
     elif named and (strange := [value for value in shares if value != "0" and value not in named]):
         told.append(f"label {strange[0]} has no name in the file; name all in objective.names, or ignore it")
-    elif gaps := label_gaps(facts):
+    elif gaps:
         told.append(
             f"labels are {', '.join(shares)}, but classes count from 0 on: label_map: {_flow(gaps)} renumbers them"
         )
@@ -126,12 +154,21 @@ def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[s
     return told
 
 
+def _labels_among(source: Source) -> str | None:
+    """An item whose file is named like labels, where not all are; None where there is none."""
+    if getattr(source, "class_names", ()) or has_labels(source):
+        return None
+    files = [re.split(r"[/\\]", source.items[i].name)[-1] for i in spread(len(source.items), 200)]
+    named = [file for file in files if LABEL_WORDS & set(re.split(r"[^a-z]+", file.lower()))]
+    return named[0] if named and len(named) < len(files) else None
+
+
 def _warn_of_values(name: str, s: dict[str, Any]) -> list[str]:
     told = []
     if s["not_finite_percent"]:
         told.append(
-            f"{name}: {s['not_finite_percent']:.2g} % of the values are NaN or infinite, which ends a training; "
-            "leave them out with `region`, or fill them"
+            f"{name}: {s['not_finite_percent']:.2g} % of the values are NaN or infinite, or marked as no data, which "
+            "ends a training; leave the places out with `region`, or set `nodata: fill` and `fill_value`"
         )
     if s["std"] and s["max"] - s["mean"] > 25 * s["std"]:
         told.append(
@@ -141,13 +178,28 @@ def _warn_of_values(name: str, s: dict[str, Any]) -> list[str]:
     return told
 
 
+def background(facts: dict[str, Any]) -> int | None:
+    """The value of labels that stands for none: the highest of its type, where that is no number of a class."""
+    dtype = np.dtype(facts.get("label_dtype") or "uint8")
+    highest = int(np.iinfo(dtype).max) if dtype.kind in "iu" else None
+    seen = facts.get("label_percent") or {}
+    return highest if str(highest) in seen and (dtype.itemsize > 1 or "0" not in seen) else None
+
+
 def label_gaps(facts: dict[str, Any]) -> dict[int, int]:
-    """New numbers for the values of unnamed labels that do not count from 0 on, such as 0 and 255; empty if they do."""
-    values = sorted(int(value) for value in facts.get("label_percent") or {})
-    if facts.get("label_names") or len(values) >= MANY_LABELS or values == list(range(len(values))):
+    """New numbers for the values of unnamed labels that do not count from 0 on, such as 0 and 255; empty if they do.
+
+    0, or else what stands for no label, or else what is seen most, is the background.
+    """
+    shares = {int(value): share for value, share in (facts.get("label_percent") or {}).items()}
+    values, unlabelled = sorted(shares), background(facts)
+    if facts.get("label_names") or len(values) >= MANY_LABELS or not values:
         return {}
-    first = 0 if 0 in values else 1  # 0 stays what is often the background
-    return {value: number for number, value in enumerate(values, first) if value != number}
+    if values in (list(range(len(values))), list(range(1, len(values) + 1))):  # a rare 0 may not have been met
+        return {}
+    none = {0, unlabelled} & set(values) or {max(values, key=shares.__getitem__)}
+    numbers = dict.fromkeys(none, 0) | {v: n for n, v in enumerate((v for v in values if v not in none), 1)}
+    return {value: numbers[value] for value in values if value != numbers[value]}
 
 
 def suggest_recipe(source: Source, config: Any, crop: tuple[int, ...], facts: dict[str, Any]) -> str:
@@ -159,6 +211,9 @@ def suggest_recipe(source: Source, config: Any, crop: tuple[int, ...], facts: di
     gaps = label_gaps(facts) if "label_map" in values and not values["label_map"] else {}
     if gaps:
         entry["label_map"] = gaps
+    side = suggest_fit(source, facts)
+    if side is not None:
+        crop = (side, side)
     ours, theirs = _split(source, config, crop)
     shown = [size for axis, size in enumerate(crop) if axis != source.items[0].slices]
     size: Any = shown[0] if len(set(shown)) == 1 else shown
@@ -168,13 +223,17 @@ def suggest_recipe(source: Source, config: Any, crop: tuple[int, ...], facts: di
         lines.append(f"  valid: [{_flow(entry | theirs)}]")
     else:
         lines.append("  # valid: [{path: ...}]  data that are never trained on")
-    lines += [f"  crop: {_flow(size)}", f"  batch: {BATCH.get(len(shown), 16)}"]
+    lines.append(f"  crop: {_flow(size)}")
+    if side is not None:
+        lines.append(f"  fit: {{resize: {side}}}")
+    lines.append(f"  batch: {BATCH.get(len(shown), 16)}")
     if len(shown) == 3:
         lines.append("  augment: {orientations: true}")
     if has_labels(source):
-        number = len(facts.get("label_percent") or {})
-        names = ["background", *(f"class{i}" for i in range(1, number))]
-        told = facts.get("label_names") or number >= MANY_LABELS
+        seen = [int(value) for value in facts.get("label_percent") or {}]
+        number = 1 + max((gaps.get(value, value) for value in seen), default=0)
+        names = ["background", *(f"class{i}" for i in range(1, min(number, MANY_LABELS)))]
+        told = facts.get("label_names") or len(seen) >= MANY_LABELS
         lines.append("objective: {kind: segment}" if told else f"objective: {{kind: segment, names: {_flow(names)}}}")
     elif getattr(source, "class_names", ()):
         lines.append("objective: {kind: classify}")
@@ -204,6 +263,8 @@ def _split(source: Source, config: Any, crop: tuple[int, ...]) -> tuple[dict[str
     keys, number = _defaults(config), len(source.items)
     if any(getattr(config, key) != keys[key] for key in ("region", "split", "start", "end") if key in keys):
         return {}, {}  # a part has been chosen already
+    if part := _held_out_part(config):
+        return {}, {"part": part}
     classified = bool(getattr(source, "class_names", ()))
     if "split" in keys and number >= 20 and (classified or "end" not in keys):
         return {"split": [0, 0.8]}, {"split": [0.8, 1]}
@@ -222,6 +283,21 @@ def _split(source: Source, config: Any, crop: tuple[int, ...]) -> tuple[dict[str
             break
         return {"region": {name: [0, at]}}, {"region": {name: [at, 1]}}
     return {}, {}
+
+
+def _held_out_part(config: Any) -> str | None:
+    """The part of a folder that is there to be held out, beside the one for training."""
+    from vitrail.data.files import file_type
+
+    if getattr(config, "part", "") is not None or file_type(config.path) != "folder":
+        return None
+    for part in HELD_OUT:
+        try:
+            dataclasses.replace(config, part=part).open()
+            return part
+        except UserError:  # it has no such part
+            continue
+    return None
 
 
 def _flow(value: Any) -> str:

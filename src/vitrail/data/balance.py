@@ -4,6 +4,9 @@ The rule of UCF-VIT: ranks in proportion to tiles, rounded to even and then adju
 has fewer of than the largest is used again. Here ranks are virtual: a slot of the global batch belongs to one, so that
 any number of real ranks trains in the same order. An epoch is as many steps as the largest entry has batches a rank.
 
+The study counts the tiles of an entry's first image and gives each rank images of its own. Here the ranks of an entry
+share all of it, so that batches are counted from the samples that there are: none is left out for good.
+
 Sample-exact mixing by the global counter needs none of this, and `vitrail data balance` shows both.
 """
 
@@ -59,25 +62,33 @@ def share(
     *,
     groups: Sequence[int] | None = None,
     batches: Sequence[int] | None = None,
+    totals: Sequence[int] | None = None,
 ) -> Shares:
-    """Ranks and batches of each entry, from its images, the tiles of an image, and the batch of a rank."""
+    """Ranks and batches of each entry, from its images, the tiles of an image, and the batch of a rank.
+
+    `totals` are the samples that each entry really has, where images differ or not all of their tiles are taken.
+    """
     for name, given in (("groups", groups), ("batches", batches)):
         if given is not None and len(given) != len(images):
             raise UserError(f"data.balance.{name}: {len(given)} numbers for {len(images)} entries; give one an entry")
-    shared = list(groups or share_ranks([n * t for n, t in zip(images, tiles, strict=True)], ranks))
+    counted = totals or [n * t for n, t in zip(images, tiles, strict=True)]
+    shared = list(groups or share_ranks(counted, ranks))
     if 0 in shared:
         raise UserError(
             f"data.balance: entry {shared.index(0)} of data.train is too small for a rank of its own among {ranks}; "
             "use more ranks, leave it out, or share ranks out with data.balance.groups"
         )
     each = [n // r for n, r in zip(images, shared, strict=True)]
-    if 0 in each and batches is None:
+    if 0 in each and batches is None and totals is None:
         number = each.index(0)
         raise UserError(
             f"data.balance: entry {number} of data.train has {images[number]} items for {shared[number]} ranks; "
             "use fewer ranks, so that each has an item of its own"
         )
-    own = tuple(batches or (n * t // batch for n, t in zip(each, tiles, strict=True)))
+    if totals is None:
+        own = tuple(batches or (n * t // batch for n, t in zip(each, tiles, strict=True)))
+    else:
+        own = tuple(batches or (total // (r * batch) for total, r in zip(totals, shared, strict=True)))
     if 0 in own:
         number = own.index(0)
         raise UserError(

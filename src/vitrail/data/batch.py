@@ -59,6 +59,7 @@ class EntryStatistics(Statistics):
     """Statistics that differ between entries: the shared ones, and in the manifest those of each entry."""
 
     entries: list[list[list[float]]]  # [mean, std] of each
+    places: list[str]  # which entries these are
 
     def _asdict(self) -> dict[str, Any]:
-        return super()._asdict() | {"entries": self.entries}
+        return super()._asdict() | {"entries": self.entries, "places": self.places}

@@ -5,7 +5,7 @@ from typing import Any
 
 from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source
 from vitrail.errors import UserError
-from vitrail.recipe.sections import Fit
+from vitrail.recipe.sections import Augment, Fit
 
 
 def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], labels: str | None, fit: Fit | None) -> None:
@@ -29,9 +29,11 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
             "put the images into one folder a class, such as cat/1.png and dog/1.png"
         )
     if labels == "voxel" and not isinstance(source, LabelledSource):
+        said = f"{name}: the objective needs the class of every voxel"
+        if hasattr(c, "labels"):
+            raise UserError(f"{said}, but none are found for {c.path}; say where they are with `labels`")
         raise UserError(
-            f"{name}: the objective needs the class of every voxel, but {c.kind.replace('_', ' ')}s have no "
-            "labels of voxels; use a format that does, such as ome_zarr, nifti or tiff"
+            f"{said}, which data of kind {c.kind} cannot have; use one that can, such as ome_zarr, nifti or tiff"
         )
     if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
         found = source.describe().get("labels")
@@ -42,15 +44,41 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
         )
 
 
+def check_augment(name: str, source: Source, augment: Augment) -> None:
+    """Refuse changes that a source's samples cannot undergo."""
+    if augment.resized_crop is not None and len(source.axes) != 2:
+        raise UserError(
+            f"data.augment.resized_crop: takes boxes of whole images, and {name} has {len(source.axes)} axes "
+            f"({', '.join(source.axes)}); use `scale` and `rotate` for volumes"
+        )
+    missing = [colour for colour in ("red", "green", "blue") if colour not in source.variables]
+    if augment.jitter is not None and missing:
+        raise UserError(
+            f"data.augment.jitter: changes the variables red, green and blue, but {name} has "
+            f"{', '.join(source.variables)}; name them so with `variables`, or leave jitter out"
+        )
+
+
+def check_mixing(augment: Augment, batch: int, ranks: int) -> None:
+    """Refuse mixup and cutmix where a rank would read a sample without its partner; micro-batches are cut later."""
+    if (augment.mixup or augment.cutmix) and batch // ranks % 2:
+        raise UserError(
+            f"data.batch: mixup and cutmix mix samples two by two, but each of {ranks} data-parallel ranks reads "
+            f"{batch // ranks} of {batch} a step; make it a multiple of {2 * ranks}"
+        )
+
+
 def check_size(name: str, axes: tuple[str, ...], item: Item, crop: tuple[int, ...]) -> None:
     """Refuse an item that no sample can be cut from, at the voxel size that is wanted."""
     sizes, scales = (without(values, item.slices) for values in (item.shape, item.scale))
     if all(size >= c * scale * 0.999 for size, c, scale in zip(sizes, crop, scales, strict=True)):
         return
     scaled = f" at {by([round(s, 3) for s in scales])} times its voxel size" if set(scales) != {1.0} else ""
+    image = len(axes) == 2
+    remedy = f"set data.fit: {{resize: {max(crop)}}}, which enlarges it, or use" if image else "use a larger region or"
     raise UserError(
-        f"{name}: {item.name} is {by(item.shape)} voxels ({', '.join(axes)}), smaller than "
-        f"data.crop {by(crop)}{scaled}; use a smaller crop or a larger region"
+        f"{name}: {item.name} is {by(item.shape)} {'pixels' if image else 'voxels'} ({', '.join(axes)}), smaller than "
+        f"data.crop {by(crop)}{scaled}; {remedy} a smaller crop"
     )
 
 

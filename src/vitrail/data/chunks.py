@@ -347,6 +347,49 @@ class ChunkCache:
                     shelf.chunks.move_to_end(name)
 
 
+class LazyWindow:
+    """A window of an array in memory, whose chunks are decoded when voxels of them are asked for first.
+
+    For those who take many smaller windows out of a known one: these then lie in one piece, and are cut at once.
+    """
+
+    def __init__(self, reader: ChunkReader, out: np.ndarray, window: Sequence[slice]):
+        self._reader, self._out = reader, out
+        self._todo = {part.chunk: part for part in parts(reader.grid, window)}
+        self._busy: set[Index] = set()  # those that some thread decodes
+        self._changed = threading.Condition()
+
+    def fill(self, window: Sequence[slice]) -> None:
+        """Returns when the voxels of a smaller window are there; threads that wait for the same share the work."""
+        along = [range(w.start // size, -(-w.stop // size)) for size, w in zip(self._reader.grid, window, strict=True)]
+        wanted = [index for index in itertools.product(*along) if index in self._todo or index in self._busy]
+        memory = None
+        while (part := self._claim(wanted)) is not None:
+            if memory is None:
+                memory = np.empty(self._reader.chunk_bytes, np.uint8)  # stays in the cache of the processor
+            try:
+                copy_part(self._out[part.target], self._reader.decode(part.chunk, memory)[part.inside])
+            except BaseException:
+                self._todo[part.chunk] = part  # whoever waits for it meets the error itself
+                raise
+            finally:
+                with self._changed:
+                    self._busy.discard(part.chunk)
+                    self._changed.notify_all()
+
+    def _claim(self, wanted: Sequence[Index]) -> Part | None:
+        """A chunk that nobody has begun; None once all are decoded."""
+        with self._changed:
+            while True:
+                for index in wanted:
+                    if index in self._todo:
+                        self._busy.add(index)
+                        return self._todo.pop(index)
+                if self._busy.isdisjoint(wanted):
+                    return None
+                self._changed.wait()
+
+
 def copy_part(target: np.ndarray, values: np.ndarray) -> None:
     """target[...] = values, by whole rows where types agree: numpy copies short rows slowly."""
     size = target.itemsize
@@ -364,7 +407,7 @@ def _row(size: int) -> np.dtype:
 @cache
 def _helpers() -> tuple[Pool, int]:
     threads = max(1, share_of_cores(find_world()))
-    return Pool(threads), threads
+    return Pool(threads, "vitrail-decoder"), threads  # for as long as the process lives
 
 
 shared = ChunkCache()

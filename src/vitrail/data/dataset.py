@@ -1,15 +1,17 @@
 """From the `data` section of a recipe to orders of samples, readers and statistics."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from vitrail.data import statistics
 from vitrail.data.augment import Augmenter, orientations
+from vitrail.data.bad import BadData, Policy
 from vitrail.data.balance import Balanced, Shares, share
 from vitrail.data.batch import Labelling, Statistics
-from vitrail.data.checks import check_size, check_source, without
-from vitrail.data.filter import Occupancy, cell_of, check_filter, occupancy_of
+from vitrail.data.checks import check_augment, check_size, check_source, without
+from vitrail.data.filter import NothingLeft, Occupancy, cell_of, check_filter, occupancy_of
 from vitrail.data.mixture import Groups, check_batch, group_entries, source_shares
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Order, Sampler
@@ -20,6 +22,9 @@ from vitrail.errors import UserError
 from vitrail.recipe.sections import Augment, Data
 
 MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
+SHOWN = 10  # sentences about items that are left out
+
+log = logging.getLogger(__name__)
 
 
 class Dataset:
@@ -27,7 +32,7 @@ class Dataset:
 
     `labels` says what an objective needs the classes of: each "item", each "voxel", or nothing. `settings` is the data
     section of a recipe, which says how samples are cut; without it they are random crops. `mixed` entries may have
-    different variables: batches are then of one set of them.
+    different variables: batches are then of one set of them. `tick` is called while long work gets on.
     """
 
     def __init__(
@@ -39,10 +44,14 @@ class Dataset:
         labels: Literal["item", "voxel"] | None = None,
         settings: Data | None = None,
         mixed: bool = False,
+        tick: Callable[[], None] = lambda: None,
     ):
-        self.configs, self.crop, self.where, self.labels = list(configs), crop, where, labels
+        self.configs, self.crop, self.where, self.labels, self.tick = list(configs), crop, where, labels, tick
         self.settings = settings if settings is not None else Data.model_construct(augment=Augment())
+        self.policy = Policy.of(self.settings)  # of reads before the first step
         self.sources: list[Source] = [c.open() for c in configs]
+        if self.settings.bad == "skip":
+            self._leave_out_bad()
         self._unchanged = Augmenter(Augment(), crop, seed=0)
         self.groups = group_entries([source.variables for source in self.sources])  # that batches are made of
         self.variables = tuple(dict.fromkeys(name for source in self.sources for name in source.variables))
@@ -57,16 +66,34 @@ class Dataset:
                     + ("" if where != "data.train" else ", or a model that knows them by name (`variables`)")
                 )
             check_source(f"{where}.{number}", source, c, crop, labels, self.settings.fit)
+            if where == "data.train":
+                check_augment(f"{where}.{number}", source, self.settings.augment)
             for index, item in enumerate(source.items):
                 if not any_size:
                     check_size(f"{where}.{number}", source.axes, item, crop)
-                extents.append(Extent(number, index, item.shape, item.chunk, item.origin, c.weight))
+                extents.append(Extent(number, index, item.shape, item.chunk, item.origin, c.weight, slices=item.slices))
         if not extents:
             raise UserError(
                 f"{where}: there is nothing in {', '.join(str(c.path) for c in configs)}; choose other data"
             )
         self.extents = extents
         self.occupancy: list[Occupancy] | None = None if self.settings.filter is None else self._look_for_filled()
+
+    def _leave_out_bad(self) -> None:
+        """Drop items that cannot even be opened, of sources that look at each before the run."""
+        told: list[str] = []
+        for source in self.sources:
+            told += getattr(source, "leave_out_bad", list)()
+            self.tick()
+        for sentence in told[:SHOWN]:
+            log.warning("bad data, left out of %s: %s", self.where, sentence)
+        if len(told) > self.policy.most:
+            raise BadData(
+                f"{self.where}: {len(told)} items cannot be used, the first: {told[0]}; mend the data, or raise "
+                f"data.most_bad {self.policy.most} if so many may be lost"
+            )
+        if len(told) > SHOWN:
+            log.warning("bad data, left out of %s: %d items in all", self.where, len(told))
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
@@ -82,29 +109,48 @@ class Dataset:
         return self.settings.augment.resized_crop is not None
 
     def _look_for_filled(self) -> list[Occupancy]:
-        """Where each item has what the filter asks for; every entry must have some."""
+        """Where each item has what the filter asks for."""
         f = self.settings.filter
         assert f is not None
-        found, some = [], set()
+        found = []
         for number, (source, c) in enumerate(zip(self.sources, self.configs, strict=True)):
             check_filter(source, f.by, f"{self.where}.{number}")
-            mark = statistics.fingerprint([c], {"filter": f.model_dump(), "crop": self.crop})
+            mark = statistics.fingerprint([c], {"filter": f.model_dump(), "crop": self.crop}, [source])
             for e in self.extents:
                 if e.source == number:
-                    window = self._window(e, None)
                     filled = occupancy_of(
-                        source, e.item, cell_of(window), by=f.by, above=f.above, share=f.share, mark=mark
+                        source,
+                        e.item,
+                        cell_of(self._window(e, None)),
+                        by=f.by,
+                        above=f.above,
+                        share=f.share,
+                        mark=mark,
+                        policy=self.policy,
+                        tick=self.tick,
                     )
                     found.append(filled)
-                    if filled.anywhere(window):
-                        some.add(number)
-        empty = [number for number in range(len(self.sources)) if number not in some]
+        return found
+
+    def _check_filled(self, sources: Sequence[int], order: Sampler | Tiles | None) -> None:
+        """Every entry must have samples with enough in them."""
+        f, some = self.settings.filter, set[int]()
+        if f is None:
+            return
+        if order is not None:
+            size = order.tiles_of if isinstance(order, Tiles) else order.weight_of
+            some = {e.source for number, e in enumerate(order.extents) if size(number) > 0}
+        empty = [number for number in sources if number not in some]
         if empty:
             raise UserError(
                 f"data.filter: nowhere in {self.where}.{empty[0]} ({self.configs[empty[0]].path}) is {f.by} above "
                 f"{f.above:g} in {f.share:.3g} of a sample; lower `share` or `above`, or leave this entry out"
+                + (
+                    ""
+                    if self.settings.bad != "skip"
+                    else " (places that could not be read count as empty: see the log)"
+                )
             )
-        return found
 
     def _window(self, extent: Extent, augmenter: Augmenter | None) -> tuple[int, ...]:
         """Voxels of an item that one sample is cut from, at most all of it."""
@@ -145,7 +191,7 @@ class Dataset:
             "codes": self.orientation_codes() if turn else (0,),
             "augmenter": augmenter,
         }
-        if batch is not None and settings.balance is not None:
+        if batch is not None and settings.balance is not None and self.where == "data.train":
             return self._balanced(seed, check_balance(batch, self), options)
         shares = source_shares(settings.mix, weights)
         if len(self.groups) == 1 or batch is None:
@@ -176,6 +222,8 @@ class Dataset:
         wanted = set(sources)
         chosen = [i for i, e in enumerate(self.extents) if e.source in wanted]
         extents = [self.extents[i]._replace(window=self._window(self.extents[i], augmenter)) for i in chosen]
+        if self.settings.tiles is not None and augmenter is not None and not self._takes_whole:
+            self._check_tiles(extents)
         filled = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
         tiles = self.settings.tiles
         common: dict[str, Any] = {
@@ -185,36 +233,56 @@ class Dataset:
             "orientations": codes,
             "occupancy": filled,
         }
-        if tiles is None:
-            return Sampler(extents, self.crop, reuse=reuse, shares=shares, **common)
-        return Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
+        order: Sampler | Tiles
+        try:
+            if tiles is None:
+                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, **common)
+            else:
+                order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
+        except NothingLeft:
+            self._check_filled(sources, None)
+            raise
+        self._check_filled(sources, order)
+        return order
+
+    def _check_tiles(self, extents: Sequence[Extent]) -> None:
+        """Tiles are crops: those that augmentation cuts from larger windows would leave gaps."""
+        for e in extents:
+            plain = self._window(e, None)
+            if e.window != plain:
+                raise UserError(
+                    f"data.tiles: every part of the data comes once an epoch, but data.augment cuts a sample of "
+                    f"{list(plain)} voxels anywhere from {list(e.window)}, which leaves gaps; leave out data.tiles, or "
+                    "rotate, shear, elastic and scale below 1 (orientations, flip and intensities go with tiles)"
+                )
 
     def _balanced(self, seed: int, batch: int, options: dict[str, Any]) -> Balanced:
+        empty = sorted(set(range(len(self.sources))) - {e.source for e in self.extents})
+        if empty:
+            raise UserError(
+                f"data.balance: there is nothing in {self.where}.{empty[0]} ({self.configs[empty[0]].path}) to give "
+                "ranks to; leave this entry out"
+            )
         orders = [
             self._order([number], seed=key(seed, "entry", number), **options) for number in range(len(self.sources))
         ]
-        return Balanced(orders, self.balance(batch), batch=batch)
+        return Balanced(orders, self.balance(batch, orders), batch=batch)
 
-    def balance(self, batch: int) -> Shares:
+    def balance(self, batch: int, orders: Sequence[Sampler | Tiles]) -> Shares:
         """Ranks and batches of each entry, by the rule of data.balance; a batch is that of all ranks."""
         b = self.settings.balance
         assert b is not None
         if batch % b.ranks:
             raise UserError(f"data.balance.ranks: {b.ranks} do not divide data.batch {batch}; choose a multiple")
-        images, tiles = self.count_tiles()
-        return share(images, tiles, b.ranks, batch // b.ranks, groups=b.groups, batches=b.batches)
+        images = [len(order.extents) for order in orders]
+        totals = [self.count(order) for order in orders]
+        return share(images, (), b.ranks, batch // b.ranks, groups=b.groups, batches=b.batches, totals=totals)
 
-    def count_tiles(self) -> tuple[list[int], list[int]]:
-        """Items of each entry, and samples of its first item: tiles, or crops' worth of places."""
-        images, tiles = [], []
-        for number in range(len(self.sources)):
-            mine = [e for e in self.extents if e.source == number]
-            first = mine[0]._replace(window=self._window(mine[0], None))
-            t = self.settings.tiles
-            overlap, edges = (0.0, False) if t is None else (t.overlap, t.edges)
-            images.append(len(mine))
-            tiles.append(Tiles([first], self.crop, seed=0, lanes=1, overlap=overlap, edges=edges).epoch)
-        return images, tiles
+    def count(self, order: Sampler | Tiles) -> int:
+        """Samples of one entry: its tiles, or the crops' worth of places that random crops come from."""
+        if isinstance(order, Tiles):
+            return order.epoch
+        return max(1, round(float(order.cumulative[-1]) / order.extents[0].weight))
 
     def orientation_codes(self) -> list[int]:
         """Turns that keep the crop's shape and the voxels' size: thick sections are never laid on their side."""
@@ -294,6 +362,7 @@ class Dataset:
         samples: int = statistics.SAMPLES,
         sources: Sequence[int] | None = None,
         percentiles: tuple[float, float] | None = None,
+        tick: Callable[[], None] = lambda: None,
     ) -> Statistics:
         """Of each variable, over crops drawn like training samples of some sources (with the same variables)."""
         sources = range(len(self.sources)) if sources is None else sources
@@ -309,8 +378,9 @@ class Dataset:
             shares=shares,
         )
         reader = self.reader(order, lanes=1, cache_bytes=0)
-        skip = self.settings.bad == "skip"
-        return statistics.measure(order, reader, samples=samples, percentiles=percentiles, skip=skip)
+        return statistics.measure(
+            order, reader, samples=samples, percentiles=percentiles, policy=self.policy, tick=tick
+        )
 
 
 def check_balance(batch: int | str, dataset: Dataset) -> int:

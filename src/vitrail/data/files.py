@@ -28,12 +28,13 @@ from vitrail.recipe.kinds import nearest, remedy
 
 T = TypeVar("T")
 
+ARCHIVES = ("zip://", "tar://", "libarchive://")
 LASTING = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def is_url(path: str) -> bool:
     """Whether a path is a URL that only fsspec can open; file:// is a local path."""
-    return "://" in path and not ("::" not in path and path.lower().startswith(("file://", "local://")))
+    return "://" in path and not path.lower().startswith(("file://", "local://"))
 
 
 def local_path(path: str | Path) -> Path:
@@ -42,6 +43,17 @@ def local_path(path: str | Path) -> Path:
     if "://" in text and not is_url(text):
         return Path(unquote(urlsplit(text).path))
     return Path(text)
+
+
+def split_key(path: str, key: str | None) -> tuple[str, str | None]:
+    """Path and key out of `file::key`; a chain of URLs is left whole."""
+    head, mark, tail = path.rpartition("::")
+    inside = head.lower().startswith(ARCHIVES) and "::" not in head  # then the tail is the archive
+    if not mark or inside or "://" in tail or (is_url(head) and tail.startswith("/")):
+        return path, key
+    if key is not None and key != tail:
+        raise UserError(f"{path} names the key {tail!r} and `key` {key!r}; give one of them")
+    return head, tail
 
 
 def join(path: str, *names: str) -> str:

@@ -3,25 +3,43 @@
 The map counts voxels above a threshold in cells of an eighth of the crop; its summed-area table gives the share of a
 box in a few look-ups, as if voxels lay evenly inside a cell. So whether a sample is taken is a function of its place,
 and the order of samples stays a pure function of (seed, counter).
+
+A chunk that cannot be read has nothing in it, with `data.bad: skip`; but an error that may pass ends the run, since
+ranks with different maps would have different orders.
 """
 
 import contextlib
 import itertools
+import logging
 import math
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vitrail.data.bad import BadData, Policy, ShortRead, read_again
 from vitrail.data.files import cache_folder
+from vitrail.data.pool import Job, Pool
 from vitrail.data.source import LabelledSource, Source
 from vitrail.errors import UserError
 
 FINENESS = 8  # cells along a crop
 PIECE = 2**22  # voxels that are read at once, about
+THREADS = 4
+PARTS = 8  # along each axis of a piece that is read again for what is good in it
+
+Region = tuple[slice, ...]
+
+log = logging.getLogger(__name__)
+
+
+class NothingLeft(UserError):
+    """No sample has enough in it."""
 
 
 class Occupancy:
@@ -58,14 +76,6 @@ class Occupancy:
             found = found @ np.array(weight)
         return bool(found >= self.share * (1 - 1e-9) * math.prod(window))
 
-    def anywhere(self, window: tuple[int, ...]) -> bool:
-        """Whether any box of this size has enough, of those that begin with a cell."""
-        starts = [
-            np.append(np.arange(0, size - w, c), size - w)
-            for size, w, c in zip(self.shape, window, self.cell, strict=True)
-        ]
-        return bool(self.enough(starts, window).any())
-
     def _at(self, table: np.ndarray, axis: int, position: np.ndarray) -> np.ndarray:
         """The table at positions in voxels along an axis, between cells in proportion."""
         cell, cells = self.cell[axis], table.shape[axis] - 1
@@ -98,18 +108,30 @@ def cell_of(window: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def occupancy_of(
-    source: Source, item: int, cell: tuple[int, ...], *, by: str, above: float, share: float, mark: str | None
+    source: Source,
+    item: int,
+    cell: tuple[int, ...],
+    *,
+    by: str,
+    above: float,
+    share: float,
+    mark: str | None,
+    policy: Policy | None = None,
+    tick: Callable[[], None] = lambda: None,
 ) -> Occupancy:
     """The map of an item, from the cache or made now; `mark` is the data's fingerprint."""
     facts, counts = source.items[item], None
     file: Path | None = None
     with contextlib.suppress(UserError):  # of a cache that cannot be made: it is done without
-        file = None if mark is None else cache_folder("filter") / f"{mark}-{item}.npy"
+        cells = "x".join(map(str, cell))
+        file = None if mark is None else cache_folder("filter") / f"{mark}-{item}-{cells}.npy"
     if file is not None:
         with contextlib.suppress(OSError, ValueError, EOFError):
             counts = np.load(file, allow_pickle=False)
+            if counts.shape != tuple(math.ceil(s / c) for s, c in zip(facts.shape, cell, strict=True)):
+                counts = None  # of other data than the fingerprint says
     if counts is None:
-        counts = count_voxels(source, item, cell, by=by, above=above)
+        counts = count_voxels(source, item, cell, by=by, above=above, policy=policy, tick=tick)
         if file is not None:
             draft = file.with_name(f".{file.stem}.{uuid.uuid4().hex[:8]}.npy")
             try:
@@ -120,26 +142,98 @@ def occupancy_of(
     return Occupancy(counts, facts.shape, cell, share)
 
 
-def count_voxels(source: Any, item: int, cell: tuple[int, ...], *, by: str, above: float) -> np.ndarray:
-    """Voxels above a threshold in each cell of an item; the item is read once, in pieces of whole cells."""
-    facts = source.items[item]
+def count_voxels(
+    source: Any,
+    item: int,
+    cell: tuple[int, ...],
+    *,
+    by: str,
+    above: float,
+    policy: Policy | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """Voxels above a threshold in each cell of an item; the item is read once, in pieces of whole cells.
+
+    `tick` is called after every piece.
+    """
+    facts, policy = source.items[item], replace(policy or Policy(), shared=True)
     variable = None if by == "labels" else source.variables.index(by)
     counts = np.zeros([math.ceil(s / c) for s, c in zip(facts.shape, cell, strict=True)], np.float32)
-    steps = _steps(facts.shape, facts.chunk, cell)
-    corners = itertools.product(*[range(0, size, step) for size, step in zip(facts.shape, steps, strict=True)])
+    steps, told = _steps(facts.shape, facts.chunk, cell), set[str]()
 
-    def read(corner: tuple[int, ...]) -> None:
-        stops = [min(c + step, size) for c, step, size in zip(corner, steps, facts.shape, strict=True)]
-        region = tuple(slice(a, b) for a, b in zip(corner, stops, strict=True))
-        voxels = source.read_labels(item, region) if variable is None else source.read(item, region)[variable]
-        found = (voxels > above).astype(np.float32)
+    def name(region: Region) -> str:
+        places = zip(source.axes, region, strict=True)
+        return f"{facts.name} (voxels {', '.join(f'{axis} {r.start} to {r.stop - 1}' for axis, r in places)})"
+
+    def look(region: Region) -> np.ndarray:
+        def take() -> np.ndarray:
+            voxels = source.read_labels(item, region) if variable is None else source.read(item, region)[variable]
+            if voxels.shape != tuple(r.stop - r.start for r in region):
+                raise ShortRead(f"{list(voxels.shape)} values came for {[r.stop - r.start for r in region]}")
+            return voxels
+
+        return read_again(take, name(region), retries=policy.retries) > above
+
+    def fold(found: np.ndarray) -> np.ndarray:
+        found = found.astype(np.float32)
         for axis, c in enumerate(cell):
             found = np.add.reduceat(found, np.arange(0, found.shape[axis], c), axis=axis)
-        counts[tuple(slice(a // c, math.ceil(b / c)) for a, b, c in zip(corner, stops, cell, strict=True))] = found
+        return found
 
-    with ThreadPoolExecutor(4, thread_name_prefix="vitrail-filter") as pool:
-        list(pool.map(read, corners))
+    def count(region: Region) -> np.ndarray:
+        return fold(look(region))
+
+    def look_again(region: Region, error: BadData) -> np.ndarray:
+        """What can be read of a piece that cannot be read as a whole: all but its broken chunks."""
+        found = np.zeros([r.stop - r.start for r in region], bool)
+        parts = list(itertools.product(*map(_whole_chunks, region, facts.chunk, facts.origin)))
+        for part in parts:
+            try:
+                if len(parts) == 1:
+                    raise error
+                inner = tuple(slice(p.start - r.start, p.stop - r.start) for p, r in zip(part, region, strict=True))
+                found[inner] = pool.submit(partial(look, part), partial(name, part)).result(policy.limit)
+                tick()
+            except BadData as wrong:
+                if not policy.skips(wrong):
+                    raise
+                if str(wrong) not in told:
+                    log.warning("bad data, which data.filter takes for empty: %s", wrong)
+                    told.add(str(wrong))
+        return found
+
+    def finish(region: Region, job: Job) -> None:
+        try:
+            found = job.result(policy.limit)
+        except BadData as error:
+            if not policy.skips(error):
+                raise
+            found = fold(look_again(region, error))
+        counts[tuple(slice(r.start // c, math.ceil(r.stop / c)) for r, c in zip(region, cell, strict=True))] = found
+        tick()
+
+    pool, jobs = Pool(THREADS), deque[tuple[Region, Job]]()
+    pieces = [
+        [slice(a, min(a + step, size)) for a in range(0, size, step)]
+        for size, step in zip(facts.shape, steps, strict=True)
+    ]
+    try:
+        for region in itertools.product(*pieces):
+            if len(jobs) == 2 * THREADS:
+                finish(*jobs.popleft())
+            jobs.append((region, pool.submit(partial(count, region), partial(name, region))))
+        while jobs:
+            finish(*jobs.popleft())
+    finally:
+        pool.close()
     return counts
+
+
+def _whole_chunks(piece: slice, chunk: int, origin: int) -> list[slice]:
+    """A piece of an axis, cut on chunk boundaries into at most so many parts."""
+    step = chunk * math.ceil((piece.stop - piece.start) / chunk / PARTS)
+    inner = range((piece.start + origin) // step * step + step - origin, piece.stop, step)
+    return [slice(a, b) for a, b in itertools.pairwise([piece.start, *inner, piece.stop])]
 
 
 def _steps(shape: tuple[int, ...], chunk: tuple[int, ...], cell: tuple[int, ...]) -> list[int]:

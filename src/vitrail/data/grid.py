@@ -14,7 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from vitrail.data.bad import BadData
+from vitrail.data.items import refuse_mixed_names
 from vitrail.data.label_grid import label_box, labels_for, placed_like
+from vitrail.data.label_map import check_label_map, fits, map_labels
 from vitrail.data.source import Item, normalize_window, resolve_region
 from vitrail.data.stored import (
     TOLERANCE,
@@ -121,7 +123,7 @@ class GridSource:
         first = self.entries[0].images[0]
         self.axes = first.grid
         self.dtype = self._common_dtype()
-        if settings.nodata == "fill" and not _fits(settings.fill_value, self.dtype):
+        if settings.nodata == "fill" and not fits(settings.fill_value, self.dtype):
             raise UserError(
                 f"fill_value = {settings.fill_value} of {settings.path} is no {self.dtype}, the type of the data; "
                 "choose one that is"
@@ -152,14 +154,10 @@ class GridSource:
                     labelled[0].name,
                 )
             labelled = []
-        self.label_dtype = np.result_type(*(s.dtype.newbyteorder("=") for s in labelled)) if labelled else None
+        self.label_dtype = _label_dtype(labelled) if labelled else None
         self.label_names = labelled[0].names if labelled else {}
-        for value in settings.label_map.values():
-            if self.label_dtype is not None and not _fits(value, self.label_dtype):
-                raise UserError(
-                    f"label_map = {settings.label_map} of {settings.path} maps to {value}, which is no "
-                    f"{self.label_dtype}, the type of the labels; choose another number"
-                )
+        if self.label_dtype is not None:
+            check_label_map(settings.label_map, self.label_dtype, settings.path)
 
     @property
     def level(self) -> int:
@@ -192,12 +190,7 @@ class GridSource:
         offset = self._label_offsets[item]
         window = tuple(slice(w.start - o, w.stop - o) for w, o in zip(self._shift(item, region), offset, strict=True))
         values = np.ascontiguousarray(self._fetch(entry, labels, window, slice(0, 1))[0], self.label_dtype)
-        if not self.config.label_map:
-            return values
-        mapped = values.copy()
-        for value, name in self.config.label_map.items():
-            mapped[values == value] = name
-        return mapped
+        return map_labels(values, self.config.label_map)
 
     def prefetch(self, item: int, region: Window) -> None:
         """Start to decode a window, where the format can."""
@@ -206,6 +199,16 @@ class GridSource:
             stored = entry.images[n]
             if stored.prefetch is not None:
                 stored.prefetch(self._full_window(entry, stored, window, wanted))
+
+    def stored_window(self, item: int, stored: Stored) -> Window | None:
+        """The part of one of an item's arrays that reads may touch, one slice for every axis; None: nothing of it."""
+        entry, region = self.entries[item], self._regions[item]
+        if stored is entry.labels:
+            offset = self._label_offsets[item]
+            inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(region, offset, strict=True))
+            return self._full_window(entry, stored, inside, slice(0, 1))
+        number = next(n for n, image in enumerate(entry.images) if image is stored)
+        return self._full_window(entry, stored, region, self._needed[number]) if number in self._needed else None
 
     def describe(self) -> dict[str, Any]:
         item, entry, given = self.items[0], self.entries[0], self._given.images[0]
@@ -380,6 +383,8 @@ class GridSource:
         if given is None or tuple(given) == names:
             return names, places
         unknown = [name for name in given if name not in names]
+        if len(given) == count:
+            refuse_mixed_names(given, names, path)
         if unknown and len(given) == count:  # as many names as channels: the recipe renames them in their order
             return tuple(given), places
         if unknown and any(s.channels for s in self.entries[0].images):
@@ -401,8 +406,11 @@ class GridSource:
         """One slice for every axis: the moment in time, the channels, the window in space."""
         parts: Iterator[slice] = iter(window)
         time = self.config.time if entry.moment is None else entry.moment
+        moments = dict(zip(stored.axes, stored.shape, strict=True)).get("t", 1)
+        moment = time if moments > 1 else 0  # labels are often of one moment, for all of the image's
         return tuple(
-            slice(time, time + 1) if name == "t" else channels if name == "c" else next(parts) for name in stored.axes
+            slice(moment, moment + 1) if name == "t" else channels if name == "c" else next(parts)
+            for name in stored.axes
         )
 
     def _fetch(self, entry: Entry, stored: Stored, window: Window, channels: slice) -> np.ndarray:
@@ -420,12 +428,17 @@ class GridSource:
         return np.moveaxis(values, rest.index("c"), 0) if "c" in rest else values[None]
 
 
-def _fits(value: float, dtype: np.dtype) -> bool:
-    """Whether a type can hold a number."""
-    if dtype.kind == "f":
-        return bool(np.isfinite(value))
-    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return bool(low <= value <= high and value == int(value))
+def _label_dtype(labels: Sequence[Stored]) -> np.dtype:
+    """One type of whole numbers for all labels; uint64 and signed numbers together have none."""
+    found = {stored.dtype.newbyteorder("="): stored.name for stored in labels}
+    made = np.result_type(*found)
+    if made.kind == "f":
+        (a, first), (b, second) = (next((d, n) for d, n in found.items() if d.kind == kind) for kind in "ui")
+        raise BadData(
+            f"labels {first} are {a} but {second} {b}, which no type of whole numbers holds together; "
+            "convert one of them, or give them entries of their own"
+        )
+    return made
 
 
 def _channels(entry: Entry) -> tuple[tuple[str, ...], list[tuple[int, int]]]:

@@ -6,18 +6,26 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from vitrail.data.chunks import shared
+from vitrail.data.chunks import ChunkReader, LazyWindow, shared
 from vitrail.data.grid import GridConfig, GridSource
 from vitrail.data.ngff import Multiscale, read_multiscale
 from vitrail.data.places import Place, Remote, find_place
 from vitrail.data.stored import Entry, Stored, Window
-from vitrail.data.zarr_nodes import attributes_of, list_arrays, lost_array, open_array, told_axes, told_place
+from vitrail.data.zarr_nodes import (
+    attributes_of,
+    list_arrays,
+    lost_array,
+    open_array,
+    shifted_origin,
+    told_axes,
+    told_place,
+)
 from vitrail.errors import UserError
 
 NOT_SPACE = {"channel": "c", "time": "t"}
@@ -33,22 +41,33 @@ class HierarchySource(GridSource):
         self.keeps_chunks = all(stored.chunk_reader is not None for stored in images)
         # Floats may hold NaN, which `read` finds.
         picked = [channel for _, channel in self._picked]
-        self._straight = self.keeps_chunks and len(images) == 1 and self.dtype.kind != "f"
-        self._straight &= picked == list(range(picked[0], picked[0] + len(picked)))
+        self.reads_straight = self.keeps_chunks and len(images) == 1 and self.dtype.kind != "f"
+        self.reads_straight &= picked == list(range(picked[0], picked[0] + len(picked)))
 
     def read_into(self, item: int, region: Window, out: np.ndarray) -> None:
         """As `read`, into memory that is there: [C, *spatial], of a type that holds the values."""
-        if not self._straight:
+        if self.reads_straight:
+            shared.read_into(*self._inside(item, region, out))
+        else:
             out[...] = self.read(item, region)
-            return
-        entry = self.entries[item]
-        stored = entry.images[0]
+
+    def read_later(self, item: int, region: Window, out: np.ndarray) -> Callable[[Window], None]:
+        """A call that sees to it that voxels of a smaller region are in `out`, for sources that read straight."""
+        lazy = LazyWindow(*self._inside(item, region, out))
+        return lambda smaller: lazy.fill(self._stored_region(item, smaller))
+
+    def _inside(self, item: int, region: Window, out: np.ndarray) -> tuple[ChunkReader, np.ndarray, Window]:
+        """The array, `out` with its axes, and the window of it."""
+        stored = self.entries[item].images[0]
         rest = [name for name in stored.axes if name != "t"]
         target = np.moveaxis(out, 0, rest.index("c")) if "c" in rest else out[0]
         if "t" in stored.axes:
             target = np.expand_dims(target, stored.axes.index("t"))
-        window = self._full_window(entry, stored, self._shift(item, region), self._needed[0])
-        shared.read_into(stored.chunk_reader, target, window)
+        return stored.chunk_reader, target, self._stored_region(item, region)
+
+    def _stored_region(self, item: int, region: Window) -> Window:
+        entry = self.entries[item]
+        return self._full_window(entry, entry.images[0], self._shift(item, region), self._needed[0])
 
     def _check(self, stored: Stored) -> None:
         if 0 not in stored.shape:  # a level that is not there matters when it is chosen
@@ -62,8 +81,11 @@ class HierarchySource(GridSource):
         return number
 
 
-def open_image(image: Multiscale, *, fill: bool) -> Stored:
-    """The levels of an NGFF image; those that are not there are refused when they are asked for."""
+def open_image(image: Multiscale, *, fill: bool, unit: str | None = None) -> Stored:
+    """The levels of an NGFF image; those that are not there are refused when they are asked for.
+
+    `unit` is that of the recipe's voxel size, which counts where the file has several.
+    """
     axes = [NOT_SPACE.get(axis.kind, axis.name) for axis in image.axes]
     levels = []
     for number in range(len(image.levels)):
@@ -71,7 +93,7 @@ def open_image(image: Multiscale, *, fill: bool) -> Stored:
         known: dict[str, Any] = {
             "spacing": {axes[i]: image.levels[number].scale[i] for i in image.spatial},
             "origin": {axes[i]: image.levels[number].translation[i] for i in image.spatial},
-            "unit": image.unit(),
+            "unit": image.unit(unit),
             "channels": image.channels if "c" in axes else None,
         }
         node = attributes_of(place) if place.is_dir() else None
@@ -95,23 +117,23 @@ def with_levels(levels: Sequence[Stored]) -> Stored:
     return replace(first, levels=tuple(others))
 
 
-def open_volume(place: Place, *, kind: str, fill: bool) -> Stored:
+def open_volume(place: Place, *, kind: str, fill: bool, unit: str | None = None) -> Stored:
     """What lies at a path: an array, or the levels of a group."""
     if not place.exists():
         raise UserError(f"data path {str(place)!r} does not exist; check the spelling")
     node = attributes_of(place)
     if node is not None and node[0] == "array":
-        return _open_alone(place, node[1], kind=kind, fill=fill)
+        return _open_alone(place, node[1], kind=kind, fill=fill, unit=unit)
     attributes = {} if node is None else node[1]
     block = attributes.get("ome") or attributes
     if kind == "zarr" and isinstance(block, dict) and block.get("multiscales"):
-        return open_image(read_multiscale(place), fill=fill)
+        return open_image(read_multiscale(place), fill=fill, unit=unit)
     levels = _find_levels(place, block)
     if levels:
-        return with_levels([_open_alone(level, own, kind=kind, fill=fill) for level, own in levels])
+        return with_levels([_open_alone(level, own, kind=kind, fill=fill, unit=unit) for level, own in levels])
     arrays = list_arrays(place)
     if len(arrays) == 1:
-        return open_volume(arrays[0], kind=kind, fill=fill)
+        return open_volume(arrays[0], kind=kind, fill=fill, unit=unit)
     if node is None and not arrays:
         wanted = "attributes.json" if kind == "n5" else "zarr.json, .zarray or .zgroup"
         raise UserError(f"{place} is not in a {kind} hierarchy: it has no {wanted}; give the path of an array or group")
@@ -141,7 +163,7 @@ def _find_levels(group: Place, block: dict[str, Any]) -> list[tuple[Place, dict[
     return [(place, node[1]) for place, node in nodes if node is not None and node[0] == "array"]
 
 
-def _open_alone(place: Place, attributes: dict[str, Any], *, kind: str, fill: bool) -> Stored:
+def _open_alone(place: Place, attributes: dict[str, Any], *, kind: str, fill: bool, unit: str | None = None) -> Stored:
     """One array, at the place that the pyramid around it or its own attributes tell."""
     around = attributes_of(place.parent)
     group = around[1] if around is not None and around[0] == "group" else {}
@@ -150,25 +172,38 @@ def _open_alone(place: Place, attributes: dict[str, Any], *, kind: str, fill: bo
         image = read_multiscale(place.parent)
         names = [level.path for level in image.levels]
         if place.name in names:
-            stored = open_image(image, fill=fill)
+            stored = open_image(image, fill=fill, unit=unit)
             return replace((stored, *stored.levels)[names.index(place.name)], levels=())
+    shifts: Any = None
     if kind == "n5":  # the group tells the size of the finest voxels, its arrays or their list by how much they differ
         scales, number = group.get("scales"), re.fullmatch(r"s(\d+)", place.name)
         told: dict[str, Any] = {key: group[key] for key in ("pixelResolution", "resolution", "units") if key in group}
         if isinstance(scales, list) and number and int(number[1]) < len(scales):
-            told["downsamplingFactors"] = scales[int(number[1])]
+            finest = attributes_of(place.parent / "s0") or ("", {})
+            # A size of its own is that of its voxels, unless all levels repeat the size of the finest.
+            if _sizes(attributes) in ({}, _sizes(finest[1])):
+                told["downsamplingFactors"] = scales[int(number[1])]
+            else:
+                shifts = scales[int(number[1])]
         attributes = told | attributes
     stored = open_array(place, told_axes(place, attributes), fill=fill)
-    return replace(stored, **told_place(attributes, stored.axes, reversed_axes=kind == "n5"))
+    placed = told_place(attributes, stored.axes, reversed_axes=kind == "n5")
+    if shifts is not None and placed and not {"transform", "offset"} & set(attributes):
+        placed["origin"] = shifted_origin(placed["spacing"], shifts)
+    return replace(stored, **placed)
 
 
-def open_labels(place: Place, labels: str, *, kind: str, fill: bool) -> Stored:
+def _sizes(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {key: attributes[key] for key in ("transform", "pixelResolution", "resolution") if key in attributes}
+
+
+def open_labels(place: Place, labels: str, *, kind: str, fill: bool, unit: str | None = None) -> Stored:
     """Labels by a path: below the volume, from the top of its hierarchy, or anywhere."""
     tops = [up for up in (place, *place.parents) if up.name.lower().endswith((".zarr", ".n5"))]
     tried = [place.joinpath(*labels.split("/")), *(up.joinpath(*labels.split("/")) for up in tops), find_place(labels)]
     for candidate in tried:
         if candidate.exists() and (attributes_of(candidate) is not None):
-            return open_volume(candidate, kind=kind, fill=fill)
+            return open_volume(candidate, kind=kind, fill=fill, unit=unit)
     raise UserError(
         f"labels = {labels!r} are not found: neither {tried[0]} nor {tried[-1]} is an array or group; give a path "
         f"inside {tops[-1] if tops else place}, or a whole one"

@@ -19,6 +19,7 @@ from vitrail.data.bad import BadData
 from vitrail.data.files import cache_folder, keep
 from vitrail.data.images import MAX_PIXELS, Look, decode, decode_labels, look, pick_variables
 from vitrail.data.items import ItemsConfig, keep_share
+from vitrail.data.label_map import check_label_map, map_labels
 from vitrail.data.source import Item, normalize_window
 from vitrail.errors import UserError
 from vitrail.recipe import config
@@ -26,6 +27,7 @@ from vitrail.recipe import config
 KEPT = 2000  # images from which on their sizes are kept in the cache
 THREADS = 16  # that read headers: they mostly wait
 FIRST = 10  # images of which one must be readable
+MANY = 64  # whose headers tell whether there are colours
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class ImagesConfig(ItemsConfig):
     region: dict[str, list[int | float]] = field(default_factory=dict)  # not for images: they differ in size
     size: tuple[int, int] | None = None  # y, x of every image, where all are alike: then none is opened at the start
     max_pixels: int = MAX_PIXELS  # a larger image is refused rather than read into memory
+    label_map: dict[int, int] = field(default_factory=dict)  # value in images of labels: class; others stay
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,17 +67,26 @@ class ImageSource:
         class_names: Sequence[str] = (),
         state: str = "",
         title: Callable[[str], str] | None = None,
+        files: Sequence[str] = (),
     ) -> None:
         self.config, self.kind, self.names, self.class_names = settings, kind, names, tuple(class_names)
         self.kept = keep_share(settings, names)
         self.state = state  # changes when images do
         self._title = title or (lambda name: f"{settings.path}: {name}")
-        self._open_image, self._labels = open_image, labels
+        self._open_image, self._labels, self._files = open_image, labels, tuple(files) or (settings.path,)
+        self._is_grey: set[bool] = set()  # of the images that were looked at
         first = self._look_first()
+        if settings.variables is None and first.grey and len(names) > 1:
+            first = self._find_colour() or first
         self.variables, self._picked = pick_variables(settings.variables, first.grey, settings.path)
         alone = self._picked is None or not first.grey
         self.dtype = first.dtype.newbyteorder("=") if alone else np.dtype("uint8")
         self.items: Sequence[Item] = _Items(self)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some of the images that were looked at are grey and others have colours."""
+        return len(self._is_grey) > 1
 
     def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         """[C, y, x] of a window; the whole image is decoded for it."""
@@ -99,6 +111,10 @@ class ImageSource:
             "classes": list(self.class_names),
         }
 
+    def files(self) -> tuple[str, ...]:
+        """Files and folders that are read, for staging; all of them, as shares count the items that are there."""
+        return self._files
+
     def name(self, item: int) -> str:
         """What to show of an image in errors."""
         return self._title(self.names[self.kept[item]])
@@ -111,7 +127,14 @@ class ImageSource:
     def look(self, item: int) -> Look:
         """The header of an image."""
         with self.open(item) as file:
-            return look(file, self.name(item), self.config.max_pixels)
+            found = look(file, self.name(item), self.config.max_pixels)
+        if not found.grey and self._is_grey == {True} and self.config.variables is None:
+            log.warning(
+                "%s has colours, and is read as grey like the others; set `variables: [red, green, blue]` to keep them",
+                self.name(item),
+            )
+        self._is_grey.add(found.grey)
+        return found
 
     def leave_out_bad(self) -> list[str]:
         """Drop the images whose headers cannot be read, and say why, one sentence an image: for `data.bad: skip`."""
@@ -129,6 +152,26 @@ class ImageSource:
             with contextlib.suppress(BadData):
                 return self.look(item)
         return self.look(0)
+
+    def _find_colour(self) -> Look | None:
+        """The header of an image in colour, of many that are looked at; None where all are grey.
+
+        Of all images, not of this entry's share: entries with other shares are to have the same variables.
+        """
+        numbers = np.arange(min(len(self.names), MANY))
+        if self.kind != "parquet":  # which reads a group of rows for each
+            numbers = np.arange(len(numbers)) * len(self.names) // len(numbers)
+            numbers = np.unique([*numbers, *np.random.default_rng(7).integers(len(self.names), size=len(numbers))])
+
+        def look_at(number: int) -> Look | None:
+            with contextlib.suppress(BadData, OSError), self._open_image(number) as file:
+                return look(file, self._title(self.names[number]), self.config.max_pixels)
+            return None
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = [seen for seen in pool.map(look_at, numbers.tolist()) if seen is not None]
+        self._is_grey |= {seen.grey for seen in found}
+        return next((seen for seen in found if not seen.grey), None)
 
     def open(self, item: int) -> BinaryIO:
         return self._open_image(int(self.kept[item]))
@@ -149,26 +192,30 @@ class LabelledImageSource(ImageSource):
         super().__init__(*args, **more)
         self._open_labels, self._labels_name = open_labels, labels_name
         self.label_names: dict[int, str] = {}
-        self.label_dtype: np.dtype | None = self._load_labels(0).dtype
+        self.label_dtype: np.dtype = self._load_labels(0).dtype
+        check_label_map(self.config.label_map, self.label_dtype, self.config.path)
 
     def read_labels(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         """The labels of a window, [y, x]."""
         shape = self.items[item].shape
         (top, bottom), (left, right) = normalize_window(shape, region)
         labels = self._load_labels(item)
-        if labels.shape != shape or not np.can_cast(labels.dtype, self.label_dtype or labels.dtype):
+        if labels.shape != shape or not np.can_cast(labels.dtype, self.label_dtype):
             raise BadData(
                 f"{self.name(item)}: the labels are {labels.shape[1]} x {labels.shape[0]} of {labels.dtype}, which do "
                 f"not fit the image of {shape[1]} x {shape[0]} and the first labels of {self.label_dtype}; mend them"
             )
-        return np.ascontiguousarray(labels[top:bottom, left:right], self.label_dtype)
+        window = np.ascontiguousarray(labels[top:bottom, left:right], self.label_dtype)
+        return map_labels(window, self.config.label_map)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"labels": [self._labels_name]}
 
     def _load_labels(self, item: int) -> np.ndarray:
         with self._open_labels(int(self.kept[item])) as file:
-            return decode_labels(file, f"{self.name(item)} (labels)", self.config.max_pixels)
+            labels = decode_labels(file, f"{self.name(item)} (labels)", self.config.max_pixels)
+        # Masks of 1 bit and of 8 may lie side by side: programs write whatever is enough.
+        return labels.view(np.uint8) if labels.dtype == bool else labels
 
 
 class _Items(Sequence[Item]):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from vitrail.data.bad import BadData
+from vitrail.data.items import refuse_mixed_names
 from vitrail.errors import UserError
 from vitrail.recipe.kinds import remedy
 
@@ -95,6 +96,7 @@ def pick_variables(given: list[str] | None, grey: bool, path: str) -> tuple[tupl
     if given and len(set(given)) == len(given):
         if set(given) <= set(COLOURS):
             return tuple(given), [COLOURS.index(name) for name in given]
+        refuse_mixed_names(given, COLOURS, path)
         if len(given) == 1:
             return tuple(given), None
         if len(given) == 3:

@@ -2,8 +2,10 @@
 
 - crops lie at fixed random places, so that a second look shows the same
 - a crop that cannot be read is told, not raised, unless none can: a look is for finding such things
+- places without data, which a training refuses, are NaN here: they are counted, and drawn in a colour of their own
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +33,8 @@ def look(
 ) -> tuple[Source, dict[str, Any]]:
     """The source at a path and all that inspect() finds, with labels where the file has some, and advice."""
     config, source = open_source(path, kind=kind, settings=settings)
+    if getattr(config, "nodata", None) == "error":
+        source = LetThrough(source, config)
     shape = source.items[0].shape
     voxels = math.prod(min(n, SAMPLE[min(len(shape), 3)]) for n in shape)
     facts = inspect(source, samples=min(MOST_SAMPLES, max(8, VOXELS // voxels)))
@@ -38,6 +42,31 @@ def look(
     facts["warnings"] = warn(source, facts, crop)
     facts["recipe"] = suggest_recipe(source, config, crop, facts)
     return source, facts
+
+
+class LetThrough:
+    """A source of grids whose places without data read as NaN, instead of being refused."""
+
+    def __init__(self, source: Source, config: Any):
+        self._source, self._config = source, config
+        self._filled: list[Source] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        try:
+            return self._source.read(item, region)
+        except UserError as error:
+            try:
+                if not self._filled:
+                    opened = (dataclasses.replace(self._config, nodata="fill", fill_value=value) for value in (0, 1))
+                    self._filled = [config.open() for config in opened]
+                zeros, ones = (source.read(item, region) for source in self._filled)
+            except UserError:
+                raise error from None
+            # What is filled is what differs between two fillings: formats tell nothing more of it.
+            return np.where(zeros == ones, zeros, np.nan)
 
 
 def read_settings(words: Sequence[str]) -> dict[str, Any]:
@@ -86,6 +115,8 @@ def inspect(source: Source, *, samples: int = 8) -> dict[str, Any]:
         "levels": [],
     }
     report |= source.describe()
+    if set(report["chunk"]) == {1}:
+        report["chunk"] = []  # any window can be read alone
     seen = [source.items[index] for index in spread(len(source.items), MOST_ITEMS if len(source.items) > 1 else 1)]
     if len({other.shape for other in seen}) > 1:
         shapes = np.array([other.shape for other in seen])
@@ -118,6 +149,7 @@ def inspect(source: Source, *, samples: int = 8) -> dict[str, Any]:
     }
     if labels:
         report["label_percent"] = _label_shares(np.concatenate([values.ravel() for values in labels]))
+        report["label_dtype"] = str(getattr(source, "label_dtype", None))
         report["label_names"] = {str(value): name for value, name in getattr(source, "label_names", {}).items()}
     return report
 

@@ -9,6 +9,7 @@ from vitrail.data.source import Item
 from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.recipe import config
+from vitrail.recipe.kinds import nearest
 
 
 @config
@@ -59,6 +60,19 @@ def keep_share(settings: ItemsConfig, names: Sequence[str]) -> np.ndarray:
     return kept
 
 
+def refuse_mixed_names(given: Sequence[str], known: Sequence[str], path: str) -> None:
+    """New names are given to all channels or to none: with some of the known ones among them, one is misspelt."""
+    unknown = [name for name in given if name not in known]
+    folded, alike = [name.casefold() for name in known], [name.casefold() for name in given]
+    if unknown and alike != folded and set(alike) & set(folded):
+        near = nearest(unknown[0], [name for name in known if name not in given])
+        hint = f"did you mean {near!r}? " if near else ""
+        raise UserError(
+            f"variables = {list(given)}: {path} has no {unknown[0]!r}; {hint}choose from {', '.join(known)}, or give "
+            "all channels names that are none of these"
+        )
+
+
 def choose_channels(given: list[str] | None, known: Sequence[str], path: str) -> tuple[tuple[str, ...], list[int]]:
     """Names of the variables and their channels: some of the known ones, or as many names as there are channels."""
     if given is None:
@@ -66,6 +80,7 @@ def choose_channels(given: list[str] | None, known: Sequence[str], path: str) ->
     if given and len(set(given)) == len(given):
         if set(given) <= set(known):
             return tuple(given), [list(known).index(name) for name in given]
+        refuse_mixed_names(given, known, path)
         if len(given) == len(known):
             return tuple(given), list(range(len(known)))
     raise UserError(

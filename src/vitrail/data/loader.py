@@ -22,6 +22,7 @@ from torch import Tensor
 from vitrail.data.augment import Augmenter, Raw, window
 from vitrail.data.bad import BadData, Policy, Tally
 from vitrail.data.batch import Batch, Statistics
+from vitrail.data.buffers import Buffers
 from vitrail.data.pool import Job, Pool
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Order, Sample
@@ -59,6 +60,8 @@ class Loader:
         self.obey(policy or Policy())
         sizes = {reader.size_of(e.source, e.item, e.window or reader.crop) for e in sampler.extents}
         self.room = tuple(max(along) for along in zip(*sizes, strict=True))  # that holds every window
+        self._values, self._labels = Buffers(), Buffers()  # memory of batches
+        self.samples: list[Sample] = []  # of the batch that was made last, of which some may stand for bad ones
 
     def obey(self, policy: Policy) -> None:
         """Treat bad data so from now on."""
@@ -137,12 +140,13 @@ class Loader:
         slab = self.slab if alone else None
         variables = reader.sources[samples[0].source].variables if samples else reader.variables
         # Slabs lie along other axes in each file, but are all as large: they are kept flat until they are turned.
-        size = self.room if slab is None else (math.prod(slab.shape),)
-        host = self._host((len(samples), len(variables), *size), reader.dtype)
+        room = self._room_of(samples)
+        size = room if slab is None else (math.prod(slab.shape),)
+        host = self._host((len(samples), len(variables), *size), reader.dtype, self._values)
         labels: Tensor | None = None
         rows: Sequence[np.ndarray | None] = [None] * len(samples)
         if reader.label_dtype is not None:
-            labels = self._host((len(samples), *self.room), reader.label_dtype)
+            labels = self._host((len(samples), *room), reader.label_dtype, self._labels)
             rows = list(labels.numpy())
         jobs = []
         for counter, out, row, sample in zip(counters, host.numpy(), rows, samples, strict=True):
@@ -150,13 +154,28 @@ class Loader:
             jobs.append(pool.submit(read, read.name))
         return _Pending(list(counters), host, labels, slab, tuple(variables), jobs)
 
-    def _host(self, shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
-        kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        return torch.empty(shape, dtype=kind, pin_memory=self.device.type == "cuda")
+    def _room_of(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+        """What holds the windows of a batch: of whole images that of its own, as one panorama would enlarge them all.
+
+        Another sample in place of a bad one may be of any size.
+        """
+        if not self.reader.whole_images or self.policy.on_bad == "skip" or not samples:
+            return self.room
+        sizes = [self.reader.size_of(s.source, s.item, s.window or self.reader.crop) for s in samples]
+        return tuple(max(along) for along in zip(*sizes, strict=True))
+
+    def _host(self, shape: tuple[int, ...], dtype: np.dtype, buffers: Buffers) -> Tensor:
+        if self.device.type == "cuda":
+            kind = torch.from_numpy(np.empty(0, dtype)).dtype
+            return torch.empty(shape, dtype=kind, pin_memory=True)  # which PyTorch itself uses again
+        batches = 2 * self.prefetch + 2  # that are being read, that wait, the one in use and the one before
+        limit = batches * math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(buffers.take(shape, dtype, limit=limit))
 
     def _finish(self, pending: "_Pending") -> Batch:
         reader = self.reader
         samples: list[Sample] = [job.result(self.policy.limit) for job in pending.jobs]
+        self.samples = samples
         if pending.labels is not None:
             labels: Tensor | None = pending.labels.to(self.device, non_blocking=True)
         elif reader.labelling is not None:

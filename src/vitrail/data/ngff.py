@@ -52,13 +52,16 @@ class Multiscale:
     def spacing(self, level: int) -> tuple[float, ...]:
         return tuple(self.levels[level].scale[i] for i in self.spatial)
 
-    def unit(self) -> str | None:
-        """The unit that the spatial axes share."""
+    def unit(self, given: str | None = None) -> str | None:
+        """The unit that the spatial axes share; where they have several, the one that is given."""
         units = {self.axes[i].unit for i in self.spatial}
         if len(units) > 1:
             named = ", ".join(f"{self.axes[i].name}: {self.axes[i].unit}" for i in self.spatial)
+            if given is not None:
+                return given
             raise UserError(
-                f"the spatial axes of {self.group} have different units ({named}); write the same unit for all"
+                f"the spatial axes of {self.group} have different units ({named}); write the same unit for all, or "
+                "give voxel_size and unit"
             )
         return units.pop()
 

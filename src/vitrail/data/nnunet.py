@@ -35,8 +35,8 @@ def is_layout(path: str) -> bool:
     return file_type(path) == "folder" and file_type(join(path, "imagesTr")) == "folder"
 
 
-def read_layout(path: str, suffixes: Sequence[str]) -> Layout:
-    """The training cases of a folder."""
+def read_layout(path: str, suffixes: Sequence[str], *, colours: bool = False) -> Layout:
+    """The training cases of a folder; with `colours`, one file may hold all channels of a case."""
     described = _describe(path)
     names = described.get("channel_names")  # nnU-Net's word; the Decathlon says modality
     modality = described.get("modality")
@@ -51,7 +51,13 @@ def read_layout(path: str, suffixes: Sequence[str]) -> Layout:
     if not files:
         raise UserError(f"{path}/imagesTr holds no files {', '.join(endings)}; put the training images there")
     grouped: dict[str, list[str]] = {}
-    numbered = all(re.fullmatch(r".+_\d{4}", stem(name, endings)) for name in files)
+    labels = {}
+    if file_type(join(path, "labelsTr")) == "folder":
+        labels = {stem(n, endings): join(path, "labelsTr", n) for n in list_files(join(path, "labelsTr"))}
+    stems = [stem(name, endings) for name in files]
+    numbered = all(re.fullmatch(r".+_\d{4}", case) for case in stems)
+    if names is None:  # the numbers may count volumes: they are channels only where the labels are named without them
+        numbered = numbered and bool(labels) and all(case[:-5] in labels for case in stems)
     if names is not None and not numbered:
         raise UserError(
             f"{path}/imagesTr holds a file that does not end in a channel's number, such as CASE_0000{endings[0]}; "
@@ -61,13 +67,10 @@ def read_layout(path: str, suffixes: Sequence[str]) -> Layout:
         case = stem(name, endings)
         grouped.setdefault(case[:-5] if numbered else case, []).append(name)
     count = len(names) if names is not None else None
-    labels = {}
-    if file_type(join(path, "labelsTr")) == "folder":
-        labels = {stem(n, endings): join(path, "labelsTr", n) for n in list_files(join(path, "labelsTr"))}
     cases = []
     for case, parts in grouped.items():
         numbers = [int(stem(part, endings)[-4:]) for part in parts] if numbered else [0]
-        if numbers != list(range(count or len(numbers))):
+        if numbers != list(range(count or len(numbers))) and not (colours and numbers == [0]):
             raise UserError(
                 f"{path}/imagesTr has the channels {numbers} of {case}, but {count or len(numbers)} are wanted from 0; "
                 "restore the files that are missing"

@@ -33,9 +33,11 @@ UNITS = {
 
 def picture(source: Source, path: str | Path, *, images: int = 8, facts: dict[str, Any] | None = None) -> Path:
     """Save a PNG page; charts and words come from the `facts` of inspect(), where they are given."""
+    from vitrail.report.files import check_picture
     from vitrail.report.samples import Chart, draw_page, label_key
     from vitrail.report.units import plain
 
+    path = check_picture(path)
     facts = facts or source.describe()
     small = len(source.axes) == 2 and max(source.items[0].shape) <= SMALL
     rows = _volume_rows(source) if len(source.axes) == 3 else _image_rows(source, 2 * images if small else images)
@@ -51,8 +53,10 @@ def picture(source: Source, path: str | Path, *, images: int = 8, facts: dict[st
     names, shares = {}, facts.get("label_percent", {})
     if shares:
         known = getattr(source, "label_names", {})
-        names = {int(value): str(known.get(int(value), value)) for value in shares}
+        none = _no_label(getattr(source, "label_dtype", None))
+        names = {int(value): str(known.get(int(value), "none" if int(value) == none else value)) for value in shares}
         charts.append(Chart("share of voxels by label", [*shares.values()][:16], names=[*names.values()][:16]))
+        names = {value: name for value, name in names.items() if value != none}
     elif facts.get("class_counts"):
         counts = dict(list(facts["class_counts"].items())[:16])
         words = f"classes of {facts['classes_looked_at']:,} items"
@@ -67,7 +71,8 @@ def picture(source: Source, path: str | Path, *, images: int = 8, facts: dict[st
 def caption(source: Source, facts: dict[str, Any]) -> str:
     item = source.items[0]
     whole = all(c >= s for c, s in zip(item.chunk, item.shape, strict=True))
-    stored = "stored whole" if whole else f"in chunks of {by(item.chunk)}"
+    chunks = f"in chunks of {by(item.chunk)}" if max(item.chunk) > 1 else "any window is read alone"
+    stored = "stored whole" if whole else chunks
     lines = [f"{sizes(item)} along {', '.join(source.axes)}; {source.dtype}; {stored}"]
     names = ", ".join(source.variables[:8]) + (", ..." if len(source.variables) > 8 else "")
     number, count = len(source.items), len(source.variables)
@@ -98,7 +103,7 @@ def _volume_rows(source: Source) -> "list[list[Panel]]":
         for row, (group, index) in zip(rows, groups, strict=True):
             row.append(Panel(_shade(values[index]), f"{group}{place}", aspect, bar))
         if has_labels(source):
-            classes = source.read_labels(0, window).squeeze(axis)  # type: ignore[attr-defined]
+            classes = _classes(source.read_labels(0, window).squeeze(axis))  # type: ignore[attr-defined]
             shown = colour_labels(rows[0][-1].picture, classes)
             labelled.append(Panel(shown, f"labels, {name} = {at}", aspect, bar))
     return [*rows, labelled] if labelled else rows
@@ -125,7 +130,7 @@ def _image_rows(source: Source, count: int) -> "list[list[Panel]]":
             size = f"{group}{known or by(item.shape)}" if plain else f"{group}{by(item.shape)} pixels"
             panels.append(Panel(_shade(values[variables]), f"{words}\n{size}", aspect, bar))
         if has_labels(source):
-            classes = source.read_labels(index, window)  # type: ignore[attr-defined]
+            classes = _classes(source.read_labels(index, window))  # type: ignore[attr-defined]
             panels.append(Panel(colour_labels(panels[-len(groups)].picture, classes), f"{words}\nlabels", aspect, bar))
     across = len(groups) + has_labels(source) if several else 8 if plain else 4
     return [panels[start : start + across] for start in range(0, len(panels), across)]
@@ -158,6 +163,16 @@ def _shade(values: np.ndarray) -> np.ndarray:
     from vitrail.report.samples import shade
 
     return shade(values)
+
+
+def _classes(labels: np.ndarray) -> np.ndarray:
+    """Labels as they are drawn: the highest number of a type of several bytes stands for none."""
+    none = _no_label(labels.dtype)
+    return labels if none is None else np.where(labels == none, 0, labels)
+
+
+def _no_label(dtype: np.dtype | None) -> int | None:
+    return None if dtype is None or dtype.kind not in "iu" or dtype.itemsize == 1 else int(np.iinfo(dtype).max)
 
 
 def scale_bar(width: int, spacing: float, unit: str | None) -> tuple[float, str]:

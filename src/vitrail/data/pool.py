@@ -66,12 +66,12 @@ class Job:
 class Pool:
     """A few threads that take jobs in the order in which they came."""
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int, name: str = "vitrail-reader"):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._open: set[Job] = set()
         self._lock = threading.Lock()
         self._closed = False
-        names = [f"vitrail-reader-{number}" for number in range(threads)]
+        names = [f"{name}-{number}" for number in range(threads)]
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
         for thread in self._threads:
             thread.start()

@@ -41,9 +41,11 @@ def preview(
     title: str,
 ) -> dict[str, Any]:
     """Draw samples of the first steps of a run, whose batches are so large, to a PNG; returns what they are."""
+    from vitrail.report.files import check_picture
     from vitrail.report.panels import HIDDEN
     from vitrail.report.samples import draw_page, label_key
 
+    path = check_picture(path)
     rows: list[list[Panel]] = []
     facts: list[dict[str, Any]] = []
     pair = 1 if batch % 2 else 2  # samples that are mixed with each other follow each other
@@ -55,7 +57,7 @@ def preview(
         inputs, targets = objective.prepare(part, draws)
         visible = _visible(objective, targets, draws)
         for row in range(min(pair, samples - len(rows))):
-            sample = loader.sampler(part.counters[row])
+            sample = loader.samples[row]  # which may stand for one that is bad
             source = sources[sample.source]
             item = source.items[sample.item]
             boxes = token_boxes(objective.model, inputs, targets, row)

@@ -3,7 +3,9 @@
 Blocks are decoded once and shared by all threads; a block that another thread is already reading is waited for, not
 read twice. Room for a block is made before it is read, so that the limit of memory holds; where there is none, because
 other threads are filling it, just the window is read; so it is where a block has bad data, which the window may not
-touch. Sources that keep decoded chunks themselves are asked for the window, straight into its place in the batch.
+touch. Of sources that read straight, by chunks, a block is filled only as far as windows of it are asked for. Without
+blocks such a source keeps chunks itself and puts the window straight into its place in the batch; so it is where the
+cache holds much of the source, because blocks overlap, and chunks are shared by all of them.
 
 What a window becomes on the host, in this order: the axis across which it is a slice is dropped, images are fitted, a
 scale of two or more is pooled by powers of two. Labels of voxels go through the same; where only a slab of the crop is
@@ -13,14 +15,17 @@ asked for, they are still those of the whole crop.
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitrail.data.bad import BadData, ShortRead, read_again
 from vitrail.data.batch import Labelling
+from vitrail.data.buffers import Buffers
+from vitrail.data.chunks import copy_part
 from vitrail.data.sampler import Sample
 from vitrail.data.shrink import fit_image, pool, pool_factors, whole_image_factors
 from vitrail.data.source import Source
@@ -28,6 +33,8 @@ from vitrail.errors import UserError
 
 # PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
 _HOST_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32", "bool": "uint8"}
+
+MUCH_MORE = 4  # times the bytes of the cache: below that, chunks that are met again by chance count
 
 
 def host_dtype(dtype: np.dtype) -> np.dtype:
@@ -41,6 +48,7 @@ class Block(NamedTuple):
 
     values: np.ndarray  # [C, *S]
     labels: np.ndarray | None  # [*S], where voxels have labels; of a larger window, where values are of a slab
+    fill: Callable[[tuple[slice, ...]], None] | None = None  # reads what is not there yet of a region of the item
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +83,8 @@ class Reader:
             self._classes = [[labelling.names.index(n) for n in getattr(s, "class_names", ())] for s in sources]
         self._blocks: OrderedDict[tuple, tuple[Future[Block], int]] = OrderedDict()  # with their bytes
         self._bytes = 0
+        self._buffers = Buffers()
+        self._large: dict[int, bool] = {}  # sources of chunks, by number: whether they are larger than the cache by far
         self._lock = threading.Lock()
 
     def size_of(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
@@ -129,7 +139,7 @@ class Reader:
                 "read; fill or mask such values in the file, or leave them out with `region`"
             )
         factors = self.factors(sample.source, sample.item, sample.window or self.crop)
-        out[...] = self._shrink(values, factors, item.slices, labels=False)
+        copy_part(out, self._shrink(values, factors, item.slices, labels=False))
         if labels is not None:
             labels[...] = self._shrink(crop.labels[None], factors, item.slices, labels=True)[0]  # type: ignore[index]
 
@@ -150,29 +160,44 @@ class Reader:
     def voxel_bytes(self, source: Source) -> int:
         """Bytes of one voxel of a source with all that is read of it."""
         labels = 0 if self.label_dtype is None else _label_dtype(source).itemsize
-        return len(source.variables) * source.dtype.itemsize + labels
+        return _value_bytes(source) + labels
 
     # ------------------------------------------------------------ from the source, or from a block of it
 
     def _cut(self, sample: Sample, window: tuple[slice, ...], whole: tuple[slice, ...]) -> Block:
         """Voxels of one window of the sample, labels of all of it."""
         block = None
-        if self.whole_blocks and not _keeps_chunks(self.sources[sample.source]):
+        if self._in_blocks(sample.source):
             try:
                 block = self._block(sample)
             except BadData:
                 block = None  # some of the block is bad, or failed just now; the window decides
+        inside, around = _shift(window, sample.start), _shift(whole, sample.start)
         if block is None:
-            inside, around = _shift(window, sample.start), _shift(whole, sample.start)
             return self._read(sample, inside, around, retries=self.retries)
         first = [s - b.start for s, b in zip(sample.start, sample.block, strict=True)]
-        labels = None if block.labels is None else block.labels[_shift(whole, first)]
+        if block.fill is not None:
+            fill = partial(block.fill, inside)
+            read_again(fill, self.name_of(sample), retries=self.retries)
+            labels = self._read_labels(sample, around, retries=self.retries)
+        else:
+            labels = None if block.labels is None else block.labels[_shift(whole, first)]
         return Block(block.values[(slice(None), *_shift(window, first))], labels)
+
+    def _in_blocks(self, number: int) -> bool:
+        """Whether windows of a source are cut out of blocks that are kept here."""
+        source = self.sources[number]
+        if not self.whole_blocks or not _keeps_chunks(source):
+            return self.whole_blocks
+        if number not in self._large:
+            size = sum(math.prod(item.shape) for item in source.items) * _value_bytes(source)
+            self._large[number] = size > MUCH_MORE * self.cache_bytes
+        return _reads_straight(source) and self._large[number]
 
     def _copies_straight(self, out: np.ndarray, sample: Sample) -> bool:
         """Whether a source can put a window where it belongs, as it is: whole numbers, neither sliced nor shrunk."""
         source = self.sources[sample.source]
-        if not _keeps_chunks(source) or not hasattr(source, "read_into") or out.dtype.kind == "f":
+        if not _reads_straight(source) or self._in_blocks(sample.source) or out.dtype.kind == "f":
             return False
         shrunk = max(self.factors(sample.source, sample.item, sample.window or self.crop)) > 1
         return source.items[sample.item].slices is None and self.fit is None and not shrunk
@@ -180,18 +205,23 @@ class Reader:
     def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...], *, retries: int) -> Block:
         """A window of the sample's item: voxels of one region, labels of another."""
         source: Any = self.sources[sample.source]
-        name = self.name_of(sample)
 
         def read_values() -> np.ndarray:
             return _complete(source.read(sample.item, region), (len(source.variables), *_sizes(region)))
 
-        def read_labels() -> np.ndarray:
-            return _complete(source.read_labels(sample.item, labelled), _sizes(labelled))
+        values = read_again(read_values, self.name_of(sample), retries=retries)
+        return Block(values, self._read_labels(sample, labelled, retries=retries))
 
-        values = read_again(read_values, name, retries=retries)
+    def _read_labels(self, sample: Sample, region: tuple[slice, ...], *, retries: int) -> np.ndarray | None:
+        """The labels of a window's voxels, where they are wanted."""
         if self.label_dtype is None:
-            return Block(values, None)
-        return Block(values, read_again(read_labels, f"labels of {name}", retries=retries))
+            return None
+        source: Any = self.sources[sample.source]
+
+        def read_labels() -> np.ndarray:
+            return _complete(source.read_labels(sample.item, region), _sizes(region))
+
+        return read_again(read_labels, f"labels of {self.name_of(sample)}", retries=retries)
 
     def _shrink(self, values: np.ndarray, factors: Sequence[int], across: int | None, *, labels: bool) -> np.ndarray:
         if across is not None:
@@ -224,7 +254,9 @@ class Reader:
     def _block(self, sample: Sample) -> Block | None:
         """The block of a sample, or None if there is no room for it."""
         name = (sample.source, sample.item, *[(b.start, b.stop) for b in sample.block])
-        size = math.prod(_sizes(sample.block)) * self.voxel_bytes(self.sources[sample.source])
+        source = self.sources[sample.source]
+        voxel = _value_bytes(source) if _reads_straight(source) else self.voxel_bytes(source)
+        size = math.prod(_sizes(sample.block)) * voxel
         with self._lock:
             mine = name not in self._blocks
             if mine:
@@ -236,7 +268,7 @@ class Reader:
             future, _ = self._blocks[name]
         if mine:
             try:
-                future.set_result(self._read(sample, sample.block, sample.block, retries=0))
+                future.set_result(self._open_block(sample))
             except BaseException as error:
                 with self._lock:
                     del self._blocks[name]
@@ -244,6 +276,14 @@ class Reader:
                 future.set_exception(error)
                 raise
         return future.result()
+
+    def _open_block(self, sample: Sample) -> Block:
+        source: Any = self.sources[sample.source]
+        if not _reads_straight(source):
+            return self._read(sample, sample.block, sample.block, retries=0)
+        shape = (len(source.variables), *_sizes(sample.block))
+        values = self._buffers.take(shape, source.dtype, limit=self.cache_bytes)
+        return Block(values, None, source.read_later(sample.item, sample.block, values))
 
     def _make_room(self, size: int) -> bool:
         """Forget the blocks that were used longest ago; blocks that are being read stay."""
@@ -254,6 +294,15 @@ class Reader:
                 break
             self._bytes -= self._blocks.pop(name)[1]
         return self._bytes + size <= self.cache_bytes
+
+
+def _value_bytes(source: Source) -> int:
+    return len(source.variables) * source.dtype.itemsize
+
+
+def _reads_straight(source: Any) -> bool:
+    """Whether a source writes voxels where they belong, chunk by chunk (data/hierarchy.py)."""
+    return bool(getattr(source, "reads_straight", False))
 
 
 def _keeps_chunks(source: Any) -> bool:

@@ -7,17 +7,20 @@ and with any number of workers. It also suits a reader that decodes large blocks
 - lane = counter mod `lanes`; a lane stays `reuse` turns on one block, then takes the next visit
 - the visits of a pass are a keyed (Feistel) permutation; each block's share of them is its share of the starts, and
   offsets hash the counter, so crops are uniform over the data
+- an item's share is its voxels, in crops, whatever its format: images of one size are gone through image by image, as
+  are images of many sizes where whole ones are taken (`fit`, `resized_crop`)
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vitrail.data.filter import Occupancy
+from vitrail.data.filter import NothingLeft, Occupancy
 from vitrail.draws import key
-from vitrail.errors import UserError
 
 TRIES = 64  # places in a block that are looked at for one with enough in it
 
@@ -42,6 +45,7 @@ class Extent(NamedTuple):
     origin: tuple[int, ...]  # region start modulo chunk
     weight: float
     window: tuple[int, ...] = ()  # voxels that a sample is cut from, where that is not the crop
+    slices: int | None = None  # number of the axis across which samples are slices, which crops do not have
 
 
 class Order(Protocol):
@@ -75,13 +79,22 @@ class Sampler:
     ):
         """`occupancy` of each extent leaves out places with little in them; `shares` are those of the sources."""
         self.extents, self.crop, self.seed = list(extents), crop, seed
-        chunked = any(c < s for e in extents for c, s in zip(e.chunk, e.shape, strict=True))
-        self.reuse = reuse or (4 if chunked else 1)
         self.lanes, self.orientations = lanes, list(orientations)  # codes of augment.orientations()
         self.windows = [e.window or crop for e in extents]
-        self.cuts = [_cuts(e, window, block) for e, window in zip(extents, self.windows, strict=True)]
+        reused = any(_holds_several(e, window) for e, window in zip(extents, self.windows, strict=True))
+        self.reuse = reuse or (4 if reused else 1)
         self.occupancy = list(occupancy or [None] * len(self.extents))
-        weights = [_weights(*each) for each in zip(extents, self.windows, self.cuts, self.occupancy, strict=True)]
+        self.cuts: list[list[np.ndarray]] = []
+        weights: list[np.ndarray] = []
+        alike: dict[Any, tuple[list[np.ndarray], np.ndarray]] = {}  # a million images of one size are cut once
+        for e, window, filled in zip(extents, self.windows, self.occupancy, strict=True):
+            what = (e[2:], window)
+            found = alike.get(what)
+            if found is None:
+                cuts = _cuts(e, window, block)
+                found = alike[what] = (cuts, _weights(e, window, cuts))
+            self.cuts.append(found[0])
+            weights.append(found[1] if filled is None else found[1] * _filled(filled, window, found[0]))
         if shares is not None:
             totals = np.zeros(len(shares))
             for e, w in zip(extents, weights, strict=True):
@@ -95,12 +108,17 @@ class Sampler:
         self.cumulative = np.cumsum(flat)
         self.visits = int(np.count_nonzero(flat))
         if not self.visits:
-            raise UserError("data.filter: no place has enough in it; lower `share` or `above`, or choose other data")
+            raise NothingLeft("data.filter: no place has enough in it; lower `share` or `above`, or choose other data")
         self._last = int(np.flatnonzero(flat)[-1])  # of the blocks that samples may come from
         self.largest_block = max(
             math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, window, strict=True))
-            for cuts, window in zip(self.cuts, self.windows, strict=True)
+            for (_, window), (cuts, _) in alike.items()
         )  # in voxels
+
+    def weight_of(self, extent: int) -> float:
+        """The crops' worth of places of an extent, times its weight or share."""
+        before, after = (self.cumulative[i - 1] if i else 0.0 for i in self.first[extent : extent + 2])
+        return float(after - before)
 
     @property
     def epoch(self) -> int:
@@ -141,7 +159,7 @@ class Sampler:
             if occupancy is None or occupancy.has_enough(start, window):
                 return start
         assert occupancy is not None
-        lattice = _lattice(occupancy, low, high)
+        lattice = [_places(*each) for each in zip(low, high, occupancy.cell, strict=True)]
         found = np.argwhere(occupancy.enough(lattice, window))
         chosen = found[key(self.seed, "lattice", counter, *again) % len(found)]
         return tuple(int(axis[i]) for axis, i in zip(lattice, chosen, strict=True))
@@ -149,10 +167,15 @@ class Sampler:
 
 def block_steps(extent: Extent, window: tuple[int, ...], block: tuple[int, ...] | None) -> list[int]:
     """Voxels from one block of starts to the next along each axis: as given, or whole chunks."""
-    return [
-        block[axis] if block else math.ceil(size / chunk) * chunk
-        for axis, (size, chunk) in enumerate(zip(window, extent.chunk, strict=True))
-    ]
+    steps = [math.ceil(size / chunk) * chunk for size, chunk in zip(window, extent.chunk, strict=True)]
+    return steps if block is None else list(across(block, extent, steps))
+
+
+def across(given: Sequence[Any], extent: Extent, default: Sequence[Any]) -> Sequence[Any]:
+    """What is given for each axis of a sample, for each axis of an item: across slices it is the default."""
+    if extent.slices is None or len(given) != len(extent.shape) - 1:
+        return given
+    return [*given[: extent.slices], default[extent.slices], *given[extent.slices :]]
 
 
 def _cuts(extent: Extent, window: tuple[int, ...], block: tuple[int, ...] | None) -> list[np.ndarray]:
@@ -166,27 +189,45 @@ def _cuts(extent: Extent, window: tuple[int, ...], block: tuple[int, ...] | None
     return cuts
 
 
-def _weights(
-    extent: Extent, window: tuple[int, ...], cuts: list[np.ndarray], occupancy: Occupancy | None
-) -> np.ndarray:
-    """How many crops' worth of starts each block has; an item that is stored whole counts as one crop."""
-    whole = all(c >= s for c, s in zip(extent.chunk, extent.shape, strict=True))
-    weights = np.ones(())
-    for c, size in zip(cuts, window, strict=True):
-        weights = np.multiply.outer(weights, np.diff(c) / (c[-1] if whole else size))
-    if occupancy is not None:
-        for cell in np.ndindex(weights.shape):
-            low, high = ([int(c[i + end]) for c, i in zip(cuts, cell, strict=True)] for end in (0, 1))
-            weights[cell] *= occupancy.enough(_lattice(occupancy, low, high), window).mean()
-    return weights * extent.weight
+def _is_whole(extent: Extent) -> bool:
+    """Whether an item has to be decoded as one."""
+    return all(c >= s for c, s in zip(extent.chunk, extent.shape, strict=True))
 
 
-def _lattice(occupancy: Occupancy, low: Sequence[int], high: Sequence[int]) -> list[np.ndarray]:
-    """Places of a block, one a cell along each axis, by which its share of places with enough in them is judged."""
-    return [
-        np.unique(np.append(np.arange(lo, hi, cell), hi - 1))
-        for lo, hi, cell in zip(low, high, occupancy.cell, strict=True)
+def _holds_several(extent: Extent, window: tuple[int, ...]) -> bool:
+    """Whether an item is worth several crops once it is decoded: chunks are, and volumes larger than a crop."""
+    if not _is_whole(extent):
+        return True
+    return len(extent.shape) > 2 and math.prod(extent.shape) >= 2 * math.prod(window)
+
+
+def _weights(extent: Extent, window: tuple[int, ...], cuts: list[np.ndarray]) -> np.ndarray:
+    """The crops' worth of voxels of an item, shared out over its blocks by their starts."""
+    weights = np.full((), extent.weight * math.prod(s / w for s, w in zip(extent.shape, window, strict=True)))
+    for c in cuts:
+        weights = np.multiply.outer(weights, np.diff(c) / c[-1])
+    return weights
+
+
+def _places(low: int, high: int, cell: int) -> np.ndarray:
+    """Places along an axis of a block, one a cell."""
+    return np.unique(np.append(np.arange(low, high, cell), high - 1))
+
+
+def _filled(occupancy: Occupancy, window: tuple[int, ...], cuts: list[np.ndarray]) -> np.ndarray:
+    """The share of each block's places with enough in them, judged by one place a cell along each axis."""
+    lattices = [
+        [_places(low, high, cell) for low, high in itertools.pairwise(c.tolist())]
+        for c, cell in zip(cuts, occupancy.cell, strict=True)
     ]
+    counts = [np.array([len(places) for places in lattice]) for lattice in lattices]
+    others, rows = [np.concatenate(lattice) for lattice in lattices[1:]], []
+    for places in lattices[0]:
+        found = occupancy.enough([places, *others], window).sum(axis=0, dtype=np.float64)
+        for axis, number in enumerate(counts[1:]):
+            found = np.add.reduceat(found, np.cumsum([0, *number[:-1]]), axis=axis)
+        rows.append(found)
+    return np.stack(rows) / functools.reduce(np.multiply.outer, counts)
 
 
 def permute(index: int, size: int, secret: int) -> int:

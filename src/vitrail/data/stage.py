@@ -2,7 +2,8 @@
 
 - a copy lies below the folder under the full path of its original, so that names say where things come from
 - of a stored array the files of the region and level that are read are copied, with the metadata around them; of other
-  data the file, or all files of the folder; URLs, and entries with `stage: false`, are read where they are
+  data the files that the source or its arrays tell of (masks, headers, parts and shards too), or all files of the
+  folder; URLs, and entries with `stage: false`, are read where they are
 - a file is copied under another name and renamed when it is whole; one with the size and time of its original is kept,
   so that a copy which was interrupted goes on
 - processes of a node take turns by a lock that ends with them: the first copies, the others find everything there
@@ -94,14 +95,25 @@ def stage(
         whole = local_path(path).absolute()
         if folder == whole or whole in folder.parents:
             raise UserError(f"data.stage.dir: {str(folder)!r} lies inside the data of {path}; give a folder elsewhere")
-        for file in needed_files(config, whole):
+        try:
+            files = needed_files(config, whole)
+        except UserError:
+            if whole.exists():
+                raise
+            files = set()
+        if not files:  # nothing is there: opening it explains what is wrong
+            staged.append(config)
+            continue
+        for file in files:
             found = _look(file)
             target = _below(folder, file)
             copies[target] = Copy(file, target, found.st_size, found.st_mtime_ns)
         changes = {"path": f"{_below(folder, whole)}{colons}{key}"}
-        beside = getattr(config, "labels", None)
-        if isinstance(beside, str) and _below(folder, Path(beside).absolute()) in copies:
-            changes["labels"] = str(_below(folder, Path(beside).absolute()))
+        beside, colons, key = (getattr(config, "labels", None) or "").partition("::")
+        if beside and not is_url(beside) and local_path(beside).exists():
+            labelled = _below(folder, local_path(beside).absolute())
+            if any(labelled == target or labelled in target.parents for target in copies):
+                changes["labels"] = f"{labelled}{colons}{key}"
         staged.append(dataclasses.replace(config, **changes))
     if copies:
         with _turn(folder, tell, tick):
@@ -112,13 +124,11 @@ def stage(
 def _can_stage(config: Any) -> bool:
     path = getattr(config, "path", None)
     wanted = getattr(config, "stage", True) and dataclasses.is_dataclass(config)
-    if not wanted or not isinstance(path, str) or is_url(path.partition("::")[0]):
-        return False
-    return local_path(path.partition("::")[0]).exists()  # opening it explains what is wrong otherwise
+    return bool(wanted) and isinstance(path, str) and not is_url(path.partition("::")[0])
 
 
 def _below(folder: Path, path: Path) -> Path:
-    return folder.joinpath(*path.parts[1:])
+    return folder.joinpath(*Path(os.path.normpath(path)).parts[1:])  # `..` must not lead out of the folder
 
 
 def _look(file: Path) -> os.stat_result:

@@ -7,35 +7,53 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vitrail.data.files import is_url, local_path
+from vitrail.data.stored import Stored, Window
+
 METADATA = (".zgroup", ".zattrs", ".zarray", ".zmetadata", "zarr.json", "attributes.json")
 ARRAY = (".zarray", "zarr.json", "attributes.json")
 
 
 def needed_files(config: Any, path: Path) -> set[Path]:
-    """Files that the source of a config reads; `path` is its local one."""
-    if path.is_file():
-        return {path} | _beside(config, path)
-    root = _hierarchy(path)
-    if root is None:
-        return set(_walk(path))
+    """Files that the source of a config reads; `path` is its local one.
+
+    A source tells them by its own `files()`, or each of its arrays does; else it is what lies at the path.
+    """
     source = config.open()
-    files = set(_metadata(root, path))
+    if callable(declared := getattr(source, "files", None)):
+        return {file for name in declared() for file in _walk(_absolute(name))}
+    root, windows = _hierarchy(path), getattr(source, "stored_window", None)
+    files: set[Path] = set()
+    if root is None or windows is None:
+        files |= {*_walk(path), *_told_beside(path)}
+    else:
+        files |= set(_metadata(root, path))
+    known: set[int] = set()  # arrays that many items share, as moments do, are listed once
     for number, entry in enumerate(getattr(source, "entries", ())):
         for stored in (*entry.images, entry.labels):
-            if stored is not None:
-                files |= set(_array_files(source, number, stored))
-    return files if getattr(source, "entries", ()) else set(_walk(path))
+            if stored is None or id(stored) in known or is_url(stored.name.partition("::")[0]):
+                continue
+            if stored.files or stored.chunk_reader is None:
+                known.add(id(stored))
+                names = stored.files or (stored.name.partition("::")[0],)
+                files |= {file for name in names for file in _walk(_absolute(name))}
+            elif windows is not None:
+                files |= set(_chunk_files(stored, windows(number, stored)))
+            if stored is entry.labels:  # they may lie elsewhere in the hierarchy, or in another
+                files |= set(_metadata_around(_absolute(stored.name)))
+    return files
 
 
-def _beside(config: Any, path: Path) -> set[Path]:
-    """Files that belong to a file: what tells of it under the same name, and arrays that were found beside it."""
-    stem = path.name.partition(".")[0]
-    files = {path.with_name(f"{stem}.json")}
-    for entry in getattr(config.open(), "entries", ()):
-        files |= {
-            Path(stored.name.partition("::")[0]) for stored in (*entry.images, entry.labels) if stored is not None
-        }
-    return {file.absolute() for file in files if file.is_file()}
+def _told_beside(path: Path) -> Iterator[Path]:
+    """What may tell of a file: JSON under its name, or the first part of it, as of scan.json for scan_0000.tif."""
+    if path.is_file():
+        for file in path.parent.glob("*.json"):
+            if path.name.startswith((f"{file.stem}.", f"{file.stem}_")):
+                yield file
+
+
+def _absolute(name: str) -> Path:
+    return local_path(name).absolute()
 
 
 def _hierarchy(path: Path) -> Path | None:
@@ -54,6 +72,13 @@ def _metadata(root: Path, path: Path) -> Iterator[Path]:
     for folder in above:
         yield from (folder / name for name in METADATA if (folder / name).is_file())
     yield from _metadata_below(path)
+
+
+def _metadata_around(array: Path) -> Iterator[Path]:
+    """Metadata of an array and the other levels of its pyramid."""
+    root = _hierarchy(array)
+    if root is not None:
+        yield from _metadata(root, array if root == array else array.parent)
 
 
 def _metadata_below(folder: Path) -> Iterator[Path]:
@@ -80,32 +105,18 @@ def _is_array(folder: Path) -> bool:
     return False
 
 
-def _array_files(source: Any, item: int, stored: Any) -> Iterator[Path]:
-    """Files of the chunks of an array that lie in the region; all of it where the layout is not known."""
-    chunks = stored.chunk_reader
-    if chunks is None:
-        yield from _walk(Path(stored.name))
+def _chunk_files(stored: Stored, window: Window | None) -> Iterator[Path]:
+    """Files of the chunks of an array that a window touches."""
+    if window is None:
         return
+    chunks = stored.chunk_reader
     layout = chunks.layout
-    window = _window(source, item, stored)
     grid = [a * b for a, b in zip(layout.grid, layout.shards.chunks, strict=True)] if layout.shards else layout.grid
     cells = (range(w.start // g, -(-w.stop // g)) for w, g in zip(window, grid, strict=True))
     for index in itertools.product(*cells):
-        file = Path(chunks.array) / layout.name(index)
+        file = Path(chunks.array).absolute() / layout.name(index)
         if file.is_file():  # what is missing is missing in the copy, too
             yield file
-
-
-def _window(source: Any, item: int, stored: Any) -> tuple[slice, ...]:
-    """The part of an array that is read of an item, one slice an axis."""
-    region = source._regions[item]
-    if stored is source.entries[item].labels:  # they may cover a box of the image alone
-        region = [slice(r.start - o, r.stop - o) for r, o in zip(region, source._label_offsets[item], strict=True)]
-    space, moment = iter(region), source.config.time
-    return tuple(
-        slice(moment, moment + 1) if name == "t" else slice(0, size) if name == "c" else next(space)
-        for name, size in zip(stored.axes, stored.shape, strict=True)
-    )
 
 
 def _walk(path: Path) -> Iterator[Path]:

@@ -77,6 +77,7 @@ class Stored:
     prefetch: Callable[[Window], None] | None = None  # start to decode a window
     filling: Any = None  # counts, as `filled`, the chunks that were never written and were read all the same
     chunk_reader: Any = None  # data/chunks.py, where whole chunks can be decoded one by one
+    files: tuple[str, ...] = ()  # and folders that it is read from, where these are others than its name tells
 
     @property
     def space(self) -> tuple[int, ...]:
@@ -121,6 +122,13 @@ def plain_unit(unit: Any) -> str | None:
     return next((full for full, short in _UNITS.items() if text.lower() == full or text.lower() in short), text)
 
 
+def unit_ratio(unit: str | None, other: str | None) -> float | None:
+    """How many of another unit one unit is; None where that is not known."""
+    if unit == other:
+        return 1.0
+    return _METERS[unit] / _METERS[other] if unit in _METERS and other in _METERS else None
+
+
 def split_axes(axes: str) -> tuple[str, ...]:
     """Names of axes out of "czyx" or "time, latitude, longitude"."""
     names = [part.strip() for part in axes.split(",")] if "," in axes else list(axes)
@@ -157,9 +165,10 @@ def with_given(
         factors = {n: v / old for n, v, old in zip(stored.grid, voxel_size, stored.voxel(), strict=True)}
         return _rescaled(stored, factors, wanted or told)
     if wanted is not None and told is not None and wanted != told:
-        if wanted not in _METERS or told not in _METERS:
+        ratio = unit_ratio(told, wanted)
+        if ratio is None:
             raise UserError(f"unit = {unit!r}: {stored.name} is in {told}, which cannot be converted; leave `unit` out")
-        return _rescaled(stored, dict.fromkeys(stored.grid, _METERS[told] / _METERS[wanted]), wanted)
+        return _rescaled(stored, dict.fromkeys(stored.grid, ratio), wanted)
     return _rescaled(stored, {}, wanted or told)
 
 
@@ -247,6 +256,12 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
     for axis, factor in zip(stored.space, factors, strict=True):
         every[axis] = factor
     shape = tuple(size // factor for size, factor in zip(stored.shape, every, strict=True))
+    if 0 in shape:
+        axis = shape.index(0)
+        raise BadData(
+            f"{stored.name} has {stored.shape[axis]} voxels along {stored.axes[axis]}, of which {every[axis]} become "
+            "one at the `spacing` that is wanted, so that none is left; ask for a finer one, or leave the file out"
+        )
 
     def widen(window: Window) -> Window:
         return tuple(slice(w.start * f, w.stop * f) for w, f in zip(window, every, strict=True))

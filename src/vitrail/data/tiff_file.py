@@ -147,16 +147,19 @@ def check_complete(name: str, place: Path, tif: Any) -> None:
     images = (tif.imagej_metadata or {}).get("images", 1) if tif.is_imagej else 1
     if images > 1 and series.dataoffset is None and len(series.pages) < images:
         raise BadData(f"{name} holds {len(series.pages)} pages but its ImageJ header says {images}; restore the file")
-    if series.dataoffset is not None:
-        end = series.dataoffset + series.nbytes
-    else:
-        own = str(tif.filehandle.path)  # an OME-TIFF may have pages in other files too
-        last = [page for page in series.pages if page is not None and str(page.parent.filehandle.path) == own][-1:]
-        end = max(
-            (o + c for page in last for o, c in zip(page.dataoffsets, page.databytecounts, strict=True)), default=0
-        )
+    plain = series.kind in ("generic", "uniform", "shaped")  # any of them may be the last
+    end = max(_find_end(tif, each) for each in (tif.series if plain else [series]))
     if end > size:
         raise BadData(f"{name} is cut short: its data end at byte {end}, the file at {size}; restore the file")
+
+
+def _find_end(tif: Any, series: Any) -> int:
+    """The byte after the data of a series in its own file: an OME-TIFF may have pages in other files too."""
+    if series.dataoffset is not None:
+        return int(series.dataoffset + series.nbytes)
+    own = str(tif.filehandle.path)
+    last = [page for page in series.pages if page is not None and str(page.parent.filehandle.path) == own][-1:]
+    return max((o + c for page in last for o, c in zip(page.dataoffsets, page.databytecounts, strict=True)), default=0)
 
 
 def _check_chain(name: str, place: Path, size: int) -> None:

@@ -9,11 +9,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from vitrail.data.filter import Occupancy
-from vitrail.data.sampler import Extent, Sample, block_steps, permute
+from vitrail.data.filter import NothingLeft, Occupancy
+from vitrail.data.sampler import Extent, Sample, across, block_steps, permute
 from vitrail.draws import key
 from vitrail.errors import UserError
 
@@ -55,11 +56,19 @@ class Tiles:
         self.kept: list[np.ndarray | None] = []  # which tiles have enough in them; None: all
         counts = []  # of tiles in each block of each extent
         self.largest_block = 0  # in voxels
+        alike: dict[Any, Any] = {}  # a million images of one size are cut once
         for number, e in enumerate(self.extents):
-            window = e.window or crop
+            window, holder = e.window or crop, occupancy[number] if occupancy else None
+            if holder is None and (found := alike.get((e[2:], window))) is not None:
+                starts, firsts, count = found
+                counts.append(count)
+                self.starts.append(starts)
+                self.firsts.append(firsts)
+                self.kept.append(None)
+                continue
             starts = [
                 tile_starts(size, w, o, edges=edges)
-                for size, w, o in zip(e.shape, window, _per_axis(overlap, window), strict=True)
+                for size, w, o in zip(e.shape, window, _per_axis(overlap, e), strict=True)
             ]
             firsts, reach = [], []
             for s, origin, step, w in zip(starts, e.origin, block_steps(e, window, block), window, strict=True):
@@ -67,9 +76,10 @@ class Tiles:
                 first = np.concatenate([[0], np.flatnonzero(np.diff(which)) + 1, [len(s)]])
                 firsts.append(first)
                 reach.append(int((s[first[1:] - 1] - s[first[:-1]]).max()) + w)
-            holder = occupancy[number] if occupancy else None
             kept = None if holder is None else holder.enough(starts, window)
             counts.append(_count(firsts, kept))
+            if kept is None:
+                alike[e[2:], window] = (starts, firsts, counts[-1])
             self.starts.append(starts)
             self.firsts.append(firsts)
             self.kept.append(kept)
@@ -78,7 +88,7 @@ class Tiles:
         self.counts = np.concatenate([c.ravel() for c in counts])
         self.epoch = int(self.counts.sum())
         if not self.epoch:
-            raise UserError("data.filter: no tile has enough in it; lower `share` or `above`, or choose other data")
+            raise NothingLeft("data.filter: no tile has enough in it; lower `share` or `above`, or choose other data")
         self.reuse = int(self.counts.max())  # a block's tiles are read together
         self._passes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -145,9 +155,12 @@ def _count(firsts: list[np.ndarray], kept: np.ndarray | None) -> np.ndarray:
     return counts
 
 
-def _per_axis(overlap: float | Sequence[float], window: tuple[int, ...]) -> Sequence[float]:
+def _per_axis(overlap: float | Sequence[float], extent: Extent) -> Sequence[float]:
+    axes = len(extent.shape)
     if isinstance(overlap, int | float):
-        return [overlap] * len(window)
-    if len(overlap) != len(window):
-        raise UserError(f"data.tiles.overlap: {list(overlap)} are not one number for each of {len(window)} axes")
-    return overlap
+        return [overlap] * axes
+    given = across(overlap, extent, [0.0] * axes)
+    if len(given) != axes:
+        number = axes - (extent.slices is not None)
+        raise UserError(f"data.tiles.overlap: {list(overlap)} are not one number for each of {number} axes")
+    return given

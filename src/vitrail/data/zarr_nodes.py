@@ -173,6 +173,14 @@ def told_place(attributes: dict[str, Any], axes: Sequence[str], *, reversed_axes
     return _placed(axes, space, size, unit, shift)
 
 
+def shifted_origin(spacing: dict[str, float], factors: Any) -> dict[str, float]:
+    """Where the first voxel of a coarse level lies, whose sizes are factors (x first) times those of the finest."""
+    names = list(spacing)
+    if not _numbers(factors, names, names) or min(factors) <= 0:
+        return dict.fromkeys(names, 0.0)
+    return {n: spacing[n] * (1 - 1 / f) / 2 for n, f in zip(names, factors[::-1], strict=True)}
+
+
 def _numbers(values: Any, axes: Sequence[str], space: Sequence[str]) -> bool:
     return (
         isinstance(values, list)

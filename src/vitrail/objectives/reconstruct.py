@@ -4,6 +4,7 @@
 - on "hidden" tokens or on "all"; padding of adaptive tokens is not scored
 - validation decodes every hidden token and compares the squared error with the variance of the same voxels, in the
   intensities of the data ("raw") or within patches ("patch"): predicting the mean, or each patch's own, scores 1
+- several variables count alike: each is compared with its own variance, as normalised, whatever its units
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.cost.flops import Flops
@@ -57,6 +59,7 @@ class Targets:
     index: Tensor  # [B, m] which tokens these are
     num_visible: int  # so many of the first ones are visible tokens
     tokens: Tokens | None  # all of the sample, in the data's own units; None where these are targets of a part
+    variables: Tensor  # which variable is scored: of each feature [P*C], or of each token [B, m]
     valid: Tensor | None = None  # [B, m] false for padding
 
 
@@ -67,6 +70,8 @@ class Reconstruct(Objective):
     def __init__(self, c: ReconstructConfig, model: MAEConfig, statistics: Statistics):
         assert model.shape is not None
         self.config, self.model, self.statistics = c, model, statistics
+        known = model.encoder.variables
+        self.num_variables = len(known.known) if known is not None else model.channels or len(statistics.mean)
 
     def tokens_per_sample(self) -> int:
         return sum(self.model.token_counts(evaluating=True)) * self.model.parts
@@ -139,7 +144,13 @@ class Reconstruct(Objective):
         index = torch.cat([visible, hidden], dim=1) if every_token else hidden
         num_visible = visible.shape[1] if every_token else 0
         kept = tokens if part.count == 1 else None
-        return inputs, Targets(values, centre, spread, index, num_visible, kept, valid)
+        own = torch.tensor(ids or range(batch.values.shape[1]), device=index.device)
+        scored = (
+            own[index // (tokens.number // tokens.separate)]
+            if encoder.separate
+            else own.tile(num_voxels(self.model.patch))
+        )
+        return inputs, Targets(values, centre, spread, index, num_visible, kept, scored, valid)
 
     def split(self, tokens: Tokens, draws: Draws, evaluating: bool) -> tuple[Tensor, Tensor]:
         """Indices of the tokens that are seen and of those that are predicted, [B, n] and [B, m]."""
@@ -193,28 +204,34 @@ class Reconstruct(Objective):
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         loss = self.loss(output, targets)
-        skip = targets.num_visible
+        skip, known = targets.num_visible, self.num_variables
         truth, error = targets.values, output.float() - targets.values
-        if self.config.target == "raw":  # a patch's own mean and spread are not the model's merit
+        # In intensities, unless variables in units of their own are put together; a patch's own mean and spread are
+        # not the model's merit.
+        if self.config.target == "raw" and known == 1:
             truth, error = truth * targets.std + targets.mean, error * targets.std
         truth, error = truth[:, skip:].double(), error[:, skip:].double()
-        voxels = torch.tensor(float(truth.numel()), dtype=torch.float64, device=truth.device)
+        counted = torch.ones_like(truth)
         if targets.valid is not None:
             valid = targets.valid[:, skip:, None].double()
-            truth, error, voxels = truth * valid, error * valid, valid.sum() * truth.shape[-1]
-        return {
-            "loss_sum": loss.sum.double(),
-            "loss_count": loss.count.double(),
-            "squared_error": error.square().sum(),
-            "sum": truth.sum(),
-            "squares": truth.square().sum(),
-            "voxels": voxels,
-        }
+            truth, error, counted = truth * valid, error * valid, counted * valid
+        by_token = targets.variables.ndim == 2
+        variables = targets.variables[:, skip:] if by_token else targets.variables
+        which = F.one_hot(variables.flatten(), known).double()  # [B*m, V] or [P*C, V]
+        sums = {"loss_sum": loss.sum.double(), "loss_count": loss.count.double()}
+        measured = {"squared_error": error.square(), "sum": truth, "squares": truth.square(), "voxels": counted}
+        for name, values in measured.items():
+            each = (values.sum(dim=2).flatten() if by_token else values.sum(dim=(0, 1))) @ which
+            sums |= {f"{name}.{number}": value for number, value in enumerate(each)}
+        return sums
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
-        voxels = sums["voxels"] or float("nan")  # nothing may be hidden, in images without any edge
-        variance = sums["squares"] / voxels - (sums["sum"] / voxels) ** 2
-        mse = sums["squared_error"] / voxels
+        errors, variances = [], []
+        for number in range(self.num_variables):
+            if voxels := sums[f"voxels.{number}"]:  # nothing may be hidden, in images without any edge
+                errors.append(sums[f"squared_error.{number}"] / voxels)
+                variances.append(sums[f"squares.{number}"] / voxels - (sums[f"sum.{number}"] / voxels) ** 2)
+        mse, variance = (sum(each) / len(each) if each else float("nan") for each in (errors, variances))
         return {
             "loss": sums["loss_sum"] / (sums["loss_count"] or float("nan")),
             "mse": mse,

@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vitrail.errors import UserError
+
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 _LARGEST = 8 * 2**20  # bytes of one picture that goes into the page
 
@@ -27,6 +29,24 @@ def write_whole(path: Path, content: bytes) -> Path:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+    return path
+
+
+def check_picture(path: str | Path) -> Path:
+    """The path of a picture to be drawn; refused before the work where no PNG can be written there."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file in it, such as {path / 'picture.png'}")
+    if path.suffix.lower() != ".png":
+        raise UserError(f"{path}: pictures are written as PNG; use a name that ends so, such as {path.stem}.png")
+    folder = path.parent.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # rights alone do not tell of full disks and systems without files
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({folder}: {error.strerror}); choose another place") from None
     return path
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +30,13 @@ from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import Recipe
 from vitrail.recipe.find import find_recipe
 from vitrail.recipe.sections import Parallel
+from vitrail.report.files import check_picture
 from vitrail.report.units import plain
 from vitrail.training.collective import on_chief
 from vitrail.training.run import fitting, joined
 from vitrail.training.setup import DataParts, Place, build_model, complete, make_loader, make_sampler, open_data
 from vitrail.training.trainer import Trainer, timed
+from vitrail.training.waiting import OPENING
 
 Mode = Literal["real", "syn", "io"]
 WARM_UP = 3  # steps that are not counted: compilation, caches
@@ -70,8 +73,9 @@ class Opened:
 def opened(recipe: Any, overrides: Sequence[str] = ()) -> Iterator[Opened]:
     """The data and the objective of a recipe, in a layout that fits here."""
     recipe = fitting(find_recipe(recipe, overrides), overrides)
-    with joined(recipe) as (place, _):
-        data = open_data(recipe, place, None)
+    with joined(recipe) as (place, watchdog):
+        beat = partial(watchdog.beat, 0, "opening the data", allowance=OPENING)
+        data = open_data(recipe, place, None, beat=beat)
         recipe = complete(recipe, data)
         objective = recipe.objective.build(recipe.model, data.statistics)
         yield Opened(recipe, place, data, objective, make_sampler(recipe, data))
@@ -81,6 +85,7 @@ def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequen
     """Draw what the model of a recipe will see of the first samples; returns the picture's path and their facts."""
     if samples < 1:
         raise UserError(f"samples: {samples} must be at least 1")
+    check_picture(out)
     with opened(recipe, overrides) as parts:
         return draw_preview(
             out,

@@ -1,7 +1,6 @@
 """Validation: fixed samples and fixed masks, shared out over the ranks."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader
+from vitrail.data.mixture import Groups
 from vitrail.data.sampler import Sampler
 from vitrail.data.tiles import Tiles
 from vitrail.draws import Draws
@@ -41,9 +41,9 @@ class Evaluator:
 
         Ranks that share samples measure parts of them, or all measure the same: metrics are ratios of sums.
         """
-        mine = list(range(flow.data_rank, self.samples, flow.layout.data))
-        batches = [mine[i : i + self.batch] for i in range(0, len(mine), self.batch)]
-        rounds = math.ceil(math.ceil(self.samples / flow.layout.data) / self.batch)
+        ranks = flow.layout.data
+        shared = [self.batches(range(rank, self.samples, ranks)) for rank in range(ranks)]
+        batches, rounds = shared[flow.data_rank], max(map(len, shared))
         sums: dict[str, torch.Tensor] = {}
         flow.model.eval()
         for number in range(rounds):
@@ -65,7 +65,8 @@ class Evaluator:
     @torch.no_grad()
     def example(self, flow: Flow) -> tuple[Batch, torch.Tensor, Any]:
         """The first samples with the model's output and targets, for a picture; the same on every rank."""
-        batch = self.loader.load(list(range(min(self.objective.pictured, self.samples))), whole=True)
+        alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
+        batch = self.loader.load(alike[: self.objective.pictured], whole=True)
         flow.model.eval()
         output, targets = self._run(flow, batch)
         flow.model.train()
@@ -75,6 +76,17 @@ class Evaluator:
             _, targets = self.objective.prepare(batch, draws, evaluating=True)
             output = self.objective.join(flow.outputs(output), targets)
         return batch, output, targets
+
+    def batches(self, counters: Iterable[int]) -> list[list[int]]:
+        """Samples that are measured together: of one set of variables each."""
+        groups: dict[int, list[int]] = {}
+        for counter in counters:
+            groups.setdefault(self._group(counter), []).append(counter)
+        return [mine[i : i + self.batch] for mine in groups.values() for i in range(0, len(mine), self.batch)]
+
+    def _group(self, counter: int) -> int:
+        sampler = getattr(self.loader, "sampler", None)
+        return int(sampler.places(counter)[0]) if isinstance(sampler, Groups) else 0
 
     def _run(self, flow: Flow, batch: Batch) -> tuple[torch.Tensor, Any]:
         inputs, targets = self.objective.prepare(

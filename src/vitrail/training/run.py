@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitrail.data.batch import Statistics
+from vitrail.data.entries import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.launch.world import find_world
 from vitrail.models.model import Model
@@ -30,6 +30,7 @@ from vitrail.training.guards import StopRequest, Watchdog
 from vitrail.training.safe_dcp import UnsafeCheckpoint
 from vitrail.training.session import SLOW_PHASE, Outcome, Session
 from vitrail.training.setup import Place, build_model, complete, find_place, make_evaluator, open_data
+from vitrail.training.waiting import OPENING
 
 __all__ = ["Outcome", "evaluate", "load", "train"]
 
@@ -72,7 +73,13 @@ def evaluate(
         weights = which_weights(weights, recipe)
         if not recipe.data.valid:
             raise UserError(f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]")
-        data = open_data(recipe, place, Statistics(*(tuple(manifest["statistics"][k]) for k in ("mean", "std"))))
+        data = open_data(
+            recipe,
+            place,
+            stored_statistics(manifest["statistics"]),
+            beat=lambda: watchdog.beat(0, "opening the data", allowance=OPENING),
+        )
+        watchdog.beat(0, "start", allowance=SLOW_PHASE)
         recipe = complete(recipe, data)
         objective = recipe.objective.build(recipe.model, data.statistics)
         flow = build_model(recipe, place, data, objective).flow

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from vitrail.data.bad import Policy
-from vitrail.data.batch import Batch, Statistics
+from vitrail.data.batch import Batch
+from vitrail.data.checks import check_mixing
+from vitrail.data.entries import stored as stored_statistics
 from vitrail.data.loader import count_bad
 from vitrail.data.stage import as_opened
 from vitrail.errors import RunFailed, UserError
+from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
@@ -42,6 +44,7 @@ from vitrail.training.setup import (
     open_data,
 )
 from vitrail.training.trainer import Progressed, Trainer, timed
+from vitrail.training.waiting import OPENING
 from vitrail.weights import Report, load_initial
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -72,7 +75,14 @@ class Session:
         known = on_chief(lambda: find_statistics(self.run_dir), place.control)
         if recipe.data.stage is not None:  # before the data are opened, since it may take long
             together(lambda: self.stage(recipe), place.control)
-        self.data = open_data(recipe, place, None if known is None else Statistics(*map(tuple, known)))
+        self.data = open_data(
+            recipe,
+            place,
+            None if known is None else stored_statistics(known),
+            beat=lambda: watchdog.beat(0, "opening the data", allowance=OPENING),
+        )
+        watchdog.beat(0, "start", allowance=SLOW_PHASE)
+        check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
         self.recipe = recipe = complete(recipe, self.data)
         self.objective = recipe.objective.build(recipe.model, self.data.statistics)
         self.metric_name = recipe.checkpoint.best or self.objective.best_metric
@@ -101,13 +111,6 @@ class Session:
         )
         watchdog.saving = self.checkpoints.is_saving
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
-        ranks = place.world.size
-        self.policy = Policy.of(
-            recipe.data,
-            hang_limit=recipe.run.hang_limit if ranks > 1 else None,
-            shared=self.parts.flow.layout.data < ranks,
-        )
-        self.evaluator.loader.obey(self.policy)
         self.bad_told = (0, False)  # samples skipped, and whether chunks were filled, as last told
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
         self.notes += self.parts.flow.notes
@@ -201,7 +204,6 @@ class Session:
             step=trainer.done,
             samples=trainer.samples,
         )
-        loader.obey(self.policy)
         loaders = (loader, self.evaluator.loader)
         meter = Meter(
             batch=self.data.batch,
@@ -438,13 +440,14 @@ def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
     return Path(place.root_store.get(name).decode())
 
 
-def find_statistics(run_dir: Path) -> list[list[float]] | None:
-    """Mean and std that a run to be continued was normalised with."""
+def find_statistics(run_dir: Path) -> dict[str, Any] | None:
+    """Mean and std that a run to be continued was normalised with, and those of its entries."""
     for folder in list_checkpoints(run_dir / "checkpoints"):
         try:
             found = read_manifest(folder)["statistics"]
-            return [[float(value) for value in found[name]] for name in ("mean", "std")]
-        except (BadCheckpoint, KeyError, TypeError, ValueError):
+            stored_statistics(found)  # of a form that can be used
+            return found
+        except (BadCheckpoint, AttributeError, KeyError, TypeError, ValueError):
             continue
     return None
 

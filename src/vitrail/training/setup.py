@@ -4,8 +4,10 @@ Everything here happens before the first step and before the run folder is made,
 """
 
 import dataclasses
+import hashlib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitrail.data import entries
+from vitrail.data import chunks, entries
 from vitrail.data.augment import Augmenter
+from vitrail.data.bad import Policy
 from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
@@ -36,9 +39,10 @@ from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.parallelize import parallelize
 from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.recipe import Recipe
-from vitrail.training.collective import on_chief, together
+from vitrail.training.collective import gather_json, on_chief, together
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.failures import record_collectives
+from vitrail.training.waiting import on_chief_for_long
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FIRST_TIMEOUT = timedelta(minutes=40)  # of PyTorch's own collectives: longer than any phase that the watchdog allows
@@ -97,16 +101,26 @@ def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
         raise UserError(f"data.{name}: {error}; model.ndim is {recipe.model.ndim}") from None
 
 
-def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataParts:
-    """Open every source on every rank; statistics come from the checkpoint, the recipe or the data."""
+def open_data(
+    recipe: Recipe, place: Place, known: Statistics | None, *, beat: Callable[[], None] = lambda: None
+) -> DataParts:
+    """Open every source on every rank; statistics come from the checkpoint, the recipe or the data.
+
+    `beat` is called by every rank, again and again while this takes long.
+    """
     crop, c = sizes_of(recipe, "crop"), recipe.data
     labels = getattr(recipe.objective, "labels", None)
     by_name = getattr(encoder_of(recipe.model), "variables", None) is not None
     entries.check(c)
+    use_cache(c.cache_mib << 20)
+    beat()
 
-    def open_all() -> tuple[Dataset, Dataset | None]:
-        train = Dataset(as_opened(c, c.train), crop, where="data.train", labels=labels, settings=c, mixed=by_name)
-        valid = Dataset(as_opened(c, c.valid), crop, where="data.valid", labels=labels, settings=c) if c.valid else None
+    def open_all(tick: Callable[[], None]) -> tuple[Dataset, Dataset | None]:
+        options: dict[str, Any] = {"labels": labels, "settings": c, "tick": tick}
+        train = Dataset(as_opened(c, c.train, tick=tick), crop, where="data.train", mixed=by_name, **options)
+        valid = None
+        if c.valid:
+            valid = Dataset(as_opened(c, c.valid, tick=tick), crop, where="data.valid", mixed=by_name, **options)
         if valid is None or valid.variables == train.variables:
             return train, valid
         if len(train.groups) == 1 or not set(valid.variables) <= set(train.variables):
@@ -117,22 +131,56 @@ def open_data(recipe: Recipe, place: Place, known: Statistics | None) -> DataPar
         return train, valid
 
     if c.filter is not None:  # the first process makes the maps, and the others find them
-        on_chief(lambda: bool(open_all()), place.control)
-    train, valid = together(open_all, place.control)
+        on_chief_for_long(lambda tick: bool(open_all(tick)), place.control, beat)
+    train, valid = together(lambda: open_all(beat), place.control)
+    if c.bad == "skip":
+        check_alike([train] if valid is None else [train, valid], place.control)
     batch = c.global_batch(layout_of(recipe.parallel, place.world.size).data)
 
-    def measure() -> list[Any]:
+    places = entries.places_of(train, c.train)
+
+    def measure(tick: Callable[[], None]) -> list[Any]:
         seed, names = recipe.run.seed, train.variables
-        base = known or entries.shared(train, seed=seed)
-        mine = entries.of_entries(train, base, names=names, seed=seed)
+        base = known or entries.shared(train, seed=seed, tick=tick)
+        options: dict[str, Any] = {"names": names, "seed": seed, "tick": tick}
+        mine = entries.of_entries(train, base, places=places, known=entries.known_of(known), **options)
         theirs = None
         if valid is not None:
-            theirs = entries.of_entries(valid, base, names=names, seed=seed, known=entries.places(train, mine))
+            same = [] if mine is None else list(zip(places, mine, strict=True))
+            own = entries.places_of(valid, c.valid)
+            theirs = entries.of_entries(valid, base, places=own, known=same, **options)
         return [base, mine, theirs]
 
-    base, *each = on_chief(measure, place.control)
+    base, *each = on_chief_for_long(measure, place.control, beat)
     mine, theirs = (None if part is None else [_statistics(one) for one in part] for part in each)
-    return DataParts(train, valid, entries.with_entries(_statistics(base), mine), batch, mine, theirs)
+    return DataParts(train, valid, entries.with_entries(_statistics(base), mine, places), batch, mine, theirs)
+
+
+def use_cache(size: int) -> None:
+    """Keep at most so many bytes of decoded chunks, in all sources of this process."""
+    chunks.shared.limit = size
+    if chunks.shared.bytes > size:
+        chunks.shared.clear()
+
+
+def check_alike(datasets: list[Dataset], group: Any) -> None:
+    """Refuse ranks that have left out different items: they would disagree on what each sample is."""
+    found = [hashlib.blake2b(repr([e[:3] for e in d.extents]).encode()).hexdigest() for d in datasets]
+    ranks = gather_json(found, group)
+    for rank, theirs in enumerate(ranks):
+        for dataset, mine, other in zip(datasets, ranks[0], theirs, strict=True):
+            if mine != other:
+                raise UserError(
+                    f"data.bad: rank {rank} can use other items of {dataset.where} than rank 0; check that every node "
+                    "sees the same files, and try again"
+                )
+
+
+def policy_of(recipe: Recipe, place: Place, layout: Layout) -> Policy:
+    """What loaders of this run do with bad data."""
+    ranks = place.world.size
+    hang_limit = recipe.run.hang_limit if ranks > 1 else None
+    return Policy.of(recipe.data, hang_limit=hang_limit, shared=layout.data < ranks)
 
 
 def _statistics(parts: list[list[float]]) -> Statistics:
@@ -293,6 +341,7 @@ def make_loader(
         slab=objective.slab(reader.crop, flow.part),
         augmenter=make_augmenter(recipe, data),
         statistics=data.train_entries,
+        policy=policy_of(recipe, place, flow.layout),
     )
 
 
@@ -310,7 +359,9 @@ def make_evaluator(
 ) -> Evaluator:
     """Fixed samples: of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset = data.valid or data.train
-    sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1)
+    # Entries with different variables take turns sample by sample, so that which ones are measured depends on nothing.
+    turns = 1 if dataset is data.valid and len(dataset.groups) > 1 else None
+    sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1, batch=turns)
     reader = dataset.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, dataset))
     workers = reading_threads(recipe, place)
     return Evaluator(
@@ -323,6 +374,7 @@ def make_evaluator(
             prefetch=1,
             slab=objective.slab(reader.crop, flow.part),
             statistics=data.train_entries if data.valid is None else data.valid_entries,
+            policy=policy_of(recipe, place, flow.layout),
         ),
         seed=recipe.run.seed,
         samples=samples or recipe.eval.samples,
@@ -401,7 +453,15 @@ def cut_pipeline(
         sampler = data.train.sampler(seed=recipe.run.seed, lanes=1, reuse=1)
         reader = data.train.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, data.train))
         size = micro_batch(recipe, data, layout)
-        loader = Loader(sampler, reader, device=place.device, workers=0, prefetch=1, statistics=data.train_entries)
+        loader = Loader(
+            sampler,
+            reader,
+            device=place.device,
+            workers=0,
+            prefetch=1,
+            statistics=data.train_entries,
+            policy=policy_of(recipe, place, layout),
+        )
         batch = loader.load(range(size))
         return objective.prepare(batch, Draws(recipe.run.seed, batch.counters))[0]
 

@@ -78,7 +78,7 @@ class Augmenter:
         if self.settings.mixup or self.settings.cutmix:
             assert labels is not None
             assert self.num_classes is not None
-            values, soft = mix(values, labels, raw.counters, self.settings, self.seed, self.num_classes)
+            values, soft = mix(values, labels, raw.counters, self.settings, self.seed, self.num_classes, raw.statistics)
         return Batch(raw.counters, values, labels, raw.variables, None, raw.statistics, soft)
 
     def _change(self, raw: Raw, codes: list[int]) -> tuple[Tensor, Tensor | None]:
@@ -137,6 +137,11 @@ class Augmenter:
                 raise UserError(
                     f"data.augment.{where}: {strange[0]!r} is not an axis of the samples; use {', '.join(self.axes)}"
                 )
+        if c.sections is not None and c.sections.axis is None and len(self.crop) != 3:
+            raise UserError(
+                "data.augment.sections: spoils planes of volumes, of which images are one; leave it out, or say which "
+                f"lines of the images are meant with axis: {' or '.join(self.axes)}"
+            )
         if c.rotate_axes and len(self.crop) != 3:
             raise UserError("data.augment.rotate_axes: images turn in their plane alone; leave rotate_axes out")
         if (c.mixup or c.cutmix) and self.labels != "item":

@@ -1,7 +1,8 @@
 """Mixup and cutmix: two samples and their classes become one.
 
 Partners are the samples with counters 2k and 2k + 1, at every world size, so that a mixed sample is a function of its
-counter alone; a rank needs both of them in one batch.
+counter alone; a rank needs both of them in one batch. A partner with statistics of its own is brought to those of the
+sample first, so that what is mixed is what the model sees of either.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,18 @@ from vitrail.errors import UserError
 
 
 def mix(
-    values: Tensor, labels: Tensor, counters: Sequence[int], settings: Any, seed: int, num_classes: int
+    values: Tensor,
+    labels: Tensor,
+    counters: Sequence[int],
+    settings: Any,
+    seed: int,
+    num_classes: int,
+    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[B, C, *S] float32 and classes [B] -> mixed samples, and how much of each class they are [B, classes]."""
+    """[B, C, *S] float32 and classes [B] -> mixed samples, and how much of each class they are [B, classes].
+
+    `statistics` are mean and std [B, C] of each sample, where they differ.
+    """
     places = {counter: place for place, counter in enumerate(counters)}
     if any(counter ^ 1 not in places for counter in counters):
         raise UserError(
@@ -40,6 +50,10 @@ def mix(
             share = 1 - float(np.prod([(b.stop - b.start) / n for b, n in zip(box, shape, strict=True)]))
         own.append(share)
     other = values.index_select(0, partners)
+    if statistics is not None:
+        mean, std = (s.to(values).view(*s.shape, *[1] * len(shape)) for s in statistics)  # [B, C, 1, ...]
+        ratio = std / std.index_select(0, partners)
+        other = (other - mean.index_select(0, partners)) * ratio + mean
     factor = torch.tensor(blend, device=values.device).view(-1, *[1] * (values.ndim - 1))
     mixed = values * factor + other * (1 - factor)
     for place, box in boxes.items():

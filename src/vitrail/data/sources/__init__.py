@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from typing import Any
 
-from vitrail.data.files import base_name, file_type, is_url, join, list_files, list_folders, read_bytes
+from vitrail.data.files import base_name, file_type, is_url, join, list_files, list_folders, read_bytes, split_key
 from vitrail.data.tiff_tags import read_tags
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
@@ -47,8 +47,7 @@ _LOOK_AT = 20  # folders
 
 def guess_kind(path: str) -> str:
     """The kind of source at a path or URL: by what is there, or by the name where nothing is there yet."""
-    if "::" in path and not is_url(path):  # a name inside a file: file.h5::raw
-        path = path.partition("::")[0]
+    path, _ = split_key(path, None)  # a name inside a file: file.h5::raw
     if re.search(r"[{*].*\.tar$", path):  # a pattern of shards
         return "webdataset"
     try:
@@ -117,7 +116,10 @@ def _guess_folder(path: str, n5: bool) -> str:
     if any(batches.fullmatch(name) for name in (*files, *folders)):
         return "cifar10"
     if "imagesTr" in folders:  # nnU-Net, and the decathlon of medical segmentation before it
-        return _guess_folder(join(path, "imagesTr"), n5)
+        below = join(path, "imagesTr")
+        kind = _guess_folder(below, n5)
+        flat = kind == "image_folder" and any(name.lower().endswith(TIFF_SUFFIXES) for name in list_files(below))
+        return "tiff" if flat else kind
     counts = Counter(kind for name in files if (kind := _by_name(name)) is not None)
     if counts["tiff"]:
         first = next(name for name in files if name.lower().endswith(TIFF_SUFFIXES))
@@ -170,7 +172,20 @@ def _is_xarray(path: str, metadata: dict[str, Any]) -> bool:
     for name, found in (_load(join(path, ".zmetadata")).get("metadata") or {}).items():
         if name.endswith("/.zattrs"):
             axes[name.removesuffix("/.zattrs")] = found.get("_ARRAY_DIMENSIONS")
+    group = metadata.get("node_type") == "group" or file_type(join(path, ".zgroup")) == "file"
+    if not axes and group:  # nothing is gathered at the top: the arrays themselves tell
+        for name in _folders(path)[:_LOOK_AT]:
+            tree = _load(join(path, name, "zarr.json")) or _load(join(path, name, ".zattrs"))
+            axes[name] = tree.get("dimension_names", tree.get("_ARRAY_DIMENSIONS"))
     return any(found == [name] for name, found in axes.items())
+
+
+def _folders(path: str) -> list[str]:
+    """Folders inside; none where nothing is, or where a server does not list."""
+    try:
+        return list_folders(path)
+    except (OSError, UserError):
+        return []
 
 
 def _load(path: str) -> dict[str, Any]:

@@ -86,6 +86,10 @@ class DummySource:
             self._voxels = random.integers(0, self.config.classes, self.shape).astype(self.label_dtype)
         return self._voxels[tuple(slice(*b) for b in bounds)]
 
+    def files(self) -> tuple[str, ...]:
+        """None are read, whatever lies at a path of its name."""
+        return ()
+
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "dummy",

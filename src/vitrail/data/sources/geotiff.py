@@ -1,9 +1,12 @@
 """GeoTIFF and whatever else GDAL opens: bands are variables, CRS and transform are kept, nodata and alpha are masks.
 
+- a block that was never written would read as zeros: unless nodata stands for it, `missing` decides
 - windows are read by blocks; each thread has a file handle of its own, as GDAL wants it; overviews are levels
+- scale and offset of bands are applied, as float32
 - voxel size from the transform, its unit from the CRS; y counts southwards, so that labels are placed by their corner
 """
 
+import itertools
 import math
 import warnings
 from dataclasses import replace
@@ -11,10 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData
+from vitrail.data.bad import BadData, MissingData
 from vitrail.data.files import local_copy
 from vitrail.data.formats import Handles, decoding, library, list_items, pair_labels
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
+from vitrail.data.stored import Filling
 from vitrail.recipe import config
 
 Files = Handles[Any]
@@ -29,14 +33,14 @@ class GeotiffConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the metadata; no pixel is read yet."""
-        items, files = list_items(self.path, SUFFIXES), open_files()
+        items, files, fill = list_items(self.path, SUFFIXES), open_files(), self.missing == "fill"
         pairs = {} if self.labels is None else pair_labels(items, self.labels, SUFFIXES)
         entries = []
         for name, path in items:
-            image, facts = open_raster(path, files)
+            image, facts = open_raster(path, files, fill=fill)
             labels = None
             if name in pairs:
-                labels, other = open_raster(pairs[name], files)
+                labels, other = open_raster(pairs[name], files, fill=fill)
                 if None not in (facts["crs"], other["crs"]) and facts["crs"] != other["crs"]:
                     raise BadData(
                         f"labels {labels.name} are in {other['crs']}, the image {path} in {facts['crs']}; "
@@ -59,7 +63,7 @@ def open_files() -> Files:
     return Handles(open_raster, per_thread=True)
 
 
-def open_raster(path: str, files: Files) -> tuple[Stored, dict[str, Any]]:
+def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[str, Any]]:
     """The bands, with the overviews as levels; and CRS, transform and tags."""
     place = str(local_copy(path))
     with decoding(path):
@@ -69,10 +73,18 @@ def open_raster(path: str, files: Files) -> tuple[Stored, dict[str, Any]]:
         if not bands:
             raise BadData(f"{path} holds no band but alpha; restore or remove the file")
         types = {raster.dtypes[i - 1] for i in bands}
+        if odd := sorted(kind for kind in types if kind.startswith("complex")):
+            raise BadData(f"{path} has the type {odd[0]}; save its parts or magnitude as bands of floats")
+        stored_dtype = np.result_type(*types)
+        scaling = np.array([[raster.scales[i - 1], raster.offsets[i - 1]] for i in bands])  # [C, 2]
+        scaled = bool((scaling != [1.0, 0.0]).any())
+        dtype = np.result_type(stored_dtype, np.float32) if scaled else stored_dtype
         masked = any("all_valid" not in [flag.name for flag in raster.mask_flag_enums[i - 1]] for i in bands)
         names = [raster.descriptions[i - 1] or _colour(raster, i) or f"band{i}" for i in bands]
         block, transform, crs = raster.block_shapes[0], raster.transform, raster.crs
-        factors = raster.overviews(bands[0])
+        factors, beside = raster.overviews(bands[0]), tuple(raster.files)  # masks, headers and others
+        # GDAL gives the mark of no data for blocks that were never written, or else zeros.
+        sparse = raster.driver == "GTiff" and raster.nodata is None
         facts = {
             "driver": raster.driver,
             "crs": None if crs is None else crs.to_string(),
@@ -80,6 +92,7 @@ def open_raster(path: str, files: Files) -> tuple[Stored, dict[str, Any]]:
             "nodata": None if raster.nodata is None or math.isnan(raster.nodata) else raster.nodata,
             "bounds": list(raster.bounds),
             "masked": masked,
+            **({"scales": scaling[:, 0].tolist(), "offsets": scaling[:, 1].tolist()} if scaled else {}),
         }
         unit = None
         if crs is not None:
@@ -92,19 +105,24 @@ def open_raster(path: str, files: Files) -> tuple[Stored, dict[str, Any]]:
     spacing = {} if transform.is_identity else {"y": math.hypot(b, e), "x": math.hypot(a, d)}
     upright = b == d == 0 and a > 0 > e
     levels = []
+    filling = Filling()
     for number, (shape, factor) in enumerate(zip(shapes, [1, *factors], strict=True)):
         level = None if number == 0 else number - 1
         sizes = {n: s * factor for n, s in spacing.items()} if spacing else dict.fromkeys("yx", float(factor))
         origin = {"y": -f - e * factor / 2, "x": c + a * factor / 2} if upright else {}
         name = path if level is None else f"{path}, overview {level}"
-        read, valid = _reader(files, name, place, level, bands, np.result_type(*types)), None
+        read, valid = _reader(files, name, place, level, bands, stored_dtype), None
+        if scaled:
+            read = _unpacked(read, scaling, dtype)
+        if sparse:
+            read = _written(files, name, place, level, bands, read, filling if fill else None)
         if masked:
             valid = _reader(files, name, place, level, bands, None)
         stored = Stored(
             name,
             (len(bands), *shape),
             ("c", "y", "x"),
-            np.result_type(*types),
+            dtype,
             (len(bands), min(block[0], shape[0]), min(block[1], shape[1])),
             read,
             sizes if spacing or factors else {},
@@ -112,6 +130,8 @@ def open_raster(path: str, files: Files) -> tuple[Stored, dict[str, Any]]:
             origin,
             tuple(names),
             valid=valid,
+            filling=filling,
+            files=beside,
         )
         levels.append(stored)
     return replace(levels[0], levels=tuple(levels[1:])), facts
@@ -133,6 +153,44 @@ def _reader(files: Files, name: str, place: str, level: int | None, bands: list[
             return raster.read(wanted, window=part).astype(dtype, copy=False)
 
     return read
+
+
+def _unpacked(read: Any, scaling: np.ndarray, dtype: np.dtype) -> Any:
+    """Reads the values that the stored numbers stand for: times the band's scale, plus its offset."""
+
+    def unpack(window: Window) -> np.ndarray:
+        scale, offset = scaling[window[0], :, None, None].swapaxes(0, 1)  # [C, 1, 1] each
+        return (read(window) * scale + offset).astype(dtype)
+
+    return unpack
+
+
+def _written(
+    files: Files, name: str, place: str, level: int | None, bands: list[int], read: Any, filling: Filling | None
+) -> Any:
+    """The same reads, which refuse or count blocks that were never written."""
+
+    def check(window: Window) -> np.ndarray:
+        channels, rows, columns = window
+        raster = files(place, level)
+        tall, wide = raster.block_shapes[0]
+        # Bands side by side in a pixel lie in one block.
+        together = raster.interleaving is not None and raster.interleaving.name == "pixel"
+        wanted = bands[channels][:1] if together else bands[channels]
+        blocks = [range(w.start // n, -(-w.stop // n)) for w, n in ((rows, tall), (columns, wide))]
+        for band, row, column in itertools.product(wanted, *blocks):
+            with decoding(name):
+                lost = raster.get_tag_item(f"BLOCK_OFFSET_{column}_{row}", "TIFF", bidx=band) is None
+            if lost and filling is None:
+                raise MissingData(
+                    f"{name}: the block at y = {row * tall}, x = {column * wide} of band {band} was never written; "
+                    "restore the file, or set `missing: fill` if its writer left out what is empty"
+                )
+            if lost and filling is not None:
+                filling.add(1)
+        return read(window)
+
+    return check
 
 
 def _colour(raster: Any, band: int) -> str | None:

@@ -3,21 +3,22 @@
 - which dataset is `key`, or `path: file.h5::volumes/raw`; where a file holds one array alone, that is it
 - voxel size from the attributes `element_size_um` (ilastik, PlantSeg), `resolution` with `offset` (CREMI, nanometres)
   and axes from the dimension labels or an `axes` attribute; h5py reads under one lock, so threads take turns
-- a chunk that was never written reads as zeros in HDF5: here it is an error, unless `missing: fill`
+- a chunk that was never written reads as zeros in HDF5, and so do parts of a virtual dataset whose file is gone: here
+  that is an error, unless `missing: fill`
 """
 
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from vitrail.data.bad import BadData, MissingData
-from vitrail.data.files import local_copy
+from vitrail.data.files import local_copy, split_key
 from vitrail.data.formats import Handles, decoding, default_axes, library, list_items, pair_labels
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit, split_axes
-from vitrail.data.sources.numpy import split_key
 from vitrail.data.stored import Filling
 from vitrail.errors import UserError
 from vitrail.recipe import config
@@ -97,7 +98,10 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
         name, shape, dtype = f"{path}::{key}", tuple(node.shape), np.dtype(node.dtype)
         axes = _axes(node)
         spacing, unit, origin = _metadata(node, axes)
-        chunk, lost = node.chunks or (1,) * len(shape), _missing(node)
+        outside, problem = _outside(node, place)
+        if problem is not None and not fill:
+            raise MissingData(f"{name}: {problem}; restore it, or set `missing: fill` if what it lacks is empty")
+        chunk, lost = node.chunks or (1,) * len(shape), problem is not None or _missing(node)
         if lost and not fill and node.chunks is None:
             raise MissingData(
                 f"{name}: none of its voxels was ever written; restore the file, or set `missing: fill` if it is empty"
@@ -109,7 +113,10 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
             dataset = files(place)[known_key]
             if tuple(dataset.shape) != shape or dataset.dtype != dtype:
                 raise BadData(f"{name} has changed since it was opened; start again with the new file")
-            for corner in _missing_chunks(dataset, window) if lost else ():
+            gone = [part.file for part in outside if part.touches(window) and not part.file.exists()]
+            if gone and not fill:
+                raise MissingData(f"{name}: the file {gone[0]}, which holds a part of it, is gone; restore it")
+            for corner in _missing_chunks(dataset, window) if lost or gone else ():
                 if not fill:
                     which = [c // size for c, size in zip(corner, chunk, strict=True)]
                     raise MissingData(
@@ -120,7 +127,8 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
                 filling.add(1)
             return dataset[window]
 
-    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, filling=filling)
+    files_of = tuple(dict.fromkeys([str(place), *(str(part.file) for part in outside)])) if outside else ()
+    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, filling=filling, files=files_of)
 
 
 def _axes(node: Any) -> tuple[str, ...]:
@@ -154,6 +162,62 @@ def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str |
             told = plain_unit(node.attrs.get("unit", node.attrs.get("units"))) or unit
             return spacing, told, {n: float(v) for n, v in zip(space, offset, strict=True)} if fits else {}
     return {}, None, {}
+
+
+class _Part(NamedTuple):
+    """Another file that a box of a dataset is read from."""
+
+    file: Path
+    start: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def touches(self, window: Window) -> bool:
+        return all(a < w.stop and w.start <= b for w, a, b in zip(window, self.start, self.last, strict=True))
+
+
+def _outside(node: Any, place: Path) -> tuple[list[_Part], str | None]:
+    """The other files that a dataset is read from, and what is wrong with them: HDF5 itself would give zeros."""
+    own = Path(node.file.filename)  # an external link may have led there
+    whole = (0,) * node.ndim, tuple(n - 1 for n in node.shape)
+    parts = [] if own.resolve() == place.resolve() else [_Part(own, *whole)]
+    problems: list[str] = []
+
+    def find(name: str) -> Path:
+        beside = own.parent / name  # HDF5 looks there, and in the folder that the process is in
+        return next((file for file in (beside, Path(name)) if file.exists()), beside)
+
+    for name, offset, size in node.external or ():
+        parts.append(_Part(find(name), *whole))
+        bounded = size < 2**63  # or to the end of the file, whatever that is
+        if not parts[-1].file.exists():
+            problems.append(f"the file {parts[-1].file}, which holds a part of it, is gone")
+        elif bounded and parts[-1].file.stat().st_size < offset + size:
+            problems.append(f"the file {parts[-1].file}, which holds a part of it, is cut short")
+    mapped = 0
+    for source in node.virtual_sources() if node.is_virtual else ():
+        mapped += source.vspace.get_select_npoints()
+        if source.file_name == ".":
+            problems += _judge(node.file, source.dset_name)
+        elif "%b" not in source.file_name:  # a pattern of files, as many as there are
+            parts.append(_Part(find(source.file_name), *source.vspace.get_select_bounds()))
+            problems += _judge(parts[-1].file, source.dset_name)
+    if node.is_virtual and mapped < node.size:
+        problems.append(f"{node.size - mapped} of its voxels are in no file")
+    return parts, problems[0] if problems else None
+
+
+def _judge(file: Any, name: str) -> list[str]:
+    """What is wrong with a dataset that is a part of another."""
+    if isinstance(file, Path):
+        if not file.exists():
+            return [f"the file {file}, which holds a part of it, is gone"]
+        with library("h5py", "hdf5").File(file, "r", locking="best-effort") as opened:
+            return _judge(opened, name)
+    dataset = file.get(name)
+    if dataset is None:
+        return [f"{file.filename}::{name}, which is a part of it, is gone"]
+    lost = f"{file.filename}::{name}, which is a part of it, has chunks that were never written"
+    return [lost] if _missing(dataset) else []
 
 
 def _missing(node: Any) -> bool:

@@ -2,7 +2,8 @@
 
 - names are sorted as a person would (2 before 10); images may differ in size
 - grey or red, green, blue; 8 or 16 bits or floats as the first image has them; pixels as stored, EXIF is not applied
-- labels of pixels are images of the same names (any suffix) in another folder
+- labels of pixels are images of the same names (any suffix) in another folder; imagesTr and labelsTr, as nnU-Net has
+  them, are found by themselves
 """
 
 import hashlib
@@ -20,9 +21,14 @@ from vitrail.data.files import (
     parent,
 )
 from vitrail.data.image_source import ImagesConfig, ImageSource, LabelledImageSource
+from vitrail.data.nnunet import is_layout, read_layout
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
 from vitrail.errors import UserError
 from vitrail.recipe import config
+
+# Names of folders that hold images and labels of their pixels, rather than classes.
+IMAGES = {"image", "images", "img", "imgs"}
+MASKS = {"mask", "masks", "label", "labels", "annotation", "annotations", "groundtruth", "ground_truth", "gt"}
 
 
 @config
@@ -36,9 +42,14 @@ class ImageFolderConfig(ImagesConfig):
     def open(self) -> ImageSource:
         """List the images and look at the first; no other file is opened yet."""
         folder = self.path
+        beside: list[str] | None = None
+        values: dict[int, str] = {}
         if file_type(folder) == "file":
             names, classes = [base_name(folder)], list[str]()
             folder = parent(folder)
+        elif is_layout(folder):
+            names, beside, values = self._list_cases()
+            classes = []
         else:
             names, classes = self._list_images()
         numbers = {name: number for number, name in enumerate(classes)}
@@ -46,9 +57,11 @@ class ImageFolderConfig(ImagesConfig):
         more: dict[str, Any] = {}
         if self.labels is not None:
             beside = self._list_labels(self.labels, names)
+        if beside is not None:
+            labels, where = beside, self.labels or join(folder, "labelsTr")
             source = LabelledImageSource
-            more = {"open_labels": lambda number: open_file(beside[number]), "labels_name": self.labels}
-        return source(
+            more = {"open_labels": lambda number: open_file(labels[number]), "labels_name": where}
+        opened = source(
             self,
             names,
             lambda number: open_file(join(folder, names[number])),
@@ -57,8 +70,27 @@ class ImageFolderConfig(ImagesConfig):
             class_names=classes,
             state=self._state(names),
             title=lambda name: join(folder, name),
+            files=[self.path, *(beside or ())],
             **more,
         )
+        if values and beside is not None:
+            opened.label_names = values
+        return opened
+
+    def _list_cases(self) -> tuple[list[str], list[str] | None, dict[int, str]]:
+        """Images, labels where each image has them, and names of their values, as nnU-Net lays them out."""
+        layout = read_layout(self.path, IMAGE_SUFFIXES, colours=True)
+        if self.labels is not None:
+            raise UserError(f"labels = {self.labels!r}: those of {self.path} lie in labelsTr; leave `labels` out")
+        for case in layout.cases:
+            if len(case.images) > 1:
+                raise UserError(
+                    f"{self.path}/imagesTr has {len(case.images)} files of {case.name}, one a channel; this kind reads "
+                    "one file an image, so save them as TIFF and say `kind: tiff`"
+                )
+        labels = [case.labels for case in layout.cases if case.labels is not None]
+        names = [f"imagesTr/{base_name(case.images[0])}" for case in layout.cases]
+        return names, labels if len(labels) == len(names) else None, layout.labels
 
     def _list_images(self) -> tuple[list[str], list[str]]:
         """Names below the folder in natural order, and the folders where these are classes."""
@@ -86,6 +118,12 @@ class ImageFolderConfig(ImagesConfig):
             )
         if flat:
             return flat, []
+        images, masks = ([name for name in groups if name.lower() in words] for words in (IMAGES, MASKS))
+        if self.classes is None and images and masks:
+            raise UserError(
+                f"{path} holds {images[0]}/ and {masks[0]}/, which look like images and labels, not like classes; "
+                f"give path: {join(path, images[0])} and labels: {join(path, masks[0])}, or say classes: true"
+            )
         return [name for names in groups.values() for name in names], [] if self.classes is False else list(groups)
 
     def _list_labels(self, folder: str, names: list[str]) -> list[str]:

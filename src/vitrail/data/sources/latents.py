@@ -15,11 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.bad import BadData
-from vitrail.data.files import base_name, file_type, join, local_copy, local_path, read_bytes, read_exactly
-from vitrail.data.formats import decoding, library
+from vitrail.data.bad import BadData, MissingData
+from vitrail.data.files import base_name, file_type, join, local_copy, read_bytes, read_exactly
+from vitrail.data.formats import decoding
 from vitrail.data.items import ItemsConfig, LazySequence, choose_channels, keep_share, whole_item
+from vitrail.data.places import find_place
 from vitrail.data.source import normalize_window
+from vitrail.data.stored import Stored
+from vitrail.data.zarr_nodes import open_array
 from vitrail.errors import UserError
 from vitrail.recipe import config
 
@@ -62,24 +65,25 @@ class ZarrRows:
     def __init__(self, path: str) -> None:
         self._path = path
         self._array = self._open("latents")
-        self.shape, self.dtype = tuple(self._array.shape), str(np.dtype(self._array.dtype.numpy_dtype))
+        self.shape, self.dtype = self._array.shape, str(self._array.dtype)
         has_labels = any(file_type(join(path, "labels", name)) == "file" for name in ("zarr.json", ".zarray"))
-        with decoding(join(path, "labels")):
-            self.labels = np.asarray(self._open("labels").read().result()) if has_labels else None
+        self.labels = None
+        if has_labels:
+            labels = self._open("labels")
+            self.labels = labels.read(tuple(slice(0, size) for size in labels.shape))
 
     def row(self, row: int) -> np.ndarray:
         """One latent, [C, *S]."""
-        with decoding(f"{join(self._path, 'latents')}, row {row}"):
-            return np.asarray(self._array[row].read().result())
+        try:
+            return self._array.read((slice(row, row + 1), *(slice(0, size) for size in self.shape[1:])))[0]
+        except MissingData as error:
+            raise BadData(
+                f"{self._array.name}, row {row} cannot be read: its chunk is missing; restore it, or write all anew"
+            ) from error
 
-    def _open(self, name: str) -> Any:
-        place = local_path(join(self._path, name))
-        driver = "zarr3" if (place / "zarr.json").is_file() else "zarr"
-        store = {"driver": "file", "path": f"{place.absolute()}/"}
-        with decoding(str(place)):
-            # A missing chunk is a lost row, never a row of zeros.
-            spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
-            return library("tensorstore", "latents").open(spec, open=True, read=True).result()
+    def _open(self, name: str) -> Stored:
+        # A missing chunk is a lost row, never a row of zeros.
+        return open_array(find_place(join(self._path, name)), fill=False)
 
 
 class LatentsSource:

@@ -22,6 +22,7 @@ class N5Config(GridConfig):
     def open(self) -> HierarchySource:
         """Read the metadata; no voxel is read yet."""
         place, fill = find_place(self.path), self.missing == "fill"
-        image = open_volume(place, kind="n5", fill=fill)
-        labels = None if self.labels is None else open_labels(place, self.labels, kind="n5", fill=fill)
+        unit = self.unit if self.voxel_size is not None else None
+        image = open_volume(place, kind="n5", fill=fill, unit=unit)
+        labels = None if self.labels is None else open_labels(place, self.labels, kind="n5", fill=fill, unit=unit)
         return HierarchySource(self, Entry(place.name or str(place), (image,), labels), kind="n5")

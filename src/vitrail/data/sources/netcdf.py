@@ -2,13 +2,15 @@
 
 - the last two axes of a field are its grid; an axis of levels makes variables such as u@500, or the third axis of the
   grid (`vertical: axis`); every other axis (time, month, member) counts items
-- CF packing (scale_factor, add_offset) is undone, and what equals _FillValue is no data
+- values are read as stored and decoded after that: CF packing (scale_factor, add_offset) is undone, and what equals
+  _FillValue, or the library's own mark of what was never written, is no data
+- chunks of Zarr stores are read as the zarr source reads them, so that lost and broken ones are seen
 - latitude stays as it is stored; `latitude: north_first` turns it where it begins in the south
 """
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +21,9 @@ from vitrail.data.files import base_name, file_type, is_url, join, local_copy
 from vitrail.data.formats import decoding, library, list_items
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.netcdf_classic import expected_size
+from vitrail.data.places import find_place
 from vitrail.data.stored import Filling
+from vitrail.data.zarr_nodes import open_array
 from vitrail.errors import UserError
 from vitrail.recipe import config
 
@@ -29,6 +33,9 @@ LEVELS = {
     "depth", "z", "lev_p", "bottom_top", "model_level",
 }  # fmt: skip
 UNWRITTEN = 9.969209968386869e36
+PACKING = {"scale_factor", "add_offset", "missing_value"}  # attributes that make floats of whole numbers
+DECODED = {*PACKING, "_FillValue", "_Unsigned", "dtype"}
+Place = tuple[int | slice, ...]  # one for each axis of a field; a number drops its axis
 LATITUDES = {"latitude", "lat", "nav_lat", "rlat"}
 
 
@@ -46,10 +53,7 @@ class NetcdfConfig(GridConfig):
             raise UserError(
                 f"labels = {self.labels!r} of {self.path}: netCDF fields have no labels; leave `labels` out"
             )
-        store = self.path.rstrip("/").lower().endswith(".zarr") or (
-            not is_url(self.path) and file_type(self.path) == "folder" and _is_zarr(self.path)
-        )
-        places = [(base_name(self.path), self.path)] if store else list_items(self.path, SUFFIXES)
+        places = [(base_name(self.path), self.path)] if _is_store(self.path) else list_items(self.path, SUFFIXES)
         wanted: list[str] | None = None
         entries: list[Entry] = []
         for _, place in places:
@@ -68,8 +72,9 @@ class NetcdfConfig(GridConfig):
         return [name for given in self.variables for name in fields.get(given, (given,))]
 
     def _fields(self, path: str) -> tuple[tuple[Stored, ...], list[str], dict[str, Any]]:
-        dataset = _open(path)
+        raw = _open(path)
         with decoding(path):
+            dataset = _decode(raw)
             fields = {
                 str(n): v
                 for n, v in dataset.data_vars.items()
@@ -101,14 +106,16 @@ class NetcdfConfig(GridConfig):
                         f"{path}: {name} has the axes {field.dims}, which count other items than {counted}; choose "
                         "other `variables`"
                     )
-            images = tuple(self._stored(f"{path}::{name}", field, counted) for name, field in fields.items())
+            images = tuple(
+                self._stored(f"{path}::{name}", raw.variables[name], field, counted) for name, field in fields.items()
+            )
             return images, _names(first, counted), _facts(dataset, fields, grid, other)
 
-    def _stored(self, name: str, field: Any, counted: tuple[str, ...]) -> Stored:
+    def _stored(self, name: str, raw: Any, field: Any, counted: tuple[str, ...]) -> Stored:
         """A field as [items, levels, *grid]; items of several axes are counted in their order."""
         level = _level_axis(field)
         grid = field.dims[-2:]
-        short = name.rpartition("::")[2]
+        path, _, short = name.rpartition("::")
         axes: tuple[str, ...] = grid
         channels: tuple[str, ...] = (short,)
         if level is not None and self.vertical == "axis":
@@ -123,8 +130,7 @@ class NetcdfConfig(GridConfig):
         turned = self.latitude == "north_first" and {
             n for n in grid if n.lower() in LATITUDES and _south_first(field, n)
         }
-
-        chunks = _Chunks.of(name, fill=self.missing == "fill")
+        fetch, filling, nodata = _reader(name, raw, field, fill=self.missing == "fill")
 
         def read(window: Window) -> np.ndarray:
             parts = dict(zip(axes, window[1:] if own else window, strict=True))
@@ -137,9 +143,7 @@ class NetcdfConfig(GridConfig):
                 for moment in moments:
                     index = np.unravel_index(moment, lengths) if own else ()
                     place = {**dict(zip(own, map(int, index), strict=True)), **where}
-                    if chunks is not None:
-                        chunks.check([place[n] for n in field.dims])
-                    values = field.isel(place).to_numpy()
+                    values = fetch(tuple(place[n] for n in field.dims))
                     out.append(np.flip(values, tuple(axes.index(n) for n in turned)) if turned else values)
             return np.stack(out) if own else out[0]
 
@@ -157,16 +161,60 @@ class NetcdfConfig(GridConfig):
             spacing,
             unit,
             channels=channels,
-            filling=chunks,
-            # The library's own value for what was never written, which files need not name.
-            nodata=UNWRITTEN
-            if field.dtype.kind == "f" and not {"_FillValue", "scale_factor"} & set(field.encoding)
-            else None,
+            filling=filling,
+            nodata=nodata,
+            files=tuple(join(path, str(n)) for n in (short, *field.coords)) if _is_store(path) else (),
         )
 
 
+def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[Place], np.ndarray], Any, Any]:
+    """Reads parts of a field, with what counts the chunks it lacks, and the value of what was never written."""
+    xarray = library("xarray", "netcdf")
+    # Of a field with two marks of no data, at every read.
+    warnings.filterwarnings("ignore", category=xarray.SerializationWarning)
+    path, _, short = name.rpartition("::")
+    attributes, nodata = dict(raw.attrs), None
+    if raw.dtype.kind in "iu" and attributes.get("_FillValue", 0) != attributes.get("_FillValue", 0):
+        del attributes["_FillValue"]  # no whole number is NaN
+    if "_FillValue" not in attributes:
+        # The library's own mark of what was never written, which files need not name; bytes have none.
+        nodata = UNWRITTEN if raw.dtype.kind == "f" else None
+        if not _is_store(path) and raw.dtype.itemsize > 1:
+            nodata = library("netCDF4", "netcdf").default_fillvals[np.dtype(raw.dtype).str[1:]]
+        if nodata is not None and PACKING & set(attributes):  # it marks what is stored, not what that stands for
+            attributes["_FillValue"], nodata = np.dtype(raw.dtype).type(nodata), None
+        elif nodata is not None and raw.dtype.kind == "i" and field.dtype.kind == "u":  # decoded without sign
+            nodata = np.array(nodata, raw.dtype).astype(field.dtype).item()
+    array = _open_array(path, short, fill=fill) if _is_store(path) else None
+    chunks = _Chunks.of(name, fill=fill) if array is None else None
+
+    def read(place: Place) -> np.ndarray:
+        if array is not None:
+            window = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in place)
+            values = array.read(window)[tuple(0 if isinstance(p, int) else slice(None) for p in place)]
+        else:
+            if chunks is not None:
+                chunks.check(place)
+            values = raw[place].to_numpy()
+        if DECODED & set(attributes):
+            dims = [n for n, p in zip(raw.dims, place, strict=True) if not isinstance(p, int)]
+            variable = xarray.Variable(dims, values, attributes)
+            values = xarray.conventions.decode_cf_variable(short, variable, decode_times=False).to_numpy()
+        return values.astype(field.dtype, copy=False)
+
+    return read, chunks if array is None else array.chunk_reader, nodata
+
+
+def _open_array(path: str, name: str, *, fill: bool) -> Stored | None:
+    """An array of a Zarr store; None where only zarr's own library knows its codecs."""
+    try:
+        return open_array(find_place(path) / name, fill=fill)
+    except UserError:
+        return None
+
+
 class _Chunks(Filling):
-    """Which chunks of a local Zarr store are there: xarray would read the others as the fill value, without a word."""
+    """Which chunks of a local Zarr store are there: its library would read others as the fill value, without a word."""
 
     def __init__(self, name: str, array: Any, *, fill: bool) -> None:
         super().__init__()
@@ -176,13 +224,13 @@ class _Chunks(Filling):
     @classmethod
     def of(cls, name: str, *, fill: bool) -> "_Chunks | None":
         path, _, field = name.rpartition("::")
-        if is_url(path) or not _is_zarr(path):
+        if is_url(path) or not _is_store(path):
             return None
         import zarr
 
         return cls(name, zarr.open_array(join(path, field), mode="r"), fill=fill)
 
-    def check(self, place: Sequence[int | slice]) -> None:
+    def check(self, place: Place) -> None:
         parts = [slice(p, p + 1) if isinstance(p, int) else p for p in place]
         ranges = [range(p.start // c, -(-p.stop // c)) for p, c in zip(parts, self.sizes, strict=True)]
         for number in itertools.product(*ranges):
@@ -198,24 +246,36 @@ class _Chunks(Filling):
 
 
 def _open(path: str) -> Any:
+    """The dataset as it is stored, nothing decoded."""
     xarray = library("xarray", "netcdf")
-    store = path.rstrip("/").lower().endswith(".zarr") or (not is_url(path) and _is_zarr(path))
+    store = _is_store(path)
     if not store:
         library("netCDF4", "netcdf")
     with decoding(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of attributes that do not conform: values are right all the same
         if store:
-            return xarray.open_zarr(path, chunks=None, decode_times=False)
+            return xarray.open_zarr(path, chunks=None, decode_cf=False)
         place = local_copy(path)
         with place.open("rb") as file:
             needed = expected_size(file)
         if needed is not None and place.stat().st_size < needed:
             raise BadData(f"{path} is cut short: {place.stat().st_size} of {needed} bytes; restore the file")
-        return xarray.open_dataset(place, engine="netcdf4", cache=False, decode_times=False)
+        return xarray.open_dataset(place, engine="netcdf4", cache=False, decode_cf=False)
 
 
-def _is_zarr(path: str) -> bool:
-    return any(file_type(f"{path}/{name}") == "file" for name in (".zgroup", ".zmetadata", "zarr.json"))
+def _decode(raw: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        return library("xarray", "netcdf").decode_cf(raw, decode_times=False)
+
+
+def _is_store(path: str) -> bool:
+    """Whether a path is a Zarr store, by its name or by what is there."""
+    if path.rstrip("/").lower().endswith(".zarr"):
+        return True
+    return not is_url(path) and any(
+        file_type(f"{path}/{name}") == "file" for name in (".zgroup", ".zmetadata", "zarr.json")
+    )
 
 
 def _level_axis(field: Any) -> str | None:

@@ -93,6 +93,7 @@ def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.
         sizes, raw = tuple(int(n) for n in proxy.shape), np.dtype(proxy.dtype)
         zooms, unit = header.get_zooms(), plain_unit(header.get_xyzt_units()[0])
         affine = np.asarray(image.affine, np.float64)
+        files = tuple({str(part.filename): None for part in image.file_map.values()})  # of .hdr and .img, two
         mark, packed = (path, file_mark(place)), place.suffix != ".nii"
         mapped = None if packed else Mapped(path, place, raw, int(proxy.offset), sizes, "F")
     if not 2 <= len(sizes) <= 5:
@@ -114,9 +115,8 @@ def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.
     shape = sizes[::-1]
     chunk = shape if packed else (1,) * len(shape)
     spacing = {name: float(zoom) for name, zoom in zip("xyz", zooms, strict=False) if zoom > 0}
-    return Stored(
-        path, shape, axes[::-1], dtype, chunk, read, spacing, unit, dict.fromkeys("xyz"[: len(shape)], 0.0), channels
-    ), affine
+    origin = dict.fromkeys("xyz"[: len(shape)], 0.0)
+    return Stored(path, shape, axes[::-1], dtype, chunk, read, spacing, unit, origin, channels, files=files), affine
 
 
 def _whole_numbers(labels: Stored) -> Stored:
@@ -127,12 +127,13 @@ def _whole_numbers(labels: Stored) -> Stored:
     def read(window: Window) -> np.ndarray:
         values = labels.read(window)
         whole = np.rint(values)
-        if not np.array_equal(whole, values):
-            first = np.unravel_index(int((whole != values).argmax()), values.shape)
+        wrong = (whole != values) | (np.abs(values) > np.iinfo(np.int32).max)
+        if wrong.any():
+            first = np.unravel_index(int(wrong.argmax()), values.shape)
             place = [int(i) + w.start for i, w in zip(first, window, strict=True)]
             raise BadData(
                 f"labels {labels.name} hold {values[first]} at {place} ({', '.join(labels.axes)}), which is no class; "
-                "write whole numbers"
+                "write whole numbers, up to 2147483647"
             )
         return whole.astype(np.int32)
 

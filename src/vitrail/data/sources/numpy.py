@@ -4,15 +4,17 @@
 - axes are y, x or z, y, x or c, z, y, x unless `axes` names them
 """
 
+import math
 import zipfile
 from typing import Any, Literal
 
 import numpy as np
 
 from vitrail.data.bad import BadData
-from vitrail.data.files import local_copy
+from vitrail.data.files import local_copy, split_key
 from vitrail.data.formats import Mapped, decoding, default_axes, file_mark, list_items, pair_labels, whole_items
-from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window
+from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, split_axes
+from vitrail.data.stored import NOT_SPACE
 from vitrail.errors import UserError
 from vitrail.recipe import config
 
@@ -29,6 +31,7 @@ class NumpyConfig(GridConfig):
     dtype: str | None = None  # such as uint8 or <u2
     order: Literal["C", "F"] = "C"  # F: the first axis runs fastest
     offset: int = 0  # bytes before the first voxel
+    label_dtype: str = "uint8"  # of raw labels, which have the shape without channels, and nothing before it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,39 +61,29 @@ class NumpyConfig(GridConfig):
             return open_npz(path, key, skip)
         if path.lower().endswith(".npy"):
             return open_npy(path)
-        if self.shape is None or self.dtype is None or labels:
+        if self.shape is None or self.dtype is None:
             raise UserError(f"{path} is neither .npy nor .npz; give `shape` and `dtype` of a raw file")
-        return self._open_raw(path)
+        axes = default_axes(len(self.shape)) if self.axes is None else split_axes(self.axes)
+        if not labels or len(axes) != len(self.shape):
+            return self._open_raw(path, self.shape, "dtype", self.dtype, self.offset)
+        space = [size for size, name in zip(self.shape, axes, strict=True) if name not in NOT_SPACE]
+        return self._open_raw(path, space, "label_dtype", self.label_dtype, 0)
 
-    def _open_raw(self, path: str) -> Stored:
-        assert self.shape is not None
-        assert self.dtype is not None
+    def _open_raw(self, path: str, shape: list[int], key: str, given: str, offset: int) -> Stored:
         try:
-            dtype = np.dtype(self.dtype)
+            dtype = np.dtype(given)
         except TypeError as error:
-            raise UserError(
-                f"dtype = {self.dtype!r} of {path} is no type of numbers; give one such as uint8"
-            ) from error
+            raise UserError(f"{key} = {given!r} of {path} is no type of numbers; give one such as uint8") from error
         place = local_copy(path)
         with decoding(path):
             found = place.stat().st_size
-        needed = self.offset + dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        needed = offset + dtype.itemsize * math.prod(shape)
         if found != needed:
             raise BadData(
-                f"{path} has {found} bytes, but shape = {self.shape}, dtype = {self.dtype} and offset = {self.offset} "
+                f"{path} has {found} bytes, but shape = {shape}, {key} = {given} and offset = {offset} "
                 f"make {needed}; mend these keys or restore the file"
             )
-        return mapped(Mapped(path, place, dtype, self.offset, self.shape, self.order), tuple(self.shape), dtype)
-
-
-def split_key(path: str, key: str | None) -> tuple[str, str | None]:
-    """Path and key out of `file::key`; a chain of URLs is left whole."""
-    head, mark, tail = path.rpartition("::")
-    if not mark or "://" in tail or ("://" in head and tail.startswith("/")):
-        return path, key
-    if key is not None and key != tail:
-        raise UserError(f"{path} names the key {tail!r} and `key` {key!r}; give one of them")
-    return head, tail
+        return mapped(Mapped(path, place, dtype, offset, shape, self.order), tuple(shape), dtype)
 
 
 def open_npy(path: str) -> Stored:

@@ -26,20 +26,24 @@ class OmeZarrConfig(GridConfig):
     def open(self) -> HierarchySource:
         """Read the metadata; no voxel is read yet."""
         image = read_multiscale(self.path)
-        stored = open_image(image, fill=self.missing == "fill")
+        stored = open_image(image, fill=self.missing == "fill", unit=self._unit())
         labels = None if self.labels is None else self._open_labels(image, self.labels)
         levels = [{"path": e.path, "spacing": list(image.spacing(i))} for i, e in enumerate(image.levels)]
         facts = {"version": image.version, "levels": levels, "labels": list_labels(image.group)}
         entry = Entry(image.group.name or str(image.group), (stored,), labels, facts=facts)
         return HierarchySource(self, entry, kind="ome_zarr")
 
+    def _unit(self) -> str | None:
+        """The unit of the voxel size that the recipe gives, whatever those of the file are."""
+        return self.unit if self.voxel_size is not None else None
+
     def _open_labels(self, image: Multiscale, name: str) -> Stored:
         known, fill = list_labels(image.group), self.missing == "fill"
         if name in known:
             labels = read_multiscale(safe_join(image.group / "labels", name))
-            return replace(open_image(labels, fill=fill), names=name_labels(labels))
+            return replace(open_image(labels, fill=fill, unit=self._unit()), names=name_labels(labels))
         if "/" in name:  # elsewhere in the hierarchy
-            return open_labels(image.group, name, kind="zarr", fill=fill)
+            return open_labels(image.group, name, kind="zarr", fill=fill, unit=self._unit())
         have = f"choose from {', '.join(known)}" if known else "it has no labels"
         raise UserError(f"labels = {name!r} is not a label group of {self.path}; {have}")
 

@@ -49,6 +49,7 @@ class ParquetConfig(ImagesConfig):
             "class_names": names,
             "state": "\n".join([image, *(shard.state for shard in shards)]),
             "title": lambda name: join(parent(shards[0].name), name),
+            "files": [shard.name for shard in shards],
         }
         if self.labels is None:
             return ImageSource(self, table, lambda row: table.file(row, image), **more)
@@ -115,7 +116,7 @@ class ParquetConfig(ImagesConfig):
             return None, []
         self._check_column(column, columns, "label")
         arrow = library("pyarrow", "parquet")
-        kind = columns[column]
+        kind = _plain(columns[column])
         if not (arrow.types.is_integer(kind) or arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
             if self.label is None:  # a column that only happens to be called so
                 return None, []
@@ -136,6 +137,11 @@ class ParquetConfig(ImagesConfig):
                 f"label = {column!r} of {self.path} counts up to {highest}: no number of a class; name another"
             )
         return values, names or [str(number) for number in range(highest + 1)]
+
+
+def _plain(kind: Any) -> Any:
+    """The type of the values of a column, where they are kept in a dictionary, as categories of pandas are."""
+    return kind.value_type if library("pyarrow", "parquet").types.is_dictionary(kind) else kind
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -229,6 +235,7 @@ class _Rows(Sequence[str]):
             with decoding(f"{shard.name}, column {column!r}"):
                 reader = library("pyarrow.parquet", "parquet")
                 found = reader.read_table(shard.place, columns=[column], partitioning=None).column(column)
+                found = found.cast(_plain(found.type))
                 parts += [found.fill_null(-1) if library("pyarrow", "parquet").types.is_integer(found.type) else found]
         return np.concatenate([np.asarray(part.to_numpy()) for part in parts])
 

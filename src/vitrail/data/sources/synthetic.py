@@ -101,6 +101,10 @@ class SyntheticSource:
                 labels[place][inside] = thing.kind + 1
         return labels
 
+    def files(self) -> tuple[str, ...]:
+        """None are read, whatever lies at a path of its name."""
+        return ()
+
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "synthetic",

@@ -1,5 +1,6 @@
 """TIFF stacks and pyramids: plain, OME-TIFF, ImageJ hyperstacks and big TIFFs; files, folders and folders of z slices.
 
+- of several images in a file one is chosen by `series`; flat ones that are all alike are slices of one volume
 - axes, voxel size and channel names come from OME or ImageJ metadata; of plain files, pages are z, a same-named .json
   may hold {"spacing": [z, y, x]} as nnU-Net wants it, and resolution counts only in centimetres (inches are for print)
 - labels: another file or folder, or what `image.tif` finds by itself: the file of the same name with `label` in it
@@ -7,6 +8,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +21,7 @@ from vitrail.data.files import base_name, file_type, join, local_copy, read_byte
 from vitrail.data.formats import Mapped, decoding, library, list_items, pair_labels, stem
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.nnunet import is_layout, read_layout
-from vitrail.data.stored import Filling
+from vitrail.data.stored import Filling, unit_ratio
 from vitrail.data.tiff_file import check_complete, list_pages, read_pages
 from vitrail.errors import UserError
 from vitrail.recipe import config
@@ -39,11 +41,19 @@ class TiffConfig(GridConfig):
     def open(self) -> GridSource:
         """Read the metadata; no voxel is read yet."""
         if is_layout(self.path):
-            layout = read_layout(self.path, SUFFIXES)
+            layout = read_layout(self.path, SUFFIXES, colours=True)
             entries = []
             for case in layout.cases:
                 images = [self._open(path) for path in case.images]
-                if layout.channels is not None and len(layout.channels) == len(images):
+                wanted = 1 if layout.channels is None else len(layout.channels)
+                if wanted > len(images) == 1 and images[0].num_channels == wanted:
+                    images = [replace(images[0], channels=layout.channels)]
+                elif wanted > len(images):
+                    raise UserError(
+                        f"{case.images[0]} has {images[0].num_channels or 1} of the {wanted} channels that "
+                        f"{self.path}/dataset.json names; restore the files that are missing"
+                    )
+                elif layout.channels is not None and len(layout.channels) == len(images):
                     images = [replace(s, channels=(n,)) for s, n in zip(images, layout.channels, strict=True)]
                 labels = None if case.labels is None else replace(self._open_labels(case.labels), names=layout.labels)
                 entries.append(Entry(case.name, tuple(images), labels, facts={"layout": "imagesTr", **layout.facts}))
@@ -61,7 +71,10 @@ class TiffConfig(GridConfig):
                 continue
             labels = self._open_labels(pairs[name]) if name in pairs else None
             facts = {"labels": [base_name(pairs[name])]} if guessed and name in pairs else {}
-            entries.append(Entry(name, (self._open(path),), labels, facts=facts))
+            image = self._open(path)
+            if image.files and any(image.files == entry.images[0].files for entry in entries):
+                continue  # another file of the same volume, each of which tells of all of them
+            entries.append(Entry(name, (image,), labels, facts=facts))
         return GridSource(self, entries, kind="tiff")
 
     def _open(self, path: str) -> Stored:
@@ -80,20 +93,27 @@ class TiffConfig(GridConfig):
                     f"{stored.name} is {stored.dtype} of shape {list(stored.shape)} ({', '.join(stored.axes)}), but "
                     f"{first.name} is {first.dtype} of {list(first.shape)}; slices must be flat and all alike"
                 )
+        return stack(folder, slices)
 
-        def read(window: Window) -> np.ndarray:
-            parts = range(window[0].start, window[0].stop)
-            return np.stack([slices[number].read(window[1:]) for number in parts])
 
-        return replace(
-            first,
-            name=folder,
-            shape=(len(slices), *first.shape),
-            axes=("z", *first.axes),
-            chunk=(1, *first.chunk),
-            read=read,
-            levels=(),
-        )
+def stack(name: str, slices: Sequence[Stored]) -> Stored:
+    """One volume out of flat images that are alike."""
+    first = slices[0]
+
+    def read(window: Window) -> np.ndarray:
+        parts = range(window[0].start, window[0].stop)
+        return np.stack([slices[number].read(window[1:]) for number in parts])
+
+    return replace(
+        first,
+        name=name,
+        shape=(len(slices), *first.shape),
+        axes=("z", *first.axes),
+        chunk=(1, *first.chunk),
+        read=read,
+        levels=(),
+        files=tuple(dict.fromkeys(file for stored in slices for file in stored.files)),
+    )
 
 
 def _unplaced(labels: Stored) -> Stored:
@@ -119,18 +139,26 @@ def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
         if not tif.series:
             raise BadData(f"{path} holds no image; restore or remove the file")
         check_complete(path, place, tif)
-        if number is None and len(tif.series) > 1 and tif.series[0].kind in ("generic", "uniform", "shaped"):
+        kind = tif.series[0].kind
+        several = number is None and len(tif.series) > 1 and kind in ("generic", "uniform", "shaped", "ome")
+        alike = len({(s.shape, s.axes, s.dtype) for s in tif.series}) == 1
+        flat = several and alike and set(tif.series[0].axes) <= set("YXS") and kind != "ome"  # were written one by one
+        if several and not flat:
+            what = "several images" if alike else "images of different shapes or types"
             found = "; ".join(f"{i}: {list(s.shape)} {s.dtype}" for i, s in enumerate(tif.series))
-            raise UserError(f"{path} holds images of different shapes or types ({found}); choose one with `series`")
+            raise UserError(f"{path} holds {what} ({found}); choose one with `series`")
         if not 0 <= (number or 0) < len(tif.series):
             raise UserError(f"series = {number} does not exist in {path}; choose 0 to {len(tif.series) - 1}")
         series = tif.series[number or 0]
         axes = _axes(path, series)
-        spacing, unit, channels = _metadata(path, tif, number or 0, axes)
+        parts = tif.series if flat else series.levels
         levels = [
-            _stored(path if number == 0 else f"{path}, level {number}", place, level, axes, tif.byteorder, filling)
-            for number, level in enumerate(series.levels)
+            _stored(path if flat or i == 0 else f"{path}, level {i}", place, part, axes, tif.byteorder, filling)
+            for i, part in enumerate(parts)
         ]
+        if flat:
+            axes, levels = ("z", *axes), [stack(path, levels)]
+        spacing, unit, channels = _metadata(path, tif, number or 0, axes)
     finest = dict(zip(axes, levels[0].shape, strict=True))
     placed = []
     for level in levels:
@@ -140,7 +168,9 @@ def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
         sizes = {n: spacing.get(n, 1.0) * f for n, f in factors.items()}
         told = spacing or len(levels) > 1
         origin = {n: spacing.get(n, 1.0) * (f - 1) / 2 for n, f in factors.items()}
-        placed.append(replace(level, spacing=sizes if told else {}, unit=unit, origin=origin, channels=channels))
+        files = level.files or (str(place),)
+        sizes = sizes if told else {}
+        placed.append(replace(level, spacing=sizes, unit=unit, origin=origin, channels=channels, files=files))
     return replace(placed[0], levels=tuple(placed[1:]))
 
 
@@ -153,6 +183,7 @@ def _stored(
             path, series.shape, axes, series.dtype, (1,) * len(axes), lambda window: np.array(array()[window])
         )
     pages = list_pages(path, series)
+    files = sorted({page.place for page in pages})
     frame = series.keyframe
     tall, wide = (frame.tilelength, frame.tilewidth) if frame.is_tiled else (frame.rowsperstrip, frame.imagewidth)
     sizes = {"y": min(tall, frame.imagelength), "x": min(wide, frame.imagewidth)}
@@ -167,6 +198,7 @@ def _stored(
         chunk,
         lambda window: read_pages(path, series, pages, window, fill=filling),
         filling=filling,
+        files=tuple(files) if len(files) > 1 else (),
     )
 
 
@@ -221,10 +253,13 @@ def _ome(text: str, number: int, channels: Any) -> tuple[dict[str, float], str |
     if pixels is None:
         return {}, None, channels
     sizes = {n: pixels.get(f"PhysicalSize{n.upper()}") for n in "xyz"}
-    units = {plain_unit(pixels.get(f"PhysicalSize{n.upper()}Unit", "µm")) for n, size in sizes.items() if size}
+    units = {n: plain_unit(pixels.get(f"PhysicalSize{n.upper()}Unit", "µm")) for n, size in sizes.items() if size}
+    unit = next(iter(units.values()), None)
+    ratios = {n: unit_ratio(other, unit) for n, other in units.items()}
     names = tuple(c.get("Name") or "" for c in pixels.findall("{*}Channel"))
-    spacing = {n: float(size) for n, size in sizes.items() if size} if len(units) == 1 else {}
-    return spacing, next(iter(units), None), names if names and all(names) else channels
+    told = None not in ratios.values()
+    spacing = {n: float(sizes[n] or 0) * (ratio or 0) for n, ratio in ratios.items()} if told else {}
+    return spacing, unit if told else None, names if names and all(names) else channels
 
 
 def _sidecar(path: str, axes: tuple[str, ...]) -> dict[str, float]:

@@ -121,6 +121,7 @@ class WebdatasetConfig(ImagesConfig):
             labels=classes,
             class_names=names,
             state="\n".join(file_state(place) for _, place in places),
+            files=[path for path, _ in places],
             **more,
         )
 

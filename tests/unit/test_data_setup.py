@@ -1,0 +1,282 @@
+"""What happens to data before the first step: policies reach every loader, bad items are left out, clocks are told."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support import merge, tiny_recipe
+from test_loader import ArraySource
+
+import vitrail
+from vitrail.data import chunks, entries
+from vitrail.data.bad import BadData, Policy, SlowRead
+from vitrail.data.batch import Statistics
+from vitrail.data.dataset import Dataset
+from vitrail.data.latents_write import write_latents
+from vitrail.data.sources.image_folder import ImageFolderConfig
+from vitrail.data.sources.latents import LatentsConfig
+from vitrail.errors import UserError
+from vitrail.recipe.sections import Data
+from vitrail.training import collective, setup, waiting
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("vitrail.data.pool.PATIENCE", 0.1)
+
+
+def dataset_of(*configs: Any, crop: tuple[int, ...] = (8, 8), **values: Any) -> Dataset:
+    chosen = Data(train=[{"path": "a"}], crop=8, batch=4, **values)
+    return Dataset(configs, crop, where="data.train", settings=chosen)
+
+
+# ---------------------------------------------------------------- every loader
+
+
+def test_every_loader_of_a_run_obeys_its_recipe(volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Policy] = []
+
+    class Watched(setup.Loader):
+        def obey(self, policy: Policy) -> None:
+            made.append(policy)
+            super().obey(policy)
+
+    monkeypatch.setattr(setup, "Loader", Watched)
+    monkeypatch.setattr(chunks.shared, "limit", 1)
+    tree = tiny_recipe(volume, tmp_path / "run", run__steps=1, data__retries=1, eval__samples=2)
+    tree["data"] |= {"read_limit": "50s", "bad": "skip", "most_bad": 3, "cache_mib": 7}
+    vitrail.train(tree, quiet=True)
+    assert made == [Policy("skip", 3, 1, 50.0)] * 2  # of training, and of validation and pictures
+    assert chunks.shared.limit == 7 << 20
+    made.clear()
+    vitrail.evaluate(tmp_path / "run", overrides=["data.retries=2", "data.cache_mib=0"])
+    assert made == [Policy("skip", 3, 2, 50.0)]
+    assert (chunks.shared.limit, chunks.shared.bytes) == (0, 0)
+
+
+def test_entries_with_other_variables_are_held_out_and_keep_their_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_list, rng = [], np.random.default_rng(0)
+    for number, name in enumerate("tu"):
+        np.save(tmp_path / f"{name}.npy", rng.normal(100 * number, 1 + number, (32, 32)).astype(np.float32))
+        entry_list.append({"path": str(tmp_path / f"{name}.npy"), "variables": [name]})
+    tree = tiny_recipe(tmp_path, tmp_path / "run", run__steps=2, model__ndim=2, eval__samples=5, log__pictures=2)
+    tree["model"]["encoder"]["variables"] = {"known": ["t", "u"]}
+    tree["data"] |= {"train": entry_list, "valid": entry_list, "statistics": "each", "crop": 8, "batch": 4}
+    seen: list[tuple[tuple[str, ...], list[int]]] = []
+    load = setup.Loader.load
+
+    def watched(self: Any, counters: Any, **options: Any) -> Any:
+        batch = load(self, counters, **options)
+        seen.append((batch.variables, batch.counters))
+        assert abs(batch.statistics[0][0, 0] - 100 * (batch.variables == ("u",))) < 1
+        return batch
+
+    monkeypatch.setattr(setup.Loader, "load", watched)
+    vitrail.train(tree, quiet=True)
+    seen.clear()
+    np.save(tmp_path / "u.npy", np.zeros((32, 32), np.float32))  # what was measured at first holds for the run
+    monkeypatch.setattr("vitrail.data.dataset.statistics.measure", lambda *a, **k: pytest.fail("measured again"))
+    vitrail.evaluate(tmp_path / "run")
+    assert {names for names, _ in seen} == {("t",), ("u",)}
+    assert sorted(c for _, counters in seen for c in counters) == list(range(5))
+    vitrail.train(merge(tree, {"run.steps": 3}), quiet=True)
+
+
+# ---------------------------------------------------------------- before the first step
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(12):
+        place = tmp_path / "images" / ("cat" if number % 2 else "dog") / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), 20 * number, np.uint8)).save(place)
+    return tmp_path / "images"
+
+
+def test_images_that_cannot_be_opened_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("cat/3.png", "dog/0.png"):
+        (folder / name).write_bytes(b"")
+    entry = ImageFolderConfig(path=str(folder))
+    with pytest.raises(BadData, match=r"cat/3\.png is an empty file"):
+        dataset_of(entry)
+    dataset = dataset_of(entry, bad="skip")
+    assert len(dataset.extents) == 10
+    for name in ("cat/3.png", "dog/0.png"):
+        assert f"left out of data.train: {folder}/{name} is an empty file" in caplog.text
+    assert {dataset.sampler(seed=0, lanes=1, reuse=1)(i).item for i in range(10)} == set(range(10))
+    with pytest.raises(BadData, match=r"data\.train: 2 items cannot be used, .* raise data\.most_bad 1 if so many"):
+        dataset_of(entry, bad="skip", most_bad=1)
+
+
+def test_ranks_that_leave_out_other_items_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ImageFolderConfig(path=str(folder))
+    dataset = dataset_of(entry, bad="skip")
+    monkeypatch.setattr(setup, "gather_json", lambda value, group: [value, value])
+    setup.check_alike([dataset], None)
+    monkeypatch.setattr(setup, "gather_json", lambda value, group: [value, ["other"]])
+    with pytest.raises(UserError, match=r"data\.bad: rank 1 can use other items of data\.train than rank 0; check"):
+        setup.check_alike([dataset], None)
+
+
+def test_exact_statistics_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(3, 2, (20, 2, 8, 8)).astype(np.float32)
+    values[:, 1] = 5
+    write_latents(tmp_path / "a", [(values, None)])
+    dataset = dataset_of(LatentsConfig(path=str(tmp_path / "a")))
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.data.dataset.statistics.measure", lambda *a, **k: pytest.fail("measured"))
+        found = entries.shared(dataset, seed=0)
+    assert found.mean == pytest.approx((values[:, 0].mean(dtype=float), 5.0), rel=1e-5)
+    assert found.std == pytest.approx((values[:, 0].std(dtype=float), 1.0), rel=1e-5)
+    ranks = dataset_of(LatentsConfig(path=str(tmp_path / "a")), normalize={"percentiles": [5, 95]})
+    assert entries.shared(ranks, seed=0) != found
+
+
+def test_statistics_are_measured_with_the_policy_for_bad_data(caplog: pytest.LogCaptureFixture) -> None:
+    source = ArraySource(np.full((1, 8, 8), 7, np.uint8), np.full((1, 8, 8), 9, np.uint8))
+    ticks: list[int] = []
+
+    def fail_at_first(error: Exception, times: int) -> None:
+        left = [error] * times
+
+        def before() -> None:
+            if left:
+                raise left.pop()
+
+        source.before = before  # type: ignore[assignment]
+
+    fail_at_first(OSError(5, "Input/output error"), 3)
+    found = dataset_of(source).fit_statistics(seed=0, samples=4, tick=lambda: ticks.append(1))
+    assert found == Statistics((8.0,), (1.0,))
+    assert len(ticks) == 4
+    fail_at_first(BadData("a0 is broken; restore it"), 1)
+    with pytest.raises(BadData, match="a0 is broken"):
+        dataset_of(source).fit_statistics(seed=0)
+    fail_at_first(BadData("a0 is broken; restore it"), 1)
+    dataset_of(source, bad="skip").fit_statistics(seed=0, samples=4)
+    assert "statistics are measured without it: a0 is broken" in caplog.text
+    source.before = lambda: time.sleep(3)
+    with pytest.raises(SlowRead, match=r"a\d \(voxels y 0 to 7, x 0 to 7\): the read has not ended after"):
+        dataset_of(source, bad="skip", read_limit="1s").fit_statistics(seed=0)
+
+
+# ---------------------------------------------------------------- augmentation that cannot be
+
+
+def test_changes_that_samples_cannot_undergo_are_refused() -> None:
+    grey = ArraySource(np.zeros((1, 8, 8), np.uint8))
+    with pytest.raises(UserError, match=r"data\.augment\.jitter: .* but data\.train\.0 has v0; name them so with"):
+        dataset_of(grey, augment={"jitter": {"hue": 0.1}})
+    coloured = ArraySource(np.zeros((3, 8, 8), np.uint8), variables=["blue", "green", "red"])
+    dataset_of(coloured, augment={"jitter": {"hue": 0.1}})
+    volume = ArraySource(np.zeros((1, 8, 8, 8), np.uint8))
+    with pytest.raises(UserError, match=r"data\.augment\.resized_crop: .* data\.train\.0 has 3 axes \(z, y, x\)"):
+        dataset_of(volume, crop=(8, 8, 8), augment={"resized_crop": {}})
+
+
+def test_mixing_an_odd_batch_is_refused_before_there_is_a_run(folder: Path, tmp_path: Path) -> None:
+    tree = merge(
+        tiny_recipe(tmp_path, tmp_path / "run", run__steps=2),
+        {
+            "model": {"kind": "vit", "channels": 1, "width": 8, "depth": 1, "heads": 1, "patch": 4},
+            "objective": {"kind": "classify"},
+            "data": {"train": [{"path": str(folder)}], "crop": 8, "batch": 5, "augment": {"mixup": 0.8}},
+        },
+    )
+    with pytest.raises(UserError, match=r"data\.batch: .* each of 1 data-parallel ranks reads 5 of 5 .* multiple of 2"):
+        vitrail.train(tree, quiet=True)
+    assert not (tmp_path / "run").exists()
+    # Samples are mixed before a batch is cut into micro-batches.
+    tree["data"] |= {"batch": 6, "micro_batch": 3}
+    assert vitrail.train(tree, quiet=True).step == 2
+
+
+# ---------------------------------------------------------------- waiting for rank 0
+
+
+class Ranks:
+    """Two threads as two ranks: what rank 0 shares is what both get."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.barrier, self.shared = threading.Barrier(2, timeout=10), {}
+        for module in (collective, waiting):
+            monkeypatch.setattr(module, "share_json", self.share)
+            monkeypatch.setattr(module.dist, "get_rank", lambda group: self.rank())
+        monkeypatch.setattr(waiting, "EVERY", 0.0)
+
+    def rank(self) -> int:
+        return int(threading.current_thread().name)
+
+    def share(self, value: Any, group: Any) -> Any:
+        if self.rank() == 0:
+            self.shared = value
+        self.barrier.wait()
+        found = self.shared
+        self.barrier.wait()
+        return found
+
+    def run(self, action: Any) -> tuple[dict[int, Any], dict[int, int]]:
+        results: dict[int, Any] = {}
+        beats = {0: 0, 1: 0}
+
+        def work() -> None:
+            rank = self.rank()
+
+            def beat() -> None:
+                beats[rank] += 1
+
+            try:
+                results[rank] = waiting.on_chief_for_long(action, None, beat)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, name=str(rank), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results, beats
+
+
+def test_those_who_wait_for_rank_0_hear_that_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+
+    def count(tick: Any) -> list[int]:
+        for _ in range(5):
+            tick()
+        return [1, 2]
+
+    assert ranks.run(count) == ({0: [1, 2], 1: [1, 2]}, {0: 5, 1: 5})
+
+    def fail(tick: Any) -> None:
+        tick()
+        raise UserError("it is broken")
+
+    results, beats = ranks.run(fail)
+    assert {rank: str(error) for rank, error in results.items()} == {0: "it is broken", 1: "it is broken"}
+    assert beats == {0: 1, 1: 1}
+
+
+def test_the_watchdog_is_told_while_data_are_opened(
+    volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.training.guards import Watchdog
+
+    beats: list[tuple[str, float | None]] = []
+    monkeypatch.setattr(waiting, "EVERY", 0.0)
+    monkeypatch.setattr(Watchdog, "beat", lambda self, step, phase, *, allowance=None: beats.append((phase, allowance)))
+    tree = tiny_recipe(volume, tmp_path / "run", run__steps=1, data__filter={"by": "image", "share": 0.01})
+    vitrail.train(tree, quiet=True)
+    opening = [number for number, (phase, _) in enumerate(beats) if phase == "opening the data"]
+    assert len(opening) > 10  # pieces of maps and samples of statistics
+    assert beats[opening[0]][1] == waiting.OPENING
+    assert beats[opening[-1] + 1][0] == "start"
