@@ -222,7 +222,7 @@ def test_both_ways_side_by_side(recipe) -> None:
     assert found["by_rank"].items() >= proved.items()
     assert found["by_counter"] == {"samples": [12, 4], "epoch": 16, **proved}
     assert [row["ranks"] for row in rows(found)] == [3, 1]
-    assert [row["used_by_rank"] for row in rows(found)] == ["12 once", "4 once"]
+    assert [row["used_by_rank"] for row in rows(found)] == ["once: 12", "once: 4"]
     assert "too small for a rank" in compare(recipe(), 1)["by_rank"]["error"]
     assert compare(recipe("data.balance={ranks: 4, groups: [2, 2], batches: [4, 4]}"), 4)["by_rank"]["groups"] == "2:2"
     with pytest.raises(UserError, match=r"--ranks 3: they do not divide data\.batch 4"):

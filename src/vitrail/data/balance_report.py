@@ -86,7 +86,7 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     columns = [name for name in ("ranks", "batches_per_rank") if name in ruled]
 
     def used(way: dict[str, Any], number: int) -> str:
-        return ", ".join(f"{n} {name}" for name, n in way["used"][number].items())
+        return ", ".join(f"{name}: {n}" for name, n in way["used"][number].items())
 
     return [
         entry

@@ -256,7 +256,7 @@ class Balance(Section):
 
     ranks: PositiveInt = Field(description="ranks to share out; any number may compute them")
     groups: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = Field(
-        default=None, description="ranks of each entry; by the number of their tiles if null"
+        default=None, description="ranks of each entry; by the number of their samples if null"
     )
     batches: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = Field(
         default=None, description="batches of each entry's ranks in an epoch; as many as they have if null"
