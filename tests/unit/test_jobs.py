@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT, tiny_recipe, vitrail, write_recipe
+from support import ROOT, tiny_recipe, vitrail, write_recipe, write_volume
 from typer.testing import CliRunner
 
 from vitrail.cli import app
@@ -165,8 +165,7 @@ def test_containers_for_amd() -> None:
 
 
 def test_containers_see_what_the_recipe_names(tmp_path: Path) -> None:
-    (tmp_path / "my data.zarr").mkdir()
-    (tmp_path / "my data.zarr" / "zarr.json").write_text("{}")
+    write_volume(tmp_path / "my data.zarr")
     recipe = tiny_recipe(tmp_path / "my data.zarr", tmp_path / "runs" / "one")
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     assert f' --bind "$PWD" --bind {tmp_path} ' in script(recipe=str(path), container="v.sif")
