@@ -1,5 +1,6 @@
 """Fixtures that several tests share."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# A shell starts background jobs with Ctrl-C ignored, and what they start ignores it, too: tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
