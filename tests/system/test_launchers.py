@@ -117,7 +117,7 @@ def test_slurm_stops_queues_again_and_goes_on(volume: Path, by_torchrun: Path, s
     slurm.hurry(job)
     slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
     told = output_of(tmp_path)
-    assert slurm.show(job, "JobState") == "COMPLETED", told
+    assert slurm.show(job, "JobState") == "COMPLETED", told + slurm.logs()
     assert slurm.show(job, "Restarts") == "1"
     starts = [(line["step"], line["world"]) for line in lines(tmp_path / "run") if line["event"] == "start"]
     assert starts == [(0, 2), (stop["step"], 2)]
