@@ -1,0 +1,144 @@
+"""From noise to data by a model's answers: ancestral, DDIM, Euler and Heun, for every process.
+
+- `ancestral` draws each step from the posterior of the process, for the data that the model sees (Ho et al. 2020), with
+  as many steps as the process has or fewer; it wants hundreds
+- `ddim` keeps the noise that the model sees and draws none (Song et al. 2021); for straight lines that is `euler`
+- `euler` and `heun` solve dx / d(clock) = velocity; heun asks the model twice a step, but once in the last
+- every sampler's last step ends on the data that the model sees: no noise is left over, and none is added
+- random numbers come from outside: the same noise gives the same sample
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.diffusion.process import Denoised, Prediction, Process
+from vitrail.recipe import config
+
+Predict = Callable[[Tensor, Tensor], Tensor]  # (x [B, C, *S], times [B]) -> the model's answer, as large as x
+Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, times, labels [B]) -> the same
+
+# Measured with a model that is known exactly, of fields with variance 1 and the spectrum of images (1 / f^2): the
+# distance of the samples' distribution from that of the data (Wasserstein), for DDPM / for straight lines.
+#   model asked   ancestral      ddim           euler          heun
+#   10 times      0.225 / 0.226  0.173 / 0.177  0.080 / 0.177  0.122 / 0.105
+#   20 times      0.126 / 0.126  0.090 / 0.092  0.037 / 0.092  0.032 / 0.026
+#   50 times      0.054 / 0.055  0.037 / 0.038  0.014 / 0.038  0.005 / 0.004
+#   100 times     0.028 / 0.028  0.019 / 0.019  0.007 / 0.019  0.001 / 0.001
+# (heun once less). A mixture of six modes ranks ddim, euler and heun alike. So heun, and 25 steps of it: what is wrong
+# then is less than what any trained model is wrong by.
+AUTO = "heun"
+
+
+@config
+class SamplingConfig:
+    sampler: Literal["auto", "ancestral", "ddim", "euler", "heun"] = "auto"  # auto: heun
+    steps: int = 25  # for heun, which asks the model 49 times; euler and ddim want 50 to 100, ancestral 250 and more
+    guidance: float = 1.0  # 0: as if there were no class; 1: the class as it is; above: more of what makes the class
+    interval: tuple[float, float] = (0.0, 1.0)  # share of the way from noise (0) to data (1) on which guidance acts
+    clip: bool = True  # keep predicted data within the range of the data, where there is one
+
+    def __post_init__(self) -> None:
+        if self.sampler not in ("auto", "ancestral", "ddim", "euler", "heun"):
+            raise ValueError(f"sampler {self.sampler!r} is unknown; use auto, ancestral, ddim, euler or heun")
+        if self.steps < 1:
+            raise ValueError(f"steps {self.steps} must be at least 1; 25 is usual")
+        if not 0 <= self.guidance < math.inf:
+            raise ValueError(f"guidance {self.guidance:g} must be 0 or more: 0 ignores the class, 1 is plain, 4 strong")
+        first, last = self.interval
+        if not 0 <= first <= last <= 1:
+            raise ValueError(f"interval {first:g}, {last:g} must be two rising numbers from 0 (noise) to 1 (data)")
+
+
+def sample(
+    process: Process,
+    predict: Prediction,
+    model: Predict,
+    noise: Tensor,
+    settings: SamplingConfig,
+    *,
+    fresh: Callable[[int], Tensor],
+    limits: tuple[Tensor, Tensor] | None = None,
+    tick: Callable[[], None] = lambda: None,
+    seen: Callable[[int, Tensor], None] | None = None,
+) -> Tensor:
+    """Data [B, C, *S] from `noise`, in its type (float32 at least).
+
+    - fresh(i): new noise for step i, 0 to steps - 2, where the sampler draws any
+    - limits: least and greatest values of the data, broadcast to x
+    - tick(): called after each evaluation of the model; seen(i, data): with what the model takes for the data in step i
+    """
+    process.check(predict)
+    sampler = AUTO if settings.sampler == "auto" else settings.sampler
+    grid = process.grid(settings.steps)
+    x = noise.to(torch.promote_types(noise.dtype, torch.float32))
+
+    def look(x: Tensor, time: Tensor) -> Denoised:
+        told = time.to(x.device, x.dtype if time.is_floating_point() else time.dtype).expand(len(x))
+        output = model(x, told)
+        if output.shape != x.shape:
+            raise ValueError(f"the model answers with shape {list(output.shape)} to samples of {list(x.shape)}")
+        tick()
+        denoised = process.denoised(x, output.to(x.dtype), time, predict)
+        if settings.clip and limits is not None:
+            low, high = (limit.to(x) for limit in limits)
+            denoised = process.from_data(x, denoised.data.clamp(low, high), time)
+        return denoised
+
+    with torch.no_grad():
+        for number, (time, later) in enumerate(pairwise(grid)):
+            denoised = look(x, time)
+            if seen is not None:
+                seen(number, denoised.data)
+            if number == settings.steps - 1:
+                x = denoised.data
+            elif sampler == "ddim":
+                x = process.mix(*denoised, later)
+            elif sampler == "ancestral":
+                x = renewed(process, denoised, fresh(number).to(x), time, later)
+            else:
+                stride = process.clock(later) - process.clock(time)
+                velocity = process.velocity(*denoised, time)
+                ahead = x + stride * velocity
+                if sampler == "heun":
+                    velocity = (velocity + process.velocity(*look(ahead, later), later)) / 2
+                    ahead = x + stride * velocity
+                x = ahead
+    return x
+
+
+def renewed(process: Process, denoised: Denoised, fresh: Tensor, time: Tensor, later: Tensor) -> Tensor:
+    """A draw of x at the less noisy time `later`, given x at `time` and its data: some of the noise is new."""
+    (signal, spread), (less_signal, less_spread) = process.levels(time), process.levels(later)
+    # From `later` to `time` the process shrinks x by signal / less_signal and adds noise of this variance ...
+    added = spread.square() - (signal / less_signal * less_spread).square()
+    # ... so that x at `later`, given x at `time` and the data, is as uncertain as this.
+    variance = added.clamp(min=0) * (less_spread / spread).square()
+    kept = (less_spread.square() - variance).clamp(min=0).sqrt()
+    return less_signal * denoised.data + kept * denoised.noise + variance.sqrt() * fresh
+
+
+def guided(
+    conditional: Conditional, labels: Tensor, null_label: int, settings: SamplingConfig, process: Process
+) -> Predict:
+    """A model of samples with these labels, guided without a classifier: free + guidance * (conditional - free).
+
+    Where guidance acts, the model is asked once with a doubled batch, the unlabelled half last; where it is 1 or 0,
+    once with one half. Outside the interval it is 1.
+    """
+    free = torch.full_like(labels, null_label)
+    first, last = settings.interval[0] - 1e-6, settings.interval[1] + 1e-6  # times are rounded
+
+    def answer(x: Tensor, times: Tensor) -> Tensor:
+        guidance = settings.guidance if first <= float(process.share(times[0])) <= last else 1.0
+        if guidance in (0.0, 1.0):
+            return conditional(x, times, labels if guidance else free)
+        both = conditional(torch.cat([x, x]), torch.cat([times, times]), torch.cat([labels, free]))
+        with_label, without = both.to(x.dtype).chunk(2)
+        return without + guidance * (with_label - without)
+
+    return answer
