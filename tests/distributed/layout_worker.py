@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import noise_objective  # noqa: F401 (a plugin)
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.layers.init import local_shard
+from vitrail.objectives.generate import Generate
 from vitrail.recipe import load_recipe
 from vitrail.training import trainer as training
 from vitrail.training.run import joined
-from vitrail.training.setup import build_model, complete, make_loader, make_sampler, open_data
+from vitrail.training.setup import build_model, complete, make_evaluator, make_loader, make_sampler, open_data
 from vitrail.training.trainer import Trainer
 
 
@@ -77,6 +77,11 @@ def run_case(tree: dict[str, Any], out: Path) -> None:
         for name, parameter in parts.model.named_parameters():
             found.update(pieces("parameter", name, parameter, parameter))
         found["losses"] = np.array(losses)
+        if isinstance(objective, Generate):  # samples are made by all ranks together
+            evaluator = make_evaluator(recipe, place, data, objective, parts.flow)
+            metrics = evaluator.metrics(parts.flow)
+            found["metrics"] = np.array([metrics[name] for name in objective.metrics])
+            found["example"] = evaluator.example(parts.flow)[1].numpy()
         out.mkdir(parents=True, exist_ok=True)
         np.savez(out / f"{place.world.rank}.npz", **found)
 

@@ -39,10 +39,10 @@ class DiffusionViTConfig:
     decoder: DiffusionDecoderConfig = DiffusionDecoderConfig()
     ndim: int = 2
     channels: int | None = None  # that are denoised; default: as many as the data have variables
-    condition_channels: int = 0  # that only condition: they come after the others
+    condition_channels: int = 0  # that only condition: they come after the others; the objective knows how many
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
     time_steps: int = 1000  # times, scaled, are from 0 to it
-    time_scale: float = 1.0  # times are multiplied by it; steps of 0 to 999 want 1, times of 0 to 1 (flow) 1000
+    time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
 
     def __post_init__(self) -> None:
         check_diffusion(self.time_scale, self.condition_channels)

@@ -90,13 +90,13 @@ class DiTConfig:
     drop_path: float = 0.0  # of the last block; earlier ones less
     ndim: int = 2
     channels: int | None = None  # that are denoised; default: as many as the data have variables
-    condition_channels: int = 0  # that only condition: they come after the others
+    condition_channels: int = 0  # that only condition: they come after the others; the objective knows how many
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
     classes: int | None = None  # null: no conditioning on a class
     label_dropout: float | None = None  # labels hidden in training, for guidance without a classifier: 0.1 (ditan 0.05)
     learn_sigma: bool = False  # twice as many channels out: the noise, then its variance
     time_features: int = 256
-    time_scale: float = 1.0  # times are multiplied by it; steps of 0 to 999 want 1, times of 0 to 1 (flow) 1000
+    time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
 
     def __post_init__(self) -> None:
         name, _, patch = (self.size or "").partition("/")

@@ -10,14 +10,15 @@ tokens, `needs_whole` says so, and the caller joins the outputs of all parts wit
 An objective that learns from labels says so in its config: `labels: ClassVar` is "item" (the class of each item) or
 "voxel" (of each voxel). Then the batch carries them, `names` (the classes, label 0 first; filled in from the data where
 it is None) and, for voxels, `ignore` (a value that is not scored) are fields of that config, and model.classes follows.
+Where that depends on the model, the config has `labels_with(model)` instead.
 """
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class Objective(ABC):
     larger_is_better: frozenset[str] = frozenset()  # those of the metrics that should grow; the others should shrink
     pictured: ClassVar[int] = 3  # samples in a picture
     needs_whole: bool = False  # loss() and measure() need the output for all tokens, not just a part's
+    wants_average: ClassVar[bool] = False  # results of raw weights are much worse than those of their average (ema)
 
     @abstractmethod
     def prepare(
@@ -81,6 +83,34 @@ class Objective(ABC):
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from the added sums."""
 
+    def choose(self, counters: Sequence[int], label_of: Callable[[int], int | None]) -> list[int]:
+        """Which of the held-out samples a picture shows; `label_of` tells the class of an item, where it has one."""
+        return list(counters[: self.pictured])
+
+    def example(
+        self,
+        batch: Batch,
+        draws: Draws,
+        run: Callable[[dict[str, Any]], list[Tensor]],
+        *,
+        part: Part = WHOLE,
+        exchange: Exchange | None = None,
+        size: int = 1,
+        tick: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Any]:
+        """What draw() is given for whole samples; every rank computes it, and gets the same.
+
+        `run` gives the outputs of all parts for the inputs of this one; `size` is how many samples surely fit at once,
+        and `tick` is called when it has run.
+        """
+        inputs, targets = self.prepare(batch, draws, evaluating=True, part=part, exchange=exchange)
+        outputs = run(inputs)
+        tick()
+        if part.count == 1:
+            return outputs[0], targets
+        _, targets = self.prepare(batch, draws, evaluating=True)
+        return self.join(outputs, targets), targets
+
     @abstractmethod
     def draw(self, path: Path, batch: Batch, output: Tensor, targets: Any, *, step: int, held_out: bool) -> str:
         """Write a picture of what the model does, and return its caption."""
@@ -96,6 +126,13 @@ class Objective(ABC):
     def tokens_at(self, layer: str) -> int:
         """Of a training sample, those that a linear layer of a block computes with, by the layer's name."""
         return self.tokens_per_sample()
+
+
+def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
+    """What an objective learns the classes of, by its config and that of its model."""
+    if hasattr(objective, "labels_with"):
+        return objective.labels_with(model)
+    return getattr(objective, "labels", None)
 
 
 def check_prepare(objective: Objective) -> None:
@@ -125,18 +162,33 @@ def make_part(
 ) -> tuple[dict[str, Any], Tokens]:
     """Inputs of a model for a part of all tokens, in their order, and the tokens of the whole samples."""
     images = normalise(batch.values, batch.statistics or statistics)
-    if batch.slab is None:
-        variables = batch.variables or None
-        inputs, tokens = make_inputs(model, images, variables=variables, scored=batch.values, draws=draws)
+    return part_of(
+        model, images, part, variables=batch.variables or None, slab=batch.slab, scored=batch.values, draws=draws
+    )
+
+
+def part_of(
+    model: Any,
+    images: Tensor,
+    part: Part,
+    *,
+    variables: Sequence[str] | None = None,
+    slab: Slab | None = None,
+    scored: Tensor | None = None,
+    draws: Draws | None = None,
+) -> tuple[dict[str, Any], Tokens]:
+    """make_part() of images [B, C, *S] that are normalised already."""
+    if slab is None:
+        inputs, tokens = make_inputs(model, images, variables=variables, scored=scored, draws=draws)
         inputs["x"] = cut(tokens.values, part, groups=tokens.separate)
     else:
         # Parts of a list of all tokens are slabs: what was read is what is needed.
         encoder = encoder_of(model)
-        assert batch.slab.part == part
-        ids = variable_ids(model, batch.variables or None, images.shape[1])
+        assert slab.part == part
+        ids = variable_ids(model, variables, images.shape[1])
         separate = ids is not None and encoder.variables.aggregate == "none"
         patch = per_axis(encoder.patch, model.ndim)
-        tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=batch.slab)
+        tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=slab)
         inputs = {"x": tokens.values, "coordinates": tokens.coordinates}
         if ids is not None:
             inputs["variables"] = ids

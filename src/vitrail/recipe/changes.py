@@ -9,6 +9,7 @@ from typing import Any
 # precision.compute: auto stands for; a person who changes these means it.
 SAFE_KEYS = (
     "checkpoint",
+    "codec",
     "data.bad",
     "data.cache_mib",
     "data.micro_batch",
@@ -20,6 +21,7 @@ SAFE_KEYS = (
     "data.workers",
     "eval",
     "log",
+    "objective.sampling",
     "parallel",
     "run.device",
     "run.dir",

@@ -24,11 +24,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "sap": "vitrail.models.sap:SAPConfig",
         "diffusion_vit": "vitrail.models.diffusion_vit:DiffusionViTConfig",
         "dit": "vitrail.models.dit:DiTConfig",
+        "autoencoder": "vitrail.models.autoencoder:AutoencoderConfig",
     },
     "objective": {
         "reconstruct": "vitrail.objectives.reconstruct:ReconstructConfig",
         "classify": "vitrail.objectives.classify:ClassifyConfig",
         "segment": "vitrail.objectives.segment:SegmentConfig",
+        "autoencode": "vitrail.objectives.autoencode:AutoencodeConfig",
+        "denoise": "vitrail.objectives.denoise:DenoiseConfig",
+        "flow": "vitrail.objectives.flow:FlowConfig",
     },
     "score": {},  # what adaptive trees follow: users' own beside those of layers/scores.py
     "source": {
@@ -48,6 +52,12 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "latents": "vitrail.data.sources.latents:LatentsConfig",
         "synthetic": "vitrail.data.sources.synthetic:SyntheticConfig",
         "dummy": "vitrail.data.sources.dummy:DummyConfig",
+    },
+    "codec": {
+        "identity": "vitrail.codecs.identity:IdentityConfig",
+        "kl": "vitrail.codecs.kl:KLConfig",
+        "torchscript": "vitrail.codecs.torchscript:TorchScriptConfig",
+        "autoencoder": "vitrail.codecs.autoencoder:AutoencoderCodecConfig",
     },
     "optimizer": {
         "adamw": "vitrail.training.optimizer:AdamWConfig",

@@ -21,7 +21,8 @@ from vitrail.recipe.sections import EMA, Checkpoint, Data, Eval, Init, Log, Para
 from vitrail.recipe.trees import DEFAULT_KINDS, Key, dotted, non_finite, plain, show
 
 MAX_PROBLEMS = 10
-_SLOTS = ("model", "objective", "optimizer", "schedule")
+_SLOTS = ("model", "objective", "optimizer", "schedule", "codec")
+_OPTIONAL = ("codec",)
 _SOURCES = ("train", "valid")
 
 
@@ -34,6 +35,7 @@ class Recipe(Section):
     data: Data
     optimizer: Any = Field(description="the optimizer")
     schedule: Any = Field(description="the learning rate over the run")
+    codec: Any = Field(default=None, description="what latents are decoded with, and data encoded")
     init: Init | None = None
     ema: EMA | None = None
     parallel: Parallel = Parallel()
@@ -70,7 +72,9 @@ def recipe_class(classes: tuple[tuple[str, tuple[type, ...]], ...]) -> type[Reci
         "valid": (sources, _again(Data, "valid")),
     }
     data = create_model("Data", __base__=Data, __doc__=Data.__doc__, **groups)
-    fields: dict[str, Any] = {slot: (types[slot], _again(Recipe, slot)) for slot in _SLOTS}
+    fields: dict[str, Any] = {
+        slot: (types[slot] | None if slot in _OPTIONAL else types[slot], _again(Recipe, slot)) for slot in _SLOTS
+    }
     return create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, data=(data, ...), **fields)
 
 
@@ -140,7 +144,8 @@ def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list
     for slot in _SLOTS:
         if slot in DEFAULT_KINDS:
             tree.setdefault(slot, {})
-        found = _kind_class(tree[slot], slot, (slot,), problems) if slot in tree else None
+        named = slot in tree and not (slot in _OPTIONAL and tree[slot] is None)
+        found = _kind_class(tree[slot], slot, (slot,), problems) if named else None
         classes[slot] = (found,) if found else ()
     sources: dict[type, None] = {}
     data = tree["data"] if isinstance(tree.get("data"), dict) else {}

@@ -63,19 +63,30 @@ class Evaluator:
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     @torch.no_grad()
-    def example(self, flow: Flow) -> tuple[Batch, torch.Tensor, Any]:
-        """The first samples with the model's output and targets, for a picture; the same on every rank."""
+    def example(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> tuple[Batch, torch.Tensor, Any]:
+        """Some samples with what the objective makes of them, for a picture; the same on every rank."""
         alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
-        batch = self.loader.load(alike[: self.objective.pictured], whole=True)
+        batch = self.loader.load(self.objective.choose(alike, self._label), whole=True)
         flow.model.eval()
-        output, targets = self._run(flow, batch)
+        output, targets = self.objective.example(
+            batch,
+            Draws(self.seed, batch.counters),
+            lambda inputs: flow.outputs(flow(**inputs)),
+            part=flow.part,
+            exchange=flow.exchange,
+            size=self.batch,
+            tick=tick,
+        )
         flow.model.train()
         flow.forget_gathered()
-        if flow.part.count > 1:
-            draws = Draws(self.seed, batch.counters)
-            _, targets = self.objective.prepare(batch, draws, evaluating=True)
-            output = self.objective.join(flow.outputs(output), targets)
         return batch, output, targets
+
+    def _label(self, counter: int) -> int | None:
+        """The class of the item that a sample is of."""
+        labelling = self.loader.reader.labelling
+        if labelling is None or labelling.of != "item":
+            return None
+        return self.loader.reader.item_label(self.loader.sampler(counter))
 
     def batches(self, counters: Iterable[int]) -> list[list[int]]:
         """Samples that are measured together: of one set of variables each."""

@@ -35,11 +35,16 @@ from vitrail.training.waiting import OPENING
 __all__ = ["Outcome", "evaluate", "load", "train"]
 
 
-def train(recipe: Any, *, overrides: Sequence[str] = (), fresh: bool = False, quiet: bool = False) -> Outcome:
-    """Train as a recipe says: a Recipe, a file, a mapping, or the folder of a run to continue."""
+def train(
+    recipe: Any, *, overrides: Sequence[str] = (), fresh: bool = False, quiet: bool = False, trust: bool = False
+) -> Outcome:
+    """Train as a recipe says: a Recipe, a file, a mapping, or the folder of a run to continue.
+
+    `trust` lets a codec run code that comes with its files; no recipe can say so.
+    """
     recipe = find_recipe(recipe, overrides)
     with joined(recipe) as (place, watchdog), StopRequest() as stop:
-        return Session(recipe, place, stop, watchdog, fresh=fresh, quiet=quiet).run()
+        return Session(recipe, place, stop, watchdog, fresh=fresh, quiet=quiet, trust=trust).run()
 
 
 def load(run: str | Path, *, checkpoint: str | int | None = None, weights: str | None = None) -> Model:

@@ -22,6 +22,7 @@ from vitrail.data.entries import stored as stored_statistics
 from vitrail.data.loader import count_bad
 from vitrail.data.stage import as_opened
 from vitrail.errors import RunFailed, UserError
+from vitrail.objectives.generate import Generate
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
@@ -38,6 +39,7 @@ from vitrail.training.setup import (
     Place,
     build_model,
     complete,
+    equip,
     make_evaluator,
     make_loader,
     make_sampler,
@@ -64,7 +66,15 @@ class Outcome:
 
 class Session:
     def __init__(
-        self, recipe: Recipe, place: Place, stop: StopRequest, watchdog: Watchdog, *, fresh: bool, quiet: bool
+        self,
+        recipe: Recipe,
+        place: Place,
+        stop: StopRequest,
+        watchdog: Watchdog,
+        *,
+        fresh: bool,
+        quiet: bool,
+        trust: bool = False,  # let a codec run code that comes with its files
     ):
         self.began = time.monotonic()
         self.place, self.stop, self.watchdog, self.quiet = place, stop, watchdog, quiet
@@ -85,6 +95,8 @@ class Session:
         check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
         self.recipe = recipe = complete(recipe, self.data)
         self.objective = recipe.objective.build(recipe.model, self.data.statistics)
+        if isinstance(self.objective, Generate):
+            equip(self.objective, recipe, place, self.data, trust=trust)
         self.metric_name = recipe.checkpoint.best or self.objective.best_metric
         if self.metric_name not in self.objective.metrics:
             raise UserError(
@@ -114,6 +126,11 @@ class Session:
         self.bad_told = (0, False)  # samples skipped, and whether chunks were filled, as last told
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
         self.notes += self.parts.flow.notes
+        if self.objective.wants_average and recipe.ema is None:
+            self.notes.append(
+                "this run keeps no moving average of its weights, with which samples are much better; set "
+                "ema: {decay: 0.999}, or 0.9999 for a long run"
+            )
         self.folder: RunFolder | None = None  # rank 0 has one, from here on
         on_chief(self.open_folder, place.control)
         self.last_metrics: tuple[int, dict[str, float]] | None = None
@@ -353,7 +370,9 @@ class Session:
                 self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
             if picture:
                 self.watchdog.beat(trainer.done, "drawing", allowance=SLOW_PHASE)
-                batch, output, targets = self.evaluator.example(trainer.flow)
+                batch, output, targets = self.evaluator.example(
+                    trainer.flow, tick=lambda: self.watchdog.beat(trainer.done, "drawing", allowance=SLOW_PHASE)
+                )
                 if self.folder is not None:
                     self.draw(self.folder, batch, output, targets)
 

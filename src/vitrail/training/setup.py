@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,7 +32,8 @@ from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
 from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
-from vitrail.objectives.objective import Objective, check_prepare
+from vitrail.objectives.generate import Generate, range_of
+from vitrail.objectives.objective import Objective, check_prepare, labels_of
 from vitrail.parallel.check import refuse
 from vitrail.parallel.float8 import rows_of
 from vitrail.parallel.flow import Flow
@@ -109,7 +111,7 @@ def open_data(
     `beat` is called by every rank, again and again while this takes long.
     """
     crop, c = sizes_of(recipe, "crop"), recipe.data
-    labels = getattr(recipe.objective, "labels", None)
+    labels = labels_of(recipe.objective, recipe.model)
     by_name = getattr(encoder_of(recipe.model), "variables", None) is not None
     entries.check(c)
     use_cache(c.cache_mib << 20)
@@ -190,12 +192,15 @@ def _statistics(parts: list[list[float]]) -> Statistics:
 
 def complete(recipe: Recipe, data: DataParts) -> Recipe:
     """Fill in what the model and the objective take from the data, and check that they fit."""
-    model, crop = recipe.model, sizes_of(recipe, "crop")
-    channels = count_channels(model, data.train.variables)
+    model, objective, crop = recipe.model, recipe.objective, sizes_of(recipe, "crop")
+    if hasattr(objective, "fit"):
+        objective, model = objective.fit(model, data.train.variables, recipe.data.augment)
+    given = getattr(objective, "condition", None)  # variables that only condition are none of the model's own
+    number = getattr(model, "condition_channels", 0) if given is None else len(given)
+    channels = count_channels(model, data.train.variables, given=number)
     if model.shape is not None and per_axis(model.shape, model.ndim) != crop:
         raise UserError(f"model.shape: {model.shape} differs from data.crop {list(crop)}; leave it out")
     update: dict[str, Any] = {"channels": channels, "shape": crop}
-    objective = recipe.objective
     if data.train.labels is not None:
         names = find_classes(recipe, data)
         update["classes"] = len(names)
@@ -209,8 +214,18 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
     return recipe.model_copy(update={"model": model, "objective": objective})
 
 
-def count_channels(model: Any, variables: tuple[str, ...]) -> int:
-    """Channels of the model: one a variable of the data, or one a variable that it knows by name."""
+def equip(objective: Generate, recipe: Recipe, place: Place, data: DataParts, *, trust: bool) -> None:
+    """Give an objective that makes samples what its pictures need: the range of the data, and the way to pixels."""
+    objective.value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
+    if getattr(recipe, "codec", None) is not None:
+        from vitrail.codecs import decoder_for
+
+        facts = data.train.sources[0].describe()
+        objective.decode = together(lambda: decoder_for(recipe, facts, place.device, trust), place.control)
+
+
+def count_channels(model: Any, variables: tuple[str, ...], *, given: int = 0) -> int:
+    """Channels of the model: one a variable of the data but for so many given, or one a variable it knows by name."""
     known = getattr(encoder_of(model), "variables", None)
     if known is not None:
         try:
@@ -219,8 +234,7 @@ def count_channels(model: Any, variables: tuple[str, ...]) -> int:
             key = "model.variables" if encoder_of(model) is model else "model.encoder.variables"
             raise UserError(f"{key}: {error}") from None
         return len(known.known)
-    # A diffusion model also reads channels that only condition, which are none of its own.
-    number = len(variables) - getattr(model, "condition_channels", 0)
+    number = len(variables) - given
     if number < 1 or model.channels not in (None, number):
         raise UserError(
             f"model.channels: {model.channels}, but the data have {len(variables)} variables; "

@@ -9,8 +9,9 @@ import math
 import torch
 from torch import Tensor
 
+from vitrail.draws import hash32
+
 _PIECE = 2**22  # voxels at a time: what lies between stays small
-_MASK = 0xFFFFFFFF
 
 
 def add_noise(values: Tensor, secrets: list[int], std: Tensor) -> None:
@@ -34,13 +35,3 @@ def normal(place: Tensor, secret: Tensor) -> Tensor:
     bits = hash32(place, secret)
     radius = torch.sqrt(-2 * torch.log(((bits >> 16).float() + 0.5) / 65536))
     return radius * torch.cos(((bits & 0xFFFF).float() + 0.5) * (2 * math.pi / 65536))
-
-
-def hash32(place: Tensor, secret: Tensor) -> Tensor:
-    """32 well-mixed bits of each place; products wrap, and only their low bits count."""
-    bits = (place + ((place >> 32) * 0x9E3779B1) + (secret & _MASK)) & _MASK
-    high = (secret >> 31) & _MASK
-    for _ in range(2):
-        bits = (((bits ^ (bits >> 16)) * 0x7FEB352D) & _MASK) ^ high
-        bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & _MASK
-    return bits ^ (bits >> 16)
