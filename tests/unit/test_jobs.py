@@ -40,8 +40,9 @@ def check_shell(text: str) -> None:
 def test_every_launcher_has_a_script_for_every_machine(launcher: str, machine: str) -> None:
     ranks = load_machine(machine).ranks_per_node
     for nodes in (1, 2):
-        text = script(launcher, machine=machine, nodes=nodes, overrides=("run.steps=5",), plugins=("json",))
-        command = f"vitrail train {DEMO} run.steps=5 --plugin json"
+        words = {"overrides": ("run.steps=5",), "plugins": ("json",), "trust": True}
+        text = script(launcher, machine=machine, nodes=nodes, **words)
+        command = f"vitrail train {DEMO} run.steps=5 --plugin json --trust"
         assert text.startswith("#!/bin/bash\n")
         assert command in text
         assert f"cd {Path.cwd()}" in text

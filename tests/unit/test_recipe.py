@@ -394,6 +394,7 @@ def test_defaults(fakes):
         "objective": {"kind": "reconstruct", "target": "raw"},
         "optimizer": {"kind": "adamw", "lr": 0.001, "betas": [0.9, 0.95]},
         "schedule": {"kind": "cosine", "warmup": "5%"},
+        "codec": None,
         "init": None,
         "ema": None,
         "parallel": {
@@ -574,7 +575,7 @@ def test_keys_that_do_not_go_together(fakes):
         (
             "modle.kind=one",
             "modle: unknown key; did you mean 'model'? (keys here: run, model, objective, data, optimizer, schedule, "
-            "init, ema, parallel, precision, checkpoint, eval, log)",
+            "codec, init, ema, parallel, precision, checkpoint, eval, log)",
         ),
         (
             "parallel.strategy=FULLSHARD",

@@ -1,9 +1,12 @@
-"""Writes latents as `sources/latents.py` reads them, and measures their statistics on the way."""
+"""Writes latents as `sources/latents.py` reads them, and measures their statistics on the way.
+
+For latents that take long to make, by many processes and with interruptions, see latents_shards.py.
+"""
 
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +26,12 @@ def write_latents(
     variables: Sequence[str] | None = None,
     rows: int = 1024,
     store: Literal["safetensors", "zarr"] = "safetensors",
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write batches as they come, `rows` to a shard (safetensors); all appears at once, when complete.
 
-    Returns the facts that are stored. The mean and standard deviation of each channel are exact, in float64.
+    Returns the facts that are stored, `more` among them. The mean and standard deviation of each channel are exact, in
+    float64.
     """
     target = Path(path)
     if target.exists():
@@ -40,17 +45,7 @@ def write_latents(
         shards = _write_zarr(draft, measured) if store == "zarr" else _write_shards(draft, measured, rows)
         if not moments.count:
             raise UserError(f"{target} would hold no latents; give at least one batch")
-        mean, std = moments.result()
-        facts: dict[str, Any] = {
-            "version": 1,
-            "shape": list(moments.shape),
-            "dtype": moments.dtype,
-            "rows": moments.rows,
-            "variables": list(variables or [f"latent{number}" for number in range(moments.shape[0])]),
-            "mean": mean,
-            "std": std,
-            "classes": list(classes),
-        }
+        facts = describe(moments, classes=classes, variables=variables) | dict(more or {})
         if store == "zarr":
             import zarr
 
@@ -66,6 +61,21 @@ def write_latents(
     return facts
 
 
+def describe(moments: "Moments", *, classes: Sequence[str], variables: Sequence[str] | None) -> dict[str, Any]:
+    """The facts that every store of latents has."""
+    mean, std = moments.result()
+    return {
+        "version": 1,
+        "shape": list(moments.shape),
+        "dtype": moments.dtype,
+        "rows": moments.rows,
+        "variables": list(variables or [f"latent{number}" for number in range(moments.shape[0])]),
+        "mean": mean,
+        "std": std,
+        "classes": list(classes),
+    }
+
+
 class Moments:
     """Mean and standard deviation of each channel, of parts merged in float64."""
 
@@ -76,24 +86,41 @@ class Moments:
 
     def add(self, latents: np.ndarray) -> None:
         """Take in [n, C, *S]."""
-        if not self.shape:
-            self.shape, self.dtype = latents.shape[1:], str(latents.dtype)
-            self._mean, self._square = np.zeros(self.shape[0]), np.zeros(self.shape[0])
-        if latents.shape[1:] != self.shape or str(latents.dtype) != self.dtype:
-            raise UserError(
-                f"latents of {list(latents.shape[1:])} {latents.dtype} after those of {list(self.shape)} {self.dtype}; "
-                "all must be alike"
-            )
+        self._expect(tuple(latents.shape[1:]), str(latents.dtype))
         values = np.moveaxis(latents, 1, 0).reshape(self.shape[0], -1).astype(np.float64)
         count, mean = values.shape[1], values.mean(axis=1)
         if not np.isfinite(mean).all():
             raise UserError(f"row {self.rows} and later ones hold NaN or infinite latents; encode without them")
-        square = np.square(values - mean[:, None]).sum(axis=1)
+        self._merge(count, len(latents), mean, np.square(values - mean[:, None]).sum(axis=1))
+
+    def state(self) -> dict[str, Any]:
+        """In JSON, from which merge() goes on exactly."""
+        if not self.shape:
+            return {"rows": 0}
+        numbers = {"mean": self._mean.tolist(), "square": self._square.tolist()}
+        return {"rows": self.rows, "count": self.count, "shape": list(self.shape), "dtype": self.dtype, **numbers}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take in what others have measured."""
+        if state["rows"]:
+            self._expect(tuple(state["shape"]), state["dtype"])
+            self._merge(state["count"], state["rows"], np.array(state["mean"]), np.array(state["square"]))
+
+    def _expect(self, shape: tuple[int, ...], dtype: str) -> None:
+        if not self.shape:
+            self.shape, self.dtype = shape, dtype
+            self._mean, self._square = np.zeros(shape[0]), np.zeros(shape[0])
+        if shape != self.shape or dtype != self.dtype:
+            raise UserError(
+                f"latents of {list(shape)} {dtype} after those of {list(self.shape)} {self.dtype}; all must be alike"
+            )
+
+    def _merge(self, count: int, rows: int, mean: np.ndarray, square: np.ndarray) -> None:
         total = self.count + count
         step = mean - self._mean
         self._mean += step * count / total
         self._square += square + step**2 * self.count * count / total
-        self.count, self.rows = total, self.rows + len(latents)
+        self.count, self.rows = total, self.rows + rows
 
     def result(self) -> tuple[list[float], list[float]]:
         std = np.sqrt(self._square / self.count)

@@ -77,6 +77,7 @@ class Job:
     recipe: str
     overrides: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
+    trust: bool = False  # of the code that comes with a codec
     nodes: int = 1
     ranks_per_node: int | None = None
     cpus_per_rank: int | None = None
@@ -235,8 +236,9 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
             }
         )
     python = shlex.quote(job.python or ("python" if job.container else sys.executable))
+    plugins = [word for plugin in job.plugins for word in ("--plugin", plugin)]
     arguments = shlex.join(
-        ["vitrail", "train", job.recipe, *job.overrides, *(word for p in job.plugins for word in ("--plugin", p))]
+        ["vitrail", "train", job.recipe, *job.overrides, *plugins, *(["--trust"] if job.trust else [])]
     )
     here = folder or Path.cwd()
     outside = paths_outside(recipe, job, here) if kind else []
@@ -380,7 +382,8 @@ def paths_outside(recipe: Recipe, job: Job, folder: Path) -> list[Path]:
     """What the recipe reads and writes outside of the folder, each in a folder that is there already."""
     given = Path(job.recipe)
     places = [given if given.is_dir() else given.parent, recipe.run_dir.parent]
-    places += [Path(path) for source in (*recipe.data.train, *recipe.data.valid) if (path := _path_of(source))]
+    read = (*recipe.data.train, *recipe.data.valid, recipe.codec)
+    places += [Path(path) for source in read if (path := _path_of(source))]
     found: list[Path] = []
     for place in sorted((folder / place).resolve() for place in places):
         while not place.exists():

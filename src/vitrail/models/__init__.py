@@ -1,5 +1,6 @@
 """The models, one file each."""
 
+from vitrail.models.autoencoder import Autoencoder, AutoencoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViT, DiffusionViTConfig
 from vitrail.models.dit import DiT, DiTConfig
 from vitrail.models.encoder import EncoderConfig
@@ -13,6 +14,8 @@ __all__ = [
     "MAE",
     "SAP",
     "UNETR",
+    "Autoencoder",
+    "AutoencoderConfig",
     "DecoderConfig",
     "DiT",
     "DiTConfig",

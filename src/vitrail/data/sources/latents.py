@@ -3,7 +3,8 @@
 As safetensors, a folder with `index.json` and its shards; as Zarr, a group with the same facts as its attribute
 `vitrail_latents` and the arrays themselves:
 
-- facts: {shape: [C, *S], dtype, rows, variables, mean, std, classes, shards: [{file, rows}]}; no shards in Zarr
+- facts: {shape: [C, *S], dtype, rows, variables, mean, std, classes, shards: [{file, rows}]}; no shards in Zarr; what
+  `vitrail data encode` wrote also has {codec, data, encoding}: what encoded it, out of what, and how
 - `latents` [N, C, *S] and, where there are classes, `labels` [N]
 - mean and std of each channel are of all rows, in float64; `write_latents` measures them while it writes
 """
@@ -27,6 +28,7 @@ from vitrail.errors import UserError
 from vitrail.recipe import config
 
 ATTRIBUTE = "vitrail_latents"
+PLAN = "plan.json"  # of latents that are still being encoded
 # Types of safetensors; bfloat16, which NumPy has not, is read as its upper half of float32.
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "I32": "int32"}
 
@@ -92,6 +94,8 @@ class LatentsSource:
     def __init__(self, settings: LatentsConfig) -> None:
         self.config = settings
         facts, self._shards = open_rows(settings.path)
+        codec, data = facts.get("codec"), facts.get("data")
+        self.encoded = {"codec": codec | {"data": data}} if isinstance(codec, dict) else {}  # what they are latents of
         first = self._shards[0]
         for shard in self._shards:
             if shard.shape[1:] != first.shape[1:] or shard.dtype != first.dtype:
@@ -135,6 +139,7 @@ class LatentsSource:
             "items": len(self.items),
             "classes": list(self.class_names),
             "stored_statistics": self.statistics,
+            **self.encoded,
         }
 
     def _label(self, item: int) -> int | None:
@@ -165,6 +170,8 @@ def open_rows(path: str) -> tuple[dict[str, Any], list[Any]]:
                 raise UserError(f"{path} has no attribute {ATTRIBUTE!r}, so it holds no latents; use kind: zarr")
             return facts, [ZarrRows(path)]
     if file_type(join(path, "index.json")) != "file":
+        if file_type(join(path, PLAN)) == "file":
+            raise UserError(f"{path} is not encoded to its end; finish it with the same `vitrail data encode` command")
         raise UserError(f"{path} has no index.json, nor Zarr metadata; give a folder of latents")
     facts = _load(join(path, "index.json"))
     shards = facts.get("shards")

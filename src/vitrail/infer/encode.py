@@ -1,0 +1,266 @@
+"""Data to latents, once: every item or tile goes through a codec and into a store that the latents source reads.
+
+- the data of a recipe with a `codec`, or those that an autoencoder was trained on, encoded by itself
+- samples are data.crop large; items that are larger give several, tiles as data.tiles says
+- rank r takes every so many of the shards that are missing; batches within a shard are the same at every world size
+- a shard is whole or not there, so that a second call with the same settings goes on where the first was stopped
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vitrail.codecs import Codec, open_codec
+from vitrail.codecs.codec import Range
+from vitrail.data.bad import BadData, Policy
+from vitrail.data.batch import Labelling
+from vitrail.data.dataset import Dataset
+from vitrail.data.in_order import InOrder, open_in_order
+from vitrail.data.latents_shards import ShardedLatents
+from vitrail.data.latents_write import Rows
+from vitrail.data.loader import Loader
+from vitrail.data.stage import as_opened
+from vitrail.errors import UserError
+from vitrail.recipe import Recipe
+from vitrail.recipe.find import find_recipe
+from vitrail.recipe.sections import Parallel, Precision
+from vitrail.training.checkpoint import list_checkpoints
+from vitrail.training.collective import on_chief, together
+from vitrail.training.progress import Progress
+from vitrail.training.run import joined
+from vitrail.training.setup import Place, reading_threads, sizes_of, use_cache
+from vitrail.training.waiting import OPENING
+
+Split = Literal["train", "valid"]
+Store = Literal["safetensors", "zarr"]
+
+
+def encode(
+    recipe: Any,
+    out: str | Path,
+    *,
+    split: Split | None = None,
+    batch: int = 32,
+    rows: int = 1024,
+    store: Store = "safetensors",
+    trust: bool = False,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Encode data.train and data.valid (or one of them) into OUT/train and OUT/valid; returns facts of each."""
+    if batch < 1 or rows < 1:
+        raise UserError(f"--batch {batch} and --rows {rows} must be at least 1")
+    recipe = find_recipe(recipe, overrides)
+    config = codec_of(recipe)
+    splits: list[Split] = [split] if split else ["train", "valid"]
+    if split == "valid" and not recipe.data.valid:
+        raise UserError("--split valid: the recipe has no data.valid; give one, or leave --split out")
+    splits = [name for name in splits if getattr(recipe.data, name)]
+    # The layout of a training says nothing here: every rank encodes, whatever their number.
+    data = recipe.data.model_copy(update={"batch": "1/rank", "micro_batch": None})
+    plain = {"parallel": Parallel(), "precision": Precision(), "data": data}
+    with joined(recipe.model_copy(update=plain)) as (place, watchdog):
+
+        def beat() -> None:
+            watchdog.beat(0, "encoding", allowance=OPENING)
+
+        beat()
+        use_cache(recipe.data.cache_mib << 20)
+        opened = {name: together(partial(open_split, recipe, name, beat), place.control) for name in splits}
+        first = next(iter(opened.values()))[0]
+        codec = together(partial(open_for, config, first, place, trust), place.control)
+        shown = place.world.chief and not quiet
+        work = Work(recipe, codec, place, batch=batch, rows=rows, store=store, shown=shown, beat=beat)
+        return {name: work.encode(name, *opened[name], Path(out) / name) for name in splits}
+
+
+def codec_of(recipe: Recipe) -> Any:
+    """The recipe's codec, or its own run where that is an autoencoder's."""
+    if recipe.codec is not None:
+        return recipe.codec
+    if recipe.model.kind != "autoencoder":
+        raise UserError(
+            "codec: the recipe names none to encode with; add one, such as codec: {kind: autoencoder, path: RUN}, "
+            "or give the run of an autoencoder"
+        )
+    if not list_checkpoints(recipe.run_dir / "checkpoints"):
+        raise UserError(f"{recipe.run_dir} holds no checkpoint of this autoencoder; train it first: vitrail train ...")
+    from vitrail.codecs.autoencoder import AutoencoderCodecConfig
+
+    return AutoencoderCodecConfig(path=str(recipe.run_dir))
+
+
+def open_split(recipe: Recipe, name: Split, tick: Callable[[], None]) -> tuple[Dataset, InOrder]:
+    configs = as_opened(recipe.data, getattr(recipe.data, name), tick=tick)
+    for number, c in enumerate(configs):
+        if getattr(c, "kind", None) == "latents":
+            raise UserError(
+                f"data.{name}.{number}: {c.path} holds latents already; name the data to be encoded, such as "
+                f"'data.{name}=[{{path: ...}}]', and their data.crop"
+            )
+    return open_in_order(configs, sizes_of(recipe, "crop"), recipe.data, where=f"data.{name}")
+
+
+def open_for(config: Any, dataset: Dataset, place: Place, trust: bool) -> Codec:
+    """The codec, which must fit the data."""
+    dtype = np.result_type(*[source.dtype for source in dataset.sources])
+    told: Range | None = (0.0, 255.0) if dtype == np.uint8 else None
+    codec = open_codec(config, device=place.device, trust=trust, value_range=told)
+    if codec.value_range is not None and told is None and getattr(config, "range", None) is None:
+        raise UserError(
+            f"codec.range: the codec takes values of -1 to 1, and the data are {dtype}, which does not tell what these "
+            "stand for; set it to the lowest and the highest value, such as codec.range=[0,65535]"
+        )
+    return codec
+
+
+@dataclass(frozen=True)
+class Work:
+    """What encodes one list of data after the other."""
+
+    recipe: Recipe
+    codec: Codec
+    place: Place
+    batch: int
+    rows: int
+    store: Store
+    shown: bool  # whether this rank shows progress
+    beat: Callable[[], None]  # tells the watchdog that all is well
+
+    def encode(self, name: Split, dataset: Dataset, order: InOrder, target: Path) -> dict[str, Any]:
+        """All ranks together; each round, every rank writes a shard, so that none waits for long."""
+        group, total, rows = self.place.control, order.epoch, self.rows
+        self.codec.check((len(dataset.variables), *dataset.crop))
+        plan = {
+            "codec": self.codec.facts(),
+            "data": data_facts(self.recipe, name, dataset),
+            "encoding": {"samples": total, "rows": rows, "batch": self.batch},
+        }
+        latents = ShardedLatents(target, plan, store=self.store)
+        if on_chief(latents.begin, group):
+            return summary(target, on_chief(latents.facts, group))
+        shards = [range(first, min(first + rows, total)) for first in range(0, total, rows)]
+        missing = on_chief(lambda: [n for n in range(len(shards)) if not latents.has(n)], group)
+        classes, policy = class_names(dataset), Policy.of(self.recipe.data)
+        loader, lost = self.loader(dataset, order, classes, policy), Lost(policy)
+        rank, ranks = self.place.world.rank, self.place.world.size
+        done = total - sum(len(shards[number]) for number in missing)
+        with Progress(total, done, enabled=self.shown) as progress:
+            for first in range(0, len(missing), ranks):
+                now = missing[first : first + ranks]
+                before = done
+
+                def tick(rows_done: int, before: int = before, ranks: int = len(now)) -> None:
+                    self.beat()
+                    progress.update(before + rows_done * ranks)
+
+                if rank < len(now):
+                    counters = shards[now[rank]]
+                    groups = [counters[i : i + self.batch] for i in range(0, len(counters), self.batch)]
+                    rows_of = encoded(loader, self.codec, groups, lost, tick)
+                    together(partial(latents.write, now[rank], rows_of), group)
+                else:
+                    together(lambda: None, group)
+                done += sum(len(shards[number]) for number in now)
+                progress.update(done)
+        self.beat()
+        variables = dataset.variables if self.codec.kind == "identity" else None
+        finish = partial(latents.finish, len(shards), classes=classes, variables=variables)
+        return summary(target, on_chief(finish, group))
+
+    def loader(self, dataset: Dataset, order: InOrder, classes: tuple[str, ...], policy: Policy) -> Loader:
+        labelling = Labelling("item", classes) if classes else None
+        # Nothing stands in for what cannot be read: it is left out.
+        strict = replace(policy, on_bad="error") if policy.on_bad == "skip" else policy
+        return Loader(
+            order,
+            dataset.reader(order, lanes=1, cache_bytes=0, labelling=labelling),
+            device=self.place.device,
+            workers=reading_threads(self.recipe, self.place),
+            prefetch=self.recipe.data.prefetch,
+            policy=strict,
+        )
+
+
+class Lost:
+    """Counts what this rank left out, where data.bad: skip lets it."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.number = policy, 0
+
+    def add(self, error: BadData) -> None:
+        self.number += 1
+        if self.policy.on_bad != "skip" or self.number > self.policy.most:
+            raise error
+
+
+def encoded(
+    loader: Loader, codec: Codec, groups: Sequence[range], lost: Lost, tick: Callable[[int], None]
+) -> Iterator[Rows]:
+    """Latents and classes of each group of samples; those that cannot be read are left out, or are an error."""
+    loader.counters, at, seen = groups.__getitem__, 0, 0
+    while at < len(groups):
+        try:
+            for batch in loader.batches(at, len(groups)):
+                yield _numpy(codec, batch.values, batch.labels)
+                seen, at = seen + len(groups[at]), at + 1
+                tick(seen)
+        except BadData:
+            if lost.policy.on_bad != "skip":
+                raise
+            for counter in groups[at]:  # one by one: the others of this group are good
+                try:
+                    batch = loader.load([counter])
+                except BadData as bad:
+                    lost.add(bad)
+                    continue
+                yield _numpy(codec, batch.values, batch.labels)
+            at += 1
+
+
+def _numpy(codec: Codec, values: Any, labels: Any) -> Rows:
+    latents = codec.encode(values).float().cpu().numpy()
+    return np.ascontiguousarray(latents), None if labels is None else labels.cpu().numpy()
+
+
+def class_names(dataset: Dataset) -> tuple[str, ...]:
+    """The classes of the items, where all sources know them."""
+    each = [tuple(getattr(source, "class_names", ())) for source in dataset.sources]
+    return tuple(dict.fromkeys(name for names in each for name in names)) if all(each) else ()
+
+
+def data_facts(recipe: Recipe, name: Split, dataset: Dataset) -> dict[str, Any]:
+    """What was encoded: enough to tell it from other data, and to give decoded samples their names and voxel size."""
+    first, c = dataset.sources[0], recipe.data
+    item = first.items[0]
+    spacing = [s * scale for s, scale in zip(item.spacing, item.scale, strict=True)]
+    settings = c.model_dump(mode="json", include={"tiles", "fit", "filter"})
+    return {
+        "entries": recipe.to_tree()["data"][name],
+        "crop": list(dataset.crop),
+        **settings,
+        "axes": list(dataset.sample_axes),
+        "variables": list(dataset.variables),
+        "dtype": str(np.result_type(*[source.dtype for source in dataset.sources])),
+        "spacing": [s for axis, s in enumerate(spacing) if axis != item.slices],
+        "unit": item.unit,
+        "items": sum(len(source.items) for source in dataset.sources),
+    }
+
+
+def summary(target: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What the command line shows."""
+    left_out = facts["encoding"]["samples"] - facts["rows"]
+    return {
+        "path": str(target),
+        "rows": facts["rows"],
+        "shape": facts["shape"],
+        "classes": len(facts["classes"]),
+        "mean": facts["mean"],
+        "std": facts["std"],
+        **({"left_out": left_out} if left_out else {}),
+    }
