@@ -10,9 +10,10 @@ Importing the package is cheap: PyTorch comes in with the first call.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "load", "load_recipe", "load_weights", "train"]
+__all__ = ["evaluate", "load", "load_recipe", "load_weights", "sample", "train"]
 
 if TYPE_CHECKING:
+    from vitrail.infer.sample import sample_run as sample
     from vitrail.recipe import load_recipe
     from vitrail.training.run import evaluate, load, train
     from vitrail.weights import load_weights
@@ -27,4 +28,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("vitrail.recipe"), name)
     if name == "load_weights":
         return getattr(importlib.import_module("vitrail.weights"), name)
+    if name == "sample":
+        return importlib.import_module("vitrail.infer.sample").sample_run
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")

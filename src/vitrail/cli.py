@@ -65,6 +65,7 @@ Overrides = Annotated[
 Plugins = Annotated[
     list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Import a module that adds kinds; repeatable.")
 ]
+Trust = Annotated[bool, typer.Option("--trust", help="Let the codec run code that comes with its files.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 
@@ -116,6 +117,7 @@ def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder to continue.")],
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start beside an earlier run, never over it.")] = False,
+    trust: Trust = False,
     plugin: Plugins = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
@@ -139,7 +141,7 @@ def train(
         from vitrail.training.run import train as run_training
 
         _load_plugins(plugin)
-        outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet)
+        outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet, trust=trust)
         if outcome.code:
             end_for_good(outcome.code)
     if _is_chief():
@@ -149,9 +151,11 @@ def train(
     raise typer.Exit(outcome.code)
 
 
-@app.command("eval", short_help="Score a checkpoint on held-out data.")
+@app.command("eval", short_help="Score a checkpoint on held-out data, or samples against real data.")
 def evaluate(
-    run: Run,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_SAMPLES", help="A run folder, or a folder of samples.", show_default=False)
+    ],
     overrides: Overrides = None,
     checkpoint: Annotated[
         int | None,
@@ -163,23 +167,144 @@ def evaluate(
     weights: Annotated[
         Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where there are any.")
     ] = None,
+    classifier: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Samples: a run whose network looks at them.")
+    ] = None,
+    real: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_RECIPE", help="Samples: what to compare with; else their run's data.")
+    ] = None,
+    number: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples: how many of them; else all.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Samples: which are compared; else 0.")] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Samples: write a page, too.")] = None,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Score a checkpoint of a run on its held-out data (data.valid).
+    """Score a checkpoint of a run on its held-out data (data.valid), or samples against real data.
 
     \b
     vitrail eval runs/demo-mae3d
     vitrail eval runs/demo-mae3d --checkpoint 1300 --samples 256 --weights raw --json
+    vitrail eval runs/digits-dit/samples/step-2000 --classifier runs/digits-vit
+    vitrail eval SAMPLES --classifier runs/digits-vit --real data/digits/valid --number 200 --page quality.html
 
-    The samples and their masks are always the same, so scores can be compared. They are printed; nothing is written.
+    The held-out samples and their masks are always the same, so scores can be compared. They are printed; nothing is
+    written. Of a folder that `vitrail sample` has written: how far its samples are from real data (Fréchet distance,
+    KID, precision and recall in the features of the classifier's network, sliced Wasserstein, FID where torch-fidelity
+    and its weights are there) beside the same for real data, and how many of them the classifier recognises.
     """
+    from vitrail.infer.quality import is_samples, quality
     from vitrail.training.run import evaluate as run_evaluation
 
     _load_plugins(plugin)
+    of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
+    of_samples = {"--classifier": classifier, "--real": real, "--number": number, "--seed": seed, "--page": page}
+    if is_samples(run):
+        _refuse_options(of_run, f"{run} is a folder of samples", "runs")
+        if not _is_chief():
+            return
+        from vitrail.infer.quality_report import table, write_page
+
+        found = quality(run, real=real, classifier=classifier, number=number, seed=seed or 0, quiet=as_json)
+        if page is not None:
+            write_page(found, page)
+        if as_json:
+            _print_tree(found, as_json)
+            return
+        _print_rows(table(found), as_json)
+        for note in found["notes"]:
+            _note(f"note: {note}")
+        return
+    _refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
     scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())
     if _is_chief():
         _print_tree(scores, as_json)
+
+
+@app.command(short_help="Write samples of a trained diffusion model.")
+def sample(
+    run: Run,
+    overrides: Overrides = None,
+    classes: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Names or numbers of classes, which take turns; or all.")
+    ] = None,
+    number: Annotated[int, typer.Option(metavar="N", min=1, help="Samples in all.")] = 64,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Steps from noise to data; else the recipe's.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="auto, ancestral, ddim, euler or heun; else the recipe's.")
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(metavar="G", help="1: as trained, above: more like its class, 0: of any class.")
+    ] = None,
+    interval: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Guide on this part of the way from noise (0) to data (1).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Another seed gives other samples; else run.seed.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples computed at once; 16 if that is not too large.")
+    ] = None,
+    weights: Annotated[
+        Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where there are any.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="Step of the checkpoint; the newest good one if not given."),
+    ] = None,
+    format: Annotated[
+        Literal["auto", "png", "tiff", "ome-zarr", "npy"], typer.Option(help="Of the files; auto suits the data.")
+    ] = "auto",
+    latents: Annotated[bool, typer.Option("--latents", help="Write latents as they are, undecoded.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where they go; else a folder in RUN/samples.")
+    ] = None,
+    trust: Trust = False,
+    plugin: Plugins = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write samples of a run that was trained with objective `flow` or `denoise`: images or volumes, like its data.
+
+    \b
+    vitrail sample runs/digits-dit
+    vitrail sample runs/digits-dit --classes 3,7 --number 100 --guidance 2 --out threes-and-sevens
+    vitrail sample runs/digits-dit --sampler heun --steps 20 --seed 1 --checkpoint 1000 --json
+    torchrun --nproc-per-node 4 -m vitrail sample runs/digits-dit --number 10000 --batch 250
+
+    The folder, whose path is printed, has a folder of files for each class, grid.png and manifest.json. The same call
+    makes the same samples on any number of ranks; after a kill it makes those that are missing, and with a larger
+    --number those that are new. Models that make one thing from another take held-out data, written beside.
+    """
+    from vitrail.infer.sample import sample_run
+
+    _load_plugins(plugin)
+    made = sample_run(
+        run,
+        checkpoint=checkpoint,
+        out=out,
+        trust=trust,
+        overrides=overrides or (),
+        quiet=quiet,
+        number=number,
+        classes=classes,
+        steps=steps,
+        sampler=sampler,
+        guidance=guidance,
+        interval=None if interval is None else _read_pair(interval, "--interval"),
+        seed=seed,
+        batch=batch,
+        weights=weights,
+        format=format,
+        latents=latents,
+    )
+    if not _is_chief():
+        return
+    for note in made["notes"]:
+        _note(f"note: {note}")
+    if as_json:
+        _print_tree(made, as_json)
+    else:
+        print(made["out"])
 
 
 @app.command(short_help="Write the page of a run.")
@@ -372,6 +497,52 @@ def bench_data(
     print(f"\n{found['summary']}")
 
 
+@data.command(short_help="Encode data to latents, to train on these.")
+def encode(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe with a codec, or the run of an autoencoder.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the latents go: DIR/train and DIR/valid.")],
+    overrides: Overrides = None,
+    split: Annotated[Literal["train", "valid"] | None, typer.Option(help="Only these data; both if not given.")] = None,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Samples encoded at once.")] = 32,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Samples of a shard, which is written whole.")] = 1024,
+    store: Annotated[Literal["safetensors", "zarr"], typer.Option(help="Format of the latents.")] = "safetensors",
+    trust: Trust = False,
+    plugin: Plugins = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Encode the data of a recipe with its codec, so that a model can be trained on the latents.
+
+    \b
+    vitrail data encode runs/digits-autoencoder --out data/digits-latents
+    vitrail data encode RECIPE --out data/latents --batch 64 --split train
+    vitrail data encode RECIPE 'codec={kind: torchscript, hub: nvidia/Cosmos-Tokenizer-CI8x8}' --out DIR --trust
+    torchrun --nproc-per-node 4 -m vitrail data encode RECIPE --out data/latents
+
+    Every item comes once, in order and unaugmented; of items that are larger than data.crop, every tile. The folders
+    hold the latents, the classes, exact statistics and what encoded them. Ranks share the work; after a kill, the same
+    call goes on. The facts are printed.
+    """
+    from vitrail.infer.encode import encode as run_encoding
+
+    _load_plugins(plugin)
+    made = run_encoding(
+        recipe,
+        out,
+        split=split,
+        batch=batch,
+        rows=rows,
+        store=store,
+        trust=trust,
+        overrides=overrides or (),
+        quiet=quiet,
+    )
+    if _is_chief():
+        _print_tree(made, as_json)
+
+
 @data.command(short_help="Show how data are shared out over ranks.")
 def balance(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder.")],
@@ -511,6 +682,7 @@ def launch(
         int | None,
         typer.Option(metavar="N", help="Starts after the first: of what failed (torchrun, 3) or stopped (Slurm, 50)."),
     ] = None,
+    trust: Trust = False,
     plugin: Plugins = None,
     python: Annotated[
         str | None,
@@ -541,6 +713,7 @@ def launch(
         recipe=recipe,
         overrides=tuple(overrides or ()),
         plugins=tuple(plugin or ()),
+        trust=trust,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         cpus_per_rank=cpus_per_rank,
@@ -625,6 +798,13 @@ def _load_plugins(modules: list[str] | None) -> None:
         load_plugin(module)
 
 
+def _refuse_options(given: dict[str, Any], why: str, of: str) -> None:
+    """Options that would have no effect."""
+    for option, value in given.items():
+        if value:
+            raise UserError(f"{option}: {why}, and this is for {of}; leave it out")
+
+
 def _read_sizes(text: str) -> tuple[int, int, int]:
     """Three numbers with commas; one number stands for a cube."""
     words = text.split(",")
@@ -633,6 +813,14 @@ def _read_sizes(text: str) -> tuple[int, int, int]:
         raise UserError(f"--shape {text!r}: expected one whole number or three with commas, such as 128,128,192")
     z, y, x = map(int, words)
     return z, y, x
+
+
+def _read_pair(text: str, option: str) -> tuple[float, float]:
+    try:
+        first, second = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"{option} {text!r}: expected two numbers with a comma, such as 0.2,0.8") from None
+    return first, second
 
 
 def _is_chief() -> bool:

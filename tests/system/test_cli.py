@@ -22,11 +22,13 @@ from vitrail.training import run as training
 VERBS = (
     "train",
     "eval",
+    "sample",
     "report",
     "data generate",
     "data inspect",
     "data preview",
     "data bench",
+    "data encode",
     "data balance",
     "doctor",
     "schema",
@@ -212,7 +214,7 @@ def test_a_closed_pipe_is_quiet():
 
 def test_train_hands_its_words_on_and_prints_the_path_of_the_report(trained, capsys):
     assert call("train", "a.yaml", "run.steps=3", "--fresh", "data.batch=4/rank") == 0
-    options = {"overrides": ["run.steps=3", "data.batch=4/rank"], "fresh": True, "quiet": False}
+    options = {"overrides": ["run.steps=3", "data.batch=4/rank"], "fresh": True, "quiet": False, "trust": False}
     assert trained.calls == [("a.yaml", options)]
     assert capsys.readouterr() == ("runs/a/report.html\n", "")
 
@@ -412,9 +414,18 @@ SECTIONS = {
     "model: diffusion_vit": "DiffusionViTConfig",
     "diffusion_vit.decoder": "DiffusionDecoderConfig",
     "model: dit": "DiTConfig",
+    "model: autoencoder": "AutoencoderConfig",
     "objective: reconstruct": "ReconstructConfig",
     "objective: classify": "ClassifyConfig",
     "objective: segment": "SegmentConfig",
+    "objective: flow": "FlowConfig",
+    "objective: denoise": "DenoiseConfig",
+    "objective.sampling": "SamplingConfig",
+    "objective: autoencode": "AutoencodeConfig",
+    "codec: identity": "IdentityConfig",
+    "codec: kl": "KLConfig",
+    "codec: torchscript": "TorchScriptConfig",
+    "codec: autoencoder": "AutoencoderCodecConfig",
     "init": "Init",
     "data": "Data",
     "data.augment": "Augment",

@@ -35,7 +35,7 @@ def write_ome_zarr(
     volume: Labelled,
     *,
     spacing: Sequence[float] = (8.0, 8.0, 8.0),
-    unit: str = "nanometer",
+    unit: str | None = "nanometer",
     levels: int = 3,
     version: str = "0.5",
     chunk: int = 64,
@@ -88,7 +88,9 @@ def _channel(name: str, dtype: np.dtype) -> dict[str, Any]:
     return {"label": name, "color": "FFFFFF", "window": window, "active": True}
 
 
-def _describe_pyramid(name: str, spacing: Sequence[float], unit: str, levels: int, version: str) -> dict[str, Any]:
+def _describe_pyramid(
+    name: str, spacing: Sequence[float], unit: str | None, levels: int, version: str
+) -> dict[str, Any]:
     """The multiscales block; a coarse voxel's centre lies half a coarse voxel less half a fine one from the origin."""
     datasets = []
     for level in range(levels):
@@ -96,7 +98,7 @@ def _describe_pyramid(name: str, spacing: Sequence[float], unit: str, levels: in
         shift = [float(s) * (2**level - 1) / 2 for s in spacing]
         transforms = [{"type": "scale", "scale": scale}, {"type": "translation", "translation": shift}]
         datasets.append({"path": f"s{level}", "coordinateTransformations": transforms})
-    axes = [{"name": axis, "type": "space", "unit": unit} for axis in "zyx"]
+    axes = [{"name": axis, "type": "space"} | ({"unit": unit} if unit else {}) for axis in "zyx"]
     entry: dict[str, Any] = {"name": name, "axes": axes, "datasets": datasets}
     if version == "0.4":
         entry["version"] = version

@@ -1,0 +1,1 @@
+"""What is done with trained models: samples, and how good they are."""

@@ -1,0 +1,240 @@
+"""Samples of a trained run, on any number of ranks: the same files, to the last bit on a CPU, as one rank makes.
+
+- what is on disk is not made again: a call that was killed goes on where it was, and a larger number adds to it
+- data are opened for conditions alone; what else is needed is stored with the run
+- every refusal comes before the first sample, and before a folder is made
+"""
+
+import dataclasses
+import json
+import math
+import platform
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import vitrail
+from vitrail.data.entries import stored as stored_statistics
+from vitrail.errors import UserError
+from vitrail.infer.kind import Kind, decoded_kind, kind_of, of_samples, read_facts
+from vitrail.infer.pages import draw_samples
+from vitrail.infer.plan import Plan, choose_classes, close_folder, folder_names, open_folder
+from vitrail.infer.wishes import Wishes
+from vitrail.infer.work import CONDITION, TRUTH, Beside, Work, labels_of
+from vitrail.layers.patches import per_axis
+from vitrail.objectives.generate import range_of
+from vitrail.parallel.mesh import layout_of
+from vitrail.parallel.pipeline import cut, num_parts
+from vitrail.recipe import Recipe
+from vitrail.recipe.find import find_recipe
+from vitrail.training.checkpoint import read_manifest
+from vitrail.training.collective import on_chief, together
+from vitrail.training.guards import Watchdog
+from vitrail.training.progress import Progress
+from vitrail.training.run import (
+    find_checkpoint,
+    fitting,
+    joined,
+    list_or_refuse,
+    load_weights,
+    stored_recipe,
+    which_weights,
+)
+from vitrail.training.session import SLOW_PHASE
+from vitrail.training.setup import Place, build_model, make_evaluator, open_data
+from vitrail.training.waiting import OPENING
+
+MOST_VOXELS, MOST_SAMPLES = 2**22, 16  # of a group, where no size was asked for
+
+
+def sample_run(
+    run: str | Path,
+    *,
+    checkpoint: str | int | None = None,
+    out: str | Path | None = None,
+    trust: bool = False,
+    overrides: Sequence[str] = (),
+    quiet: bool = True,
+    **wishes: Any,
+) -> dict[str, Any]:
+    """Write samples of a run's checkpoint to a folder; its manifest, with what is to be said about the making.
+
+    The wishes are number, classes, steps, sampler, guidance, interval, seed, batch, weights, format and latents, as
+    `vitrail sample --help` explains them.
+    """
+    began, wish = time.monotonic(), Wishes(**wishes)
+    for name in ("number", "batch"):
+        value = getattr(wish, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name}: {value} must be at least 1")
+    list_or_refuse(run, checkpoint)
+    with joined(fitting(generating(find_recipe(run, overrides), run), overrides)) as (place, watchdog):
+        path = Path(on_chief(lambda: str(find_checkpoint(run, checkpoint)[0]), place.control))
+        manifest = read_manifest(path)
+        recipe = fitting(generating(stored_recipe(manifest, overrides), run), overrides)
+        job = Job(Path(run), recipe, manifest, wish, place, trust)
+        folder = Path(out) if out is not None else Path(run) / "samples" / wish.folder(manifest["step"])
+        todo = on_chief(lambda: job.open(folder), place.control)
+        made = sum(len([c for c in job.plan.counters(group) if c < wish.number]) for group in todo)
+        files = job.make(path, folder, todo, watchdog, quiet=quiet)
+        versions = {"vitrail": vitrail.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        whole = job.asked | {"number": wish.number, "names": list(job.names), "versions": versions, "files": files}
+        on_chief(lambda: job.close(folder, whole), place.control)
+    seconds = time.monotonic() - began
+    return whole | {"out": str(folder), "made": made, "seconds": seconds, "notes": job.notes}
+
+
+class Job:
+    """What one call makes of a run; all that can be refused is, when it is made."""
+
+    def __init__(
+        self, run: Path, recipe: Recipe, manifest: dict[str, Any], wish: Wishes, place: Place, trust: bool
+    ) -> None:
+        self.recipe, self.manifest, self.wish, self.place = evenly_cut(recipe, place), manifest, wish, place
+        model, objective = recipe.model, recipe.objective
+        self.weights = which_weights(wish.weights, recipe)
+        self.settings = wish.settings(objective.sampling)
+        facts = of_samples(on_chief(lambda: read_facts(run), place.control), recipe.data.train[0])
+        self.objective = objective.build(model, stored_statistics(manifest["statistics"]))
+        self.objective.check_sampling(self.settings)
+        self.objective.value_range = range_of(np.dtype(facts["dtype"])) if "dtype" in facts else None
+        variables = objective.variables or [f"channel {c}" for c in range(model.channels)]
+        self.decode = together(lambda: self.decoder(facts, trust), place.control)
+        self.facts, self.made = facts, [name for name in variables if name not in objective.condition]
+        self.kind = self.kind_of()
+        self.conditional = bool(model.condition_channels)
+        self.names = tuple(self.objective.names) if self.objective.classes else ()
+        classes = choose_classes(wish.classes, self.names)
+        if self.conditional and wish.classes is None:
+            classes = ()  # each sample has the class of what it is made from
+        self.classless = not self.settings.guidance and tuple(self.settings.interval) == (0.0, 1.0)
+        size = wish.batch or min(default_batch(recipe), wish.number)
+        folders = () if self.conditional or self.classless else folder_names(self.names)
+        self.plan = Plan(wish.number, size, classes, folders, self.kind.suffix)
+        self.seed = recipe.run.seed if wish.seed is None else wish.seed
+        self.notes: list[str] = []
+        if recipe.ema is None:
+            self.notes.append(
+                "this run has no moving average of its weights, whose samples are better: train with ema: {}"
+            )
+
+    def kind_of(self) -> Kind:
+        facts, made, ndim, wanted = self.facts, self.made, self.recipe.model.ndim, self.wish.format
+        if self.decode is None:
+            return kind_of(facts, ndim, made, wanted)
+        shape = per_axis(self.recipe.model.shape, ndim)
+        with torch.no_grad():  # what comes out tells how many channels there are
+            channels = self.decode(torch.zeros(1, len(made), *shape, device=self.place.device)).shape[1]
+        return decoded_kind(facts, ndim, channels, wanted)
+
+    def decoder(self, facts: Mapping[str, Any], trust: bool) -> Any:
+        if getattr(self.recipe, "codec", None) is None or self.wish.latents:
+            return None
+        from vitrail.codecs import decoder_for
+
+        return decoder_for(self.recipe, facts, self.place.device, trust)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """All that decides what the files hold."""
+        sums = sorted((name, entry["crc32"]) for name, entry in self.manifest["files"].items())
+        return {
+            "run": self.recipe.run.name,
+            "step": self.manifest["step"],
+            "checkpoint": f"{zlib.crc32(json.dumps(sums).encode()):08x}",
+            "weights": self.weights,
+            "seed": self.seed,
+            "batch": self.plan.batch,
+            "classes": [self.names[label] for label in self.plan.classes],
+            "settings": dataclasses.asdict(self.settings),
+            **self.kind.describe(),
+        }
+
+    @property
+    def beside(self) -> dict[str, Kind]:
+        """Kinds of what is written beside the samples."""
+        if not self.conditional:
+            return {}
+        objective = self.recipe.objective
+        given = [*(f"coarse {name}" for name in self.made if objective.coarse), *objective.condition]
+        return {CONDITION: kind_of(self.facts, self.recipe.model.ndim, given, "auto"), TRUTH: self.kind}
+
+    def open(self, folder: Path) -> list[int]:
+        """Groups that are not there yet."""
+        open_folder(folder, self.asked, self.wish.number)
+        return self.plan.missing(folder, {name: kind.suffix for name, kind in self.beside.items()})
+
+    def make(
+        self, checkpoint: Path, folder: Path, todo: Sequence[int], watchdog: Watchdog, *, quiet: bool
+    ) -> list[dict[str, Any]]:
+        """Make what is missing, and list all files."""
+        recipe, step, place = self.recipe, self.manifest["step"], self.place
+        data: Any = None
+        if self.conditional:
+            beat = partial(watchdog.beat, step, "opening the data", allowance=OPENING)
+            data = open_data(recipe, place, stored_statistics(self.manifest["statistics"]), beat=beat)
+        watchdog.beat(step, "start", allowance=SLOW_PHASE)
+        labels: list[int] | None = None
+        if todo or self.conditional:
+            flow = build_model(recipe, place, data, self.objective).flow
+            load_weights(flow.model, checkpoint, self.manifest, self.weights, place.saving)
+            flow.model.eval()
+            beside = None
+            if self.conditional:
+                loader = make_evaluator(recipe, place, data, self.objective, flow).loader
+                beside = Beside(loader, self.beside[CONDITION], self.beside[TRUTH])
+            work = Work(
+                self.objective, flow, place, self.plan, self.kind, self.settings, self.seed, folder, self.decode, beside
+            )
+            total = len(todo) * self.plan.batch
+            with Progress(total, enabled=place.world.chief and not quiet) as progress:
+                work.run(todo, progress, lambda: watchdog.beat(step, "sampling", allowance=SLOW_PHASE))
+            if beside is not None and self.names and not self.plan.classes:
+                labels = on_chief(lambda: labels_of(beside.loader, self.plan), place.control)
+        return [self.describe(counter, labels) for counter in range(self.wish.number)]
+
+    def describe(self, counter: int, labels: list[int] | None) -> dict[str, Any]:
+        label = self.plan.label(counter) if labels is None else labels[counter]
+        entry: dict[str, Any] = {"path": self.plan.file(counter), "counter": counter}
+        if label is not None and not self.classless:
+            entry |= {"label": label, "class": self.names[label]}
+        return entry | {name: self.plan.file(counter, name, kind.suffix) for name, kind in self.beside.items()}
+
+    def close(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """The page of pictures, and last of all the manifest."""
+        missing = [entry["path"] for entry in manifest["files"] if not (folder / entry["path"]).exists()]
+        if missing:
+            raise UserError(f"{folder}: {missing[0]} has gone since it was written; call again to make it anew")
+        draw_samples(folder, manifest, self.kind, self.beside)
+        close_folder(folder, manifest)
+
+
+def generating(recipe: Recipe, run: str | Path) -> Recipe:
+    if not hasattr(recipe.objective, "sampling"):
+        raise UserError(
+            f"{run}: its objective is {recipe.objective.kind!r}, which makes no samples; give a run that was trained "
+            "with objective kind 'flow' or 'denoise'"
+        )
+    return recipe
+
+
+def default_batch(recipe: Recipe) -> int:
+    """A number that depends on the samples alone, so that all machines make the same groups."""
+    return max(1, min(MOST_SAMPLES, MOST_VOXELS // math.prod(per_axis(recipe.model.shape, recipe.model.ndim))))
+
+
+def evenly_cut(recipe: Recipe, place: Place) -> Recipe:
+    """A pipeline that is cut by the number of steps: there need be no data to measure their cost with."""
+    layout, parallel = layout_of(recipe.parallel, place.world.size), recipe.parallel
+    if layout.pipeline == 1 or parallel.split != "measured":
+        return recipe
+    with torch.device("meta"):
+        number = len(recipe.model.build().stages())
+    split = tuple(cut([1.0] * number, num_parts(parallel, layout.pipeline)))
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update={"split": split})})

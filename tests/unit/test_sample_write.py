@@ -1,0 +1,207 @@
+"""Samples as files: every format gives back what was written, the plan of a call, and the page of pictures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.sources.tiff import TiffConfig
+from vitrail.errors import UserError
+from vitrail.infer.grid import draw_grid
+from vitrail.infer.kind import FORMATS, Kind, choose_format, decoded_kind, kind_of, of_samples, read_facts, stored_type
+from vitrail.infer.plan import MANIFEST, SETTINGS, Plan, choose_classes, close_folder, folder_names, open_folder
+from vitrail.infer.write import as_stored, read_sample, write_sample
+
+CASES = [
+    ("uint8", "yx", 1, None),
+    ("uint8", "yx", 3, None),
+    ("uint16", "yx", 1, None),
+    ("float32", "yx", 3, None),
+    ("float32", "yx", 5, "nanometer"),
+    ("uint8", "zyx", 1, "nanometer"),
+    ("float32", "zyx", 1, None),
+    ("int16", "zyx", 3, "millimeter"),
+]
+
+
+def make(dtype: str, axes: str, channels: int, unit: str | None) -> tuple[np.ndarray, Kind]:
+    values = np.random.default_rng(1).normal(100, 90, (channels, *(5, 6, 7)[-len(axes) :]))
+    names = tuple(f"v{c}" for c in range(channels))
+    stored = stored_type(dtype)
+    kind = Kind(stored, tuple(axes), names, (2.0, 3.0, 4.0)[-len(axes) :], unit, "auto")
+    return as_stored(values, stored), kind
+
+
+def with_format(kind: Kind, wanted: str) -> Kind:
+    chosen = choose_format(wanted, kind.dtype, kind.axes, len(kind.variables))
+    return Kind(kind.dtype, kind.axes, kind.variables, kind.spacing, kind.unit, chosen)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_what_is_written_is_read_back_and_the_same_values_give_the_same_bytes(case, tmp_path):
+    sample, plain = make(*case)
+    for wanted in FORMATS:
+        try:
+            kind = with_format(plain, wanted)
+        except UserError:
+            assert wanted in ("png", "ome-zarr")
+            continue
+        path, again = (
+            write_sample(tmp_path / f / f"0{kind.suffix}", sample, kind) for f in (wanted, f"{wanted}-again")
+        )
+        found = read_sample(path, kind)
+        assert found.dtype == sample.dtype
+        np.testing.assert_array_equal(found, sample)
+        if path.is_file():
+            assert path.read_bytes() == again.read_bytes()
+        if kind.format in ("tiff", "ome-zarr"):
+            source = {"tiff": TiffConfig, "ome-zarr": OmeZarrConfig}[kind.format](path=str(path)).open()
+            window = tuple(slice(0, size) for size in source.items[0].shape)
+            np.testing.assert_array_equal(source.read(0, window), sample)
+            if kind.unit is not None:
+                assert (source.items[0].spacing, source.items[0].unit) == (kind.spacing, kind.unit)
+
+
+def test_the_usual_formats():
+    usual = [with_format(make(*case)[1], "auto").format for case in CASES]
+    assert usual == ["png", "png", "png", "tiff", "tiff", "ome-zarr", "ome-zarr", "tiff"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "case", "word"),
+    [
+        ("png", ("float32", "yx", 1, None), "PNG"),
+        ("png", ("uint8", "zyx", 1, None), "PNG"),
+        ("png", ("uint8", "yx", 2, None), "PNG"),
+        ("ome-zarr", ("uint8", "yx", 1, None), "OME-Zarr"),
+        ("ome-zarr", ("uint8", "zyx", 2, None), "OME-Zarr"),
+        ("jpeg", ("uint8", "yx", 1, None), "'jpeg' is not known"),
+    ],
+)
+def test_a_format_that_cannot_hold_the_samples_is_refused(wanted, case, word):
+    with pytest.raises(UserError, match=rf"^format: .*{word}.*choose"):
+        with_format(make(*case)[1], wanted)
+
+
+def test_whole_numbers_are_rounded_and_clipped_and_floats_stay():
+    values = np.array([[-3.0, 0.4, 0.6, 254.6, 300.0]])
+    assert as_stored(values, np.dtype("uint8")).tolist() == [[0, 0, 1, 255, 255]]
+    assert as_stored(values, np.dtype("int8")).tolist() == [[-3, 0, 1, 127, 127]]
+    assert as_stored(np.array([1e12, -1e12]), stored_type("int64")).tolist() == [2**31 - 1, -(2**31)]
+    floats = as_stored(values, stored_type("float64"))
+    assert floats.dtype == np.float32
+    np.testing.assert_array_equal(floats, values.astype(np.float32))
+    for dtype in ("uint8", "float32"):
+        with pytest.raises(UserError, match="not finite"):
+            as_stored(np.array([np.nan]), np.dtype(dtype))
+
+
+def test_what_samples_are_follows_from_what_was_kept_of_the_data(tmp_path):
+    assert read_facts(tmp_path) == {}
+    assert kind_of({}, 2, ["a"], "auto").describe()["dtype"] == "float32"
+    facts = {"dtype": "uint8", "axes": ["z", "y", "x"], "spacing": [4.0, 8.0, 8.0], "unit": "nanometer"}
+    (tmp_path / "data.json").write_text(json.dumps(facts))
+    kind = kind_of(read_facts(tmp_path), 3, ["em"], "auto")
+    assert (kind.spacing, kind.unit, kind.suffix) == ((4.0, 8.0, 8.0), "nanometer", ".ome.zarr")
+    flat = kind_of(facts, 2, ["em"], "auto")  # of which it is not known what the axes are
+    assert (flat.axes, flat.spacing, flat.unit, flat.format) == (("y", "x"), (1.0, 1.0), None, "png")
+    entry = OmeZarrConfig(path="em.zarr", spacing=[4.0, 16.0, 12.0], slices="y")
+    across = kind_of(of_samples(facts, entry), 2, ["em"], "auto")
+    assert (across.axes, across.spacing, across.unit) == (("z", "x"), (4.0, 12.0), "nanometer")
+    assert of_samples(facts, OmeZarrConfig(path="em.zarr")) == facts
+    decoded = decoded_kind({"dtype": "float32", "codec": {"range": [0, 255]}}, 2, 3, "auto")
+    assert (decoded.dtype, decoded.variables, decoded.format) == (np.uint8, ("red", "green", "blue"), "png")
+    assert decoded_kind({"codec": None}, 2, 2, "auto").describe()["variables"] == ["channel 0", "channel 1"]
+
+
+# ---------------------------------------------------------------- plans and folders
+
+
+def test_classes_take_turns_and_groups_are_fixed(tmp_path):
+    plan = Plan(7, 3, (2, 0), ("a", "b", "c"), ".png")
+    assert [plan.label(c) for c in range(4)] == [2, 0, 2, 0]
+    assert [plan.file(c) for c in range(3)] == ["c/00000.png", "a/00000.png", "c/00001.png"]
+    assert [list(plan.counters(group)) for group in range(plan.groups)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert plan.missing(tmp_path, {}) == [0, 1, 2]
+    for counter in (0, 1, 2, 6):  # 7 and 8 were not asked for
+        (tmp_path / plan.file(counter)).parent.mkdir(exist_ok=True)
+        (tmp_path / plan.file(counter)).touch()
+    assert plan.missing(tmp_path, {}) == [1]
+    assert plan.missing(tmp_path, {"truth": ".tif"}) == [0, 1, 2]
+    assert Plan(2, 1, (), (), ".npy").file(1) == "samples/00001.npy"
+    assert Plan(2, 1, (), (), ".npy").file(1, "truth", ".tif") == "truth/00001.tif"
+
+
+def test_classes_by_name_and_number():
+    names = ("cat", "dog", "7")
+    assert choose_classes(None, names) == choose_classes("all", names) == (0, 1, 2)
+    assert choose_classes("dog, 0", names) == choose_classes(["dog", 0], names) == (1, 0)
+    assert choose_classes("7", names) == (2,)  # a name before a number
+    assert choose_classes(None, ()) == ()
+    for given, words in (
+        ("dgo", "'dgo' is not a class of this run; did you mean 'dog'"),
+        ("3", "'3' is not a class of this run; there are cat, dog, 7 .or numbers from 0 to 2"),
+        ("cat,0", "'cat' is given twice"),
+        ("-1", "'-1' is not a class"),
+    ):
+        with pytest.raises(UserError, match=words):
+            choose_classes(given, names)
+    with pytest.raises(UserError, match="knows no classes"):
+        choose_classes("cat", ())
+
+
+def test_folders_of_classes_are_names_that_file_systems_take():
+    names = ("cat", "a/b", "..", ".hidden", "Cat", "")
+    assert folder_names(names) == ("cat", "a_b", "class 2", "hidden", "Cat 4", "class 5")
+
+
+def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path):
+    out, settings = tmp_path / "out", {"seed": 1, "interval": (0.0, 1.0)}
+    open_folder(out, settings, 4)
+    assert [p.name for p in out.iterdir()] == [SETTINGS]
+    (out / "a").mkdir()
+    (out / "a" / ".00000.png.x.part").touch()
+    (out / "a" / ".00001.ome.zarr.x.part").mkdir()
+    close_folder(out, {"files": []})
+    open_folder(out, settings, 4)
+    assert list((out / "a").iterdir()) == []
+    assert (out / MANIFEST).exists()
+    for wrong, number, words in (
+        (settings | {"seed": 2}, 4, "seed: 1 became 2"),
+        (settings, 3, "number: 4 became 3"),
+    ):
+        with pytest.raises(UserError, match=f"{words}.*choose another folder with --out"):
+            open_folder(out, wrong, number)
+    open_folder(out, settings, 6)  # more of the same
+    assert not (out / MANIFEST).exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").touch()
+    with pytest.raises(UserError, match="holds other files than samples"):
+        open_folder(other, settings, 4)
+    (out / SETTINGS).write_text("[]")
+    with pytest.raises(UserError, match=r"settings\.json cannot be read"):
+        open_folder(out, settings, 4)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        open_folder(tmp_path / "file" / "out", settings, 4)
+
+
+# ---------------------------------------------------------------- the page
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 40, 20), (5, 8, 300), (1, 6, 8, 10), (2, 4, 4, 4)])
+def test_a_page_of_any_samples(shape, tmp_path):
+    samples = np.random.default_rng(0).normal(size=(3, *shape))
+    spacing = (3.0, 1.0, 1.0)[-len(shape) + 1 :] if len(shape) == 4 else ()
+    path: Path = draw_grid(tmp_path / "grid.png", [("one", samples[:2]), ("a $long$ name" * 5, samples[2:])],
+                           title="t", caption="c", heads=("a", "b"), spacing=spacing)  # fmt: skip
+    with Image.open(path) as picture:
+        assert min(picture.size) > 60
+        assert len(np.unique(np.asarray(picture))) > 20
