@@ -162,6 +162,18 @@ class Dataset:
             window = (*window[: item.slices], 1, *window[item.slices :])
         return tuple(min(w, size) for w, size in zip(window, item.shape, strict=True))
 
+    def _with_windows(self, extents: Sequence[Extent], augmenter: Augmenter | None) -> list[Extent]:
+        """Items that are alike have the same window, and a folder may hold a million of them."""
+        known: dict[Any, tuple[int, ...]] = {}
+        found = []
+        for extent in extents:
+            item = self._item(extent)
+            alike = (item.shape, item.spacing, item.scale, item.slices)
+            if alike not in known:
+                known[alike] = self._window(extent, augmenter)
+            found.append(extent._replace(window=known[alike]))
+        return found
+
     def sampler(
         self,
         *,
@@ -221,7 +233,7 @@ class Dataset:
         """Samples of some sources: crops at random places, or tiles."""
         wanted = set(sources)
         chosen = [i for i, e in enumerate(self.extents) if e.source in wanted]
-        extents = [self.extents[i]._replace(window=self._window(self.extents[i], augmenter)) for i in chosen]
+        extents = self._with_windows([self.extents[i] for i in chosen], augmenter)
         if self.settings.tiles is not None and augmenter is not None and not self._takes_whole:
             self._check_tiles(extents)
         filled = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
