@@ -6,7 +6,9 @@ Crops of 128^3 bytes out of a zarr of 64^3 chunks of noise, compressed by zstd t
 All methods take turns, several times, so that other work on the machine meets all of them; medians. Rates are of voxels
 delivered. Reuse is voxels delivered for each voxel decoded, as counted: an unaligned crop alone has 0.3, because it
 touches 27 chunks. The bare decoders deliver nothing: chunks are decoded by as many threads and dropped, from bytes that
-lie in memory, or with their files read.
+lie in memory, or with their files read. Two more rows tell what a reader can reach that delivers each decoded voxel
+once: chunks copied in one piece to memory as large as some batches, and the crops of "vitrail, reuse 1" made by a loop
+that is written for them alone.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import tensorstore
 import torch
 import zarr
 
+from vitrail.data.chunks import copy_part
 from vitrail.data.loader import Loader
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Sampler
@@ -36,7 +39,7 @@ from vitrail.launch.machine import environment, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 CROP, CHUNK, BATCH = 128, 64, 8
-CACHE = 192 * 2**20  # bytes of blocks: those of all lanes, and a few more
+CACHE = 240 * 2**20  # bytes of batches that are read together
 # Voxels along a block of starts (that of recipes by default, and one chunk), and crops of a block before the next one.
 BLOCKS = {"vitrail, reuse 1": (128, 7), "vitrail, reuse 4": (64, 14)}
 GOALS = {  # method: [(times, of what)]
@@ -82,6 +85,8 @@ class Methods:
         self.decoder: Any = self.source.entries[0].images[0].chunk_reader
         self.loaders = {name: self.loader(*block) for name, block in BLOCKS.items()}
         self.steps = dict.fromkeys(BLOCKS, 0)  # so far
+        self.by_hand = 0  # visits so far
+        self.memory = np.zeros((BATCH * BLOCKS["vitrail, reuse 1"][1], CROP, CROP, CROP), np.uint8)
 
     def loader(self, block: int, turns: int) -> Loader:
         reader = Reader([self.source], (CROP,) * 3, whole_blocks=True, cache_bytes=CACHE)
@@ -126,12 +131,73 @@ class Methods:
         places = self.rng.integers(0, len(self.files), len(self.chunks))
         return self._decode([self.files[i] for i in places], read_file)
 
-    def take_vitrail(self, name: str, number: int = 240) -> int:
+    def copy_files(self) -> int:
+        """Each chunk in one piece to memory as large as a visit's batches."""
+        codec, places = numcodecs.Zstd(), self.rng.integers(0, len(self.files), len(self.chunks))
+
+        def work(part: int) -> int:
+            memory = np.array_split(self.memory, self.threads)[part].reshape(-1, CHUNK**3)
+            out = np.empty(CHUNK**3, np.uint8)
+            for number, place in enumerate(places[part :: self.threads]):
+                memory[number % len(memory)] = codec.decode(read_file(self.files[place]), out)
+            return len(places[part :: self.threads]) * CHUNK**3
+
+        return sum(self.pool.map(work, range(self.threads)))
+
+    def crops_by_hand(self, visits: int = 4) -> int:
+        """The crops of "vitrail, reuse 1", block by block, with no more than they need."""
+        sampler = self.loaders["vitrail, reuse 1"].sampler
+        turns = sampler.reuse
+        first, self.by_hand = self.by_hand, self.by_hand + visits
+        blocks = [
+            [sampler((visit * turns + turn) * BATCH + lane).start for turn in range(turns)]
+            for visit in range(first, self.by_hand)
+            for lane in range(BATCH)
+        ]
+
+        def work(part: int) -> None:
+            codec, layer = numcodecs.Zstd(), np.empty((CHUNK, 2 * CROP, 2 * CROP), np.uint8)
+            chunk = np.empty((CHUNK,) * 3, np.uint8)
+            for number in range(part, len(blocks), self.threads):
+                outs = self.memory[number % BATCH * turns :]
+                cut_block(self.files, self.side, blocks[number], outs, codec, chunk, layer)
+
+        list(self.pool.map(work, range(self.threads)))
+        return len(blocks) * turns * CROP**3
+
+    def take_vitrail(self, name: str, number: int = 448) -> int:
         """Batches as training gets them, from the first request to the last batch: blocks that are used up."""
         loader, first = self.loaders[name], self.steps[name]
         turns = loader.sampler.reuse
         self.steps[name] += turns * math.ceil(number / BATCH / turns)
         return sum(batch.values.numel() for batch in loader.batches(first, self.steps[name]))
+
+
+def cut_block(
+    files: list[str], side: int, starts: list[Any], outs: np.ndarray, codec: Any, chunk: np.ndarray, layer: np.ndarray
+) -> None:
+    """Crops that begin in one block, by layers of chunks, put together and cut while they are in the cache."""
+    low = [min(axis) // CHUNK for axis in zip(*starts, strict=True)]
+    high = [(max(axis) + CROP - 1) // CHUNK + 1 for axis in zip(*starts, strict=True)]
+    for z in range(low[0], high[0]):
+        inside = [
+            (s, out) for s, out in zip(starts, outs, strict=False) if s[0] < (z + 1) * CHUNK and s[0] + CROP > z * CHUNK
+        ]
+        needed = {
+            (y, x)
+            for (_, v, u), _ in inside
+            for y in range(v // CHUNK, (v + CROP - 1) // CHUNK + 1)
+            for x in range(u // CHUNK, (u + CROP - 1) // CHUNK + 1)
+        }
+        for y, x in needed:
+            codec.decode(read_file(files[(z * (side // CHUNK) + y) * (side // CHUNK) + x]), chunk)
+            v, u = (y - low[1]) * CHUNK, (x - low[2]) * CHUNK
+            copy_part(layer[:, v : v + CHUNK, u : u + CHUNK], chunk)
+        for (w, v, u), out in inside:
+            first, last = max(w, z * CHUNK), min(w + CROP, (z + 1) * CHUNK)
+            v, u = v - low[1] * CHUNK, u - low[2] * CHUNK
+            part = layer[first - z * CHUNK : last - z * CHUNK, v : v + CROP, u : u + CROP]
+            copy_part(out[first - w : last - w], part)
 
 
 def read_file(path: str) -> bytes:
@@ -170,6 +236,8 @@ def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
         f"tensorstore, {methods.threads} at a time": methods.take_tensorstore_at_once,
         "zstd alone": methods.decode_memory,
         "zstd and files": methods.decode_files,
+        "zstd, files, one copy": methods.copy_files,
+        "zstd, files, crops by hand": methods.crops_by_hand,
         **{name: lambda name=name: methods.take_vitrail(name) for name in BLOCKS},  # type: ignore[misc]
     }
     rows: dict[str, dict[str, Any]] = {name: {"rates": [], "cpu": [], "reuse": []} for name in work}

@@ -94,7 +94,8 @@ def probed(loader: Any) -> Iterator[Probe]:
         timed_wait = probe.wrap("wait for reads", Job.result)
         stack.enter_context(mock.patch.object(Job, "result", lambda self, *given: timed_wait(self, *given)))
         replace(stack, loader.reader, "read_into", "cut and copy")
-        replace(stack, loader, "_start", "choose samples")
+        replace(stack, loader.reader, "_read_layer", "cut and copy")
+        replace(stack, loader, "_choose", "choose samples")
         replace(stack, loader, "_finish", "to the device")
         stack.enter_context(mock.patch.object(loader, "augmenter", _Called(augmenter, augment)))
         yield probe

@@ -47,16 +47,16 @@ class HierarchySource(GridSource):
     def read_into(self, item: int, region: Window, out: np.ndarray) -> None:
         """As `read`, into memory that is there: [C, *spatial], of a type that holds the values."""
         if self.reads_straight:
-            shared.read_into(*self._inside(item, region, out))
+            shared.read_into(*self.locate(item, region, out))
         else:
             out[...] = self.read(item, region)
 
     def read_later(self, item: int, region: Window, out: np.ndarray) -> Callable[[Window], None]:
         """A call that sees to it that voxels of a smaller region are in `out`, for sources that read straight."""
-        lazy = LazyWindow(*self._inside(item, region, out))
+        lazy = LazyWindow(*self.locate(item, region, out))
         return lambda smaller: lazy.fill(self._stored_region(item, smaller))
 
-    def _inside(self, item: int, region: Window, out: np.ndarray) -> tuple[ChunkReader, np.ndarray, Window]:
+    def locate(self, item: int, region: Window, out: np.ndarray) -> tuple[ChunkReader, np.ndarray, Window]:
         """The array, `out` with its axes, and the window of it."""
         stored = self.entries[item].images[0]
         rest = [name for name in stored.axes if name != "t"]

@@ -4,6 +4,9 @@ Threads, not processes: decoding releases the GIL, blocks are shared, and nothin
 rank reads is a slice of the global batch, named by counters alone; of each sample the whole window or, where ranks
 share the sample, a slab of the turned crop. Augmentation happens on the device, on the stream that copies.
 
+Steps in a row whose samples come from the same blocks are begun together, where memory holds their batches: the reader
+then decodes each chunk once, right into all of them. While these batches are handed out, those after them are read.
+
 Bad data follow a policy: an error, or another sample in its place. Whatever a reading thread raises is raised where
 batches are asked for, and a read that does not end is named there after a while, instead of waited for.
 """
@@ -14,17 +17,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.data.augment import Augmenter, Raw, window
-from vitrail.data.bad import BadData, Policy, Tally
+from vitrail.data.bad import BadData, Policy, SlowRead, Tally
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import Buffers
-from vitrail.data.pool import Job, Pool
-from vitrail.data.reader import Reader
+from vitrail.data.pool import Job, Pool, Stopped
+from vitrail.data.reader import Place, Reader
 from vitrail.data.sampler import Order, Sample
 from vitrail.layers.parts import Slab
 from vitrail.recipe.sections import Augment
@@ -71,7 +76,7 @@ class Loader:
         """The samples with these counters, now; `whole` crops even where slabs are read otherwise."""
         pool = Pool(max(1, self.workers))
         try:
-            return self._finish(self._start(counters, pool, whole=whole))
+            return self._finish(self._start([self._choose(counters)], pool, whole=whole)[0])
         finally:
             pool.close()
 
@@ -122,10 +127,11 @@ class Loader:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 torch.cuda.set_stream(torch.cuda.Stream())  # of this thread alone
-            upcoming = iter(range(first, last))
+            visits, together = self._visits(first, last), 0
             while not stopped.is_set():
-                while len(pending) < self.prefetch and (step := next(upcoming, None)) is not None:
-                    pending.append(self._start(self.counters(step), pool))
+                while len(pending) < max(self.prefetch, together + 1) and (steps := next(visits, None)) is not None:
+                    pending.extend(self._start(steps, pool))
+                    together = len(steps) if len(steps) > 1 else 0
                 if not pending:
                     return
                 batch = self._finish(pending.popleft())
@@ -133,8 +139,53 @@ class Loader:
         except BaseException as error:
             ready.put(error)
 
-    def _start(self, counters: Sequence[int], pool: Pool, *, whole: bool = False) -> "_Pending":
-        samples, reader = [self.sampler(counter) for counter in counters], self.reader
+    def _visits(self, first: int, last: int) -> "Iterator[list[_Step]]":
+        """Steps that are begun together: all that have samples of some blocks, or one."""
+        steps: list[_Step] = []
+        before: set[Any] = set()  # blocks of the step before these
+        for number in range(first, last):
+            step = self._choose(self.counters(number))
+            if steps and (len(steps) == self._most_together(steps[0]) or step.blocks != steps[0].blocks):
+                yield from _together_or_not(steps, before, step.blocks)
+                steps, before = [], steps[-1].blocks
+            steps.append(step)
+            if self._most_together(step) == 1:
+                yield steps
+                steps, before = [], step.blocks
+        yield from _together_or_not(steps, before, set())
+
+    def _most_together(self, step: "_Step") -> int:
+        """Batches that may be begun at once: those of a visit to blocks, if the memory for blocks holds them, or 1."""
+        reader, visit = self.reader, self.sampler.reuse
+        size = len(step.samples) * reader.channels * math.prod(self.room) * reader.dtype.itemsize
+        fits = visit * size <= reader.cache_bytes
+        return visit if fits and all(reader.reads_together(s.source) for s in step.samples) else 1
+
+    def _choose(self, counters: Sequence[int]) -> "_Step":
+        return _Step(list(counters), [self.sampler(counter) for counter in counters])
+
+    def _start(self, steps: "Sequence[_Step]", pool: Pool, *, whole: bool = False) -> "list[_Pending]":
+        """Batches of some steps, on their way."""
+        pending = [self._prepare(step, pool, len(steps), whole=whole) for step in steps]
+        shared: dict[_Read, list[Job]] = {}
+        if len(steps) > 1:
+            blocks: dict[Any, list[_Read]] = {}
+            for batch in pending:
+                for read in batch.reads:
+                    blocks.setdefault(_block_of(read.sample), []).append(read)
+            for reads in blocks.values():
+                calls = self.reader.read_together([read.place() for read in reads])
+                name = partial(self.reader.name_of, reads[0].sample)  # which holds no memory of a batch
+                jobs = [pool.submit(call, name) for call in calls]
+                shared |= dict.fromkeys(reads, jobs)
+        for batch in pending:
+            for read in batch.reads:
+                read.start(shared.get(read, ()))
+        return pending
+
+    def _prepare(self, step: "_Step", pool: Pool, together: int, *, whole: bool) -> "_Pending":
+        """Memory for the batch of a step, and what is to be read into it."""
+        samples, reader = step.samples, self.reader
         # Ranks with parts of a sample would not all see that it is bad, and resampling needs what lies around.
         alone = not whole and not self.augmenter.resamples and self.room == reader.crop and self.policy.on_bad != "skip"
         slab = self.slab if alone else None
@@ -142,17 +193,17 @@ class Loader:
         # Slabs lie along other axes in each file, but are all as large: they are kept flat until they are turned.
         room = self._room_of(samples)
         size = room if slab is None else (math.prod(slab.shape),)
-        host = self._host((len(samples), len(variables), *size), reader.dtype, self._values)
+        host = self._host((len(samples), len(variables), *size), reader.dtype, self._values, together)
         labels: Tensor | None = None
         rows: Sequence[np.ndarray | None] = [None] * len(samples)
         if reader.label_dtype is not None:
-            labels = self._host((len(samples), *room), reader.label_dtype, self._labels)
+            labels = self._host((len(samples), *room), reader.label_dtype, self._labels, together)
             rows = list(labels.numpy())
-        jobs = []
-        for counter, out, row, sample in zip(counters, host.numpy(), rows, samples, strict=True):
-            read = _Read(self, counter, sample, out, row, slab)
-            jobs.append(pool.submit(read, read.name))
-        return _Pending(list(counters), host, labels, slab, tuple(variables), jobs)
+        reads = [
+            _Read(self, pool, counter, sample, out, row, slab)
+            for counter, out, row, sample in zip(step.counters, host.numpy(), rows, samples, strict=True)
+        ]
+        return _Pending(step.counters, host, labels, slab, tuple(variables), reads)
 
     def _room_of(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         """What holds the windows of a batch: of whole images that of its own, as one panorama would enlarge them all.
@@ -164,17 +215,20 @@ class Loader:
         sizes = [self.reader.size_of(s.source, s.item, s.window or self.reader.crop) for s in samples]
         return tuple(max(along) for along in zip(*sizes, strict=True))
 
-    def _host(self, shape: tuple[int, ...], dtype: np.dtype, buffers: Buffers) -> Tensor:
+    def _host(self, shape: tuple[int, ...], dtype: np.dtype, buffers: Buffers, together: int) -> Tensor:
         if self.device.type == "cuda":
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
             return torch.empty(shape, dtype=kind, pin_memory=True)  # which PyTorch itself uses again
-        batches = 2 * self.prefetch + 2  # that are being read, that wait, the one in use and the one before
+        # Batches that are being read, that wait, the one in use and the one before.
+        batches = (2 * together if together > 1 else self.prefetch) + self.prefetch + 2
         limit = batches * math.prod(shape) * dtype.itemsize
         return torch.from_numpy(buffers.take(shape, dtype, limit=limit))
 
     def _finish(self, pending: "_Pending") -> Batch:
         reader = self.reader
-        samples: list[Sample] = [job.result(self.policy.limit) for job in pending.jobs]
+        for read in pending.reads:
+            read.wait_for_others(self.policy.limit)
+        samples = [read.result(self.policy.limit) for read in pending.reads]
         self.samples = samples
         if pending.labels is not None:
             labels: Tensor | None = pending.labels.to(self.device, non_blocking=True)
@@ -222,23 +276,49 @@ class _Read:
     def __init__(
         self,
         loader: Loader,
+        pool: Pool,
         counter: int,
         sample: Sample,
         out: np.ndarray,
         labels: np.ndarray | None,
         slab: Slab | None,
     ):
-        self.loader, self.counter, self.sample = loader, counter, sample
+        self.loader, self.pool, self.counter, self.sample = loader, pool, counter, sample
         self.out, self.labels, self.slab = out, labels, slab
+        self.shared: list[Job] = []  # that read it together with others
+        self.own: Job | None = None
 
     def name(self) -> str:
         return self.loader.reader.name_of(self.sample)
+
+    def start(self, shared: Sequence[Job] = ()) -> None:
+        self.shared = list(shared)
+        if not shared:
+            self.own = self.pool.submit(self, self.name)
+
+    def wait_for_others(self, limit: float) -> None:
+        """After an error in what was read together, the sample is read by itself, and meets its own errors."""
+        failed = False
+        for job in self.shared:  # all of them: none may write to the row any more
+            try:
+                job.result(limit)
+            except (SlowRead, Stopped):
+                raise
+            except Exception:
+                failed = True
+        if failed:
+            self.own = self.pool.submit(self, self.name)
+
+    def result(self, limit: float) -> Sample:
+        own, self.own = self.own, None  # it refers to this read, and both to the memory of a batch
+        return self.sample if own is None else own.result(limit)
 
     def __call__(self) -> Sample:
         loader, reader = self.loader, self.loader.reader
         while True:
             try:
-                self._read(reader)
+                place = self.place()
+                reader.read_into(place.out, place.sample, self._labels(), place.window)
                 return self.sample
             except BadData as error:
                 if not loader.policy.skips(error):
@@ -247,17 +327,50 @@ class _Read:
                 loader.bad.add(item.name, error, loader.policy.most)
                 self.sample = loader.sampler(self.counter, self.sample.attempt + 1)
 
-    def _read(self, reader: Reader) -> None:
-        sample = self.sample
+    def place(self) -> Place:
+        """Where the sample goes, and what of it."""
+        sample, whole = self.sample, self.sample.window or self.loader.reader.crop
         if self.slab is not None:
             region = window(sample.orientation, self.slab)
-            out = self.out.reshape(len(self.out), *(r.stop - r.start for r in region))
-            reader.read_into(out, sample, self.labels, region)
-            return
+            return Place(self.out.reshape(len(self.out), *(r.stop - r.start for r in region)), sample, region)
+        return Place(self.out[(slice(None), *self._inside())], sample, tuple(slice(0, n) for n in whole))
+
+    def _labels(self) -> np.ndarray | None:
+        return self.labels if self.labels is None or self.slab is not None else self.labels[self._inside()]
+
+    def _inside(self) -> tuple[slice, ...]:
+        """What the sample fills of its row."""
+        sample, reader = self.sample, self.loader.reader
         size = reader.size_of(sample.source, sample.item, sample.window or reader.crop)
-        inside = tuple(slice(0, n) for n in size)
-        labels = None if self.labels is None else self.labels[inside]
-        reader.read_into(self.out[(slice(None), *inside)], sample, labels)
+        return tuple(slice(0, n) for n in size)
+
+
+class _Step(NamedTuple):
+    """The samples of a batch."""
+
+    counters: list[int]
+    samples: list[Sample]
+
+    @property
+    def blocks(self) -> set[Any]:
+        return {_block_of(sample) for sample in self.samples}
+
+
+def _together_or_not(steps: list[_Step], before: set[Any], after: set[Any]) -> list[list[_Step]]:
+    """Steps of the same blocks as one visit, unless others of about the same blocks come before or after them.
+
+    Then blocks that are kept serve them all; such are those of tiles, where each lane goes on by itself.
+    """
+    if not steps:
+        return []
+    blocks = steps[0].blocks
+    few = (len(blocks) - 1) // 2  # blocks that are met again by chance
+    whole = len(blocks & before) <= few and len(blocks & after) <= few
+    return [steps] if whole else [[step] for step in steps]
+
+
+def _block_of(sample: Sample) -> Any:
+    return (sample.source, sample.item, *[(b.start, b.stop) for b in sample.block])
 
 
 @dataclass(frozen=True)
@@ -269,4 +382,4 @@ class _Pending:
     labels: Tensor | None  # of voxels
     slab: Slab | None
     variables: tuple[str, ...]
-    jobs: list[Job]
+    reads: list[_Read]

@@ -3,9 +3,10 @@
 Blocks are decoded once and shared by all threads; a block that another thread is already reading is waited for, not
 read twice. Room for a block is made before it is read, so that the limit of memory holds; where there is none, because
 other threads are filling it, just the window is read; so it is where a block has bad data, which the window may not
-touch. Of sources that read straight, by chunks, a block is filled only as far as windows of it are asked for. Without
-blocks such a source keeps chunks itself and puts the window straight into its place in the batch; so it is where the
-cache holds much of the source, because blocks overlap, and chunks are shared by all of them.
+touch. Of sources that read straight, by chunks, a block is filled only as far as windows of it are asked for; windows
+that are known all at once are read together, with nothing kept between (data/chunk_layers.py). Without blocks such a
+source keeps chunks itself and puts the window straight into its place in the batch; so it is where the cache holds much
+of the source, because blocks overlap, and chunks are shared by all of them.
 
 What a window becomes on the host, in this order: the axis across which it is a slice is dropped, images are fitted, a
 scale of two or more is pooled by powers of two. Labels of voxels go through the same; where only a slab of the crop is
@@ -25,6 +26,7 @@ import numpy as np
 from vitrail.data.bad import BadData, ShortRead, read_again
 from vitrail.data.batch import Labelling
 from vitrail.data.buffers import Buffers
+from vitrail.data.chunk_layers import Layer, find_layers
 from vitrail.data.chunks import copy_part
 from vitrail.data.sampler import Sample
 from vitrail.data.shrink import fit_image, pool, pool_factors, whole_image_factors
@@ -53,6 +55,14 @@ class Block(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.labels is None else self.labels.nbytes)
+
+
+class Place(NamedTuple):
+    """Where a window of a sample goes."""
+
+    out: np.ndarray  # [C, *S]
+    sample: Sample
+    window: tuple[slice, ...]  # of the crop
 
 
 class Reader:
@@ -143,6 +153,31 @@ class Reader:
         if labels is not None:
             labels[...] = self._shrink(crop.labels[None], factors, item.slices, labels=True)[0]  # type: ignore[index]
 
+    def reads_together(self, number: int) -> bool:
+        """Whether windows of a source can be read together."""
+        source = self.sources[number]
+        has_chunks = _reads_straight(source) and hasattr(source, "locate")  # data/hierarchy.py
+        return has_chunks and self._in_blocks(number) and self.label_dtype is None
+
+    def read_together(self, places: Sequence[Place]) -> list[Callable[[], None]]:
+        """Calls for any threads that read windows of one block, each chunk once; none where that cannot be done.
+
+        They try once: after an error of any of them the windows are to be read one by one.
+        """
+        number, item = places[0].sample.source, places[0].sample.item
+        if not self.reads_together(number) or not all(self._is_as_stored(p.out, p.sample) for p in places):
+            return []
+        source: Any = self.sources[number]
+        found = [source.locate(item, _shift(p.window, p.sample.start), p.out) for p in places]
+        layers = find_layers(found[0][0], [(out, window) for _, out, window in found])
+        return [partial(self._read_layer, layer) for layer in layers]
+
+    def _read_layer(self, layer: Layer) -> None:
+        try:
+            layer.read()
+        finally:
+            layer.windows = ()  # the memory of batches, which others wait for
+
     def item_label(self, sample: Sample) -> int:
         """The class of a sample's item, as a place in the names of the labelling."""
         item = self.sources[sample.source].items[sample.item]
@@ -195,12 +230,16 @@ class Reader:
         return _reads_straight(source) and self._large[number]
 
     def _copies_straight(self, out: np.ndarray, sample: Sample) -> bool:
-        """Whether a source can put a window where it belongs, as it is: whole numbers, neither sliced nor shrunk."""
-        source = self.sources[sample.source]
-        if not _reads_straight(source) or self._in_blocks(sample.source) or out.dtype.kind == "f":
+        """Whether a source can put a window where it belongs, and no block is kept for it."""
+        straight = _reads_straight(self.sources[sample.source]) and not self._in_blocks(sample.source)
+        return straight and self._is_as_stored(out, sample)
+
+    def _is_as_stored(self, out: np.ndarray, sample: Sample) -> bool:
+        """Whether a window goes to the batch as it is: whole numbers, neither sliced nor shrunk."""
+        if out.dtype.kind == "f" or self.fit is not None:
             return False
         shrunk = max(self.factors(sample.source, sample.item, sample.window or self.crop)) > 1
-        return source.items[sample.item].slices is None and self.fit is None and not shrunk
+        return self.sources[sample.source].items[sample.item].slices is None and not shrunk
 
     def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...], *, retries: int) -> Block:
         """A window of the sample's item: voxels of one region, labels of another."""

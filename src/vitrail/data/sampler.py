@@ -114,6 +114,7 @@ class Sampler:
             math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, window, strict=True))
             for (_, window), (cuts, _) in alike.items()
         )  # in voxels
+        self._block = functools.lru_cache(maxsize=2 * lanes)(self._find_block)  # each is asked for `reuse` times
 
     def weight_of(self, extent: int) -> float:
         """The crops' worth of places of an extent, times its weight or share."""
@@ -131,20 +132,26 @@ class Sampler:
         pass_number, visit = divmod(turn // self.reuse * self.lanes + lane, self.visits)
         if attempt:  # from anywhere: what cannot be read is often the whole block
             visit = key(self.seed, "substitute", counter, attempt) % self.visits
+        which, low, high = self._block(pass_number, visit)
+        extent, window = self.extents[which], self.windows[which]
+        start = self._start(which, low, high, counter, attempt)
+        voxels = tuple(slice(lo, hi - 1 + c) for lo, hi, c in zip(low, high, window, strict=True))
+        orientation = self.orientations[key(self.seed, "orientation", counter) % len(self.orientations)]
+        return Sample(extent.source, extent.item, voxels, start, orientation, window, attempt)
+
+    def _find_block(self, pass_number: int, visit: int) -> tuple[int, list[int], list[int]]:
+        """The number of an extent, and the bounds of the block of its starts."""
         shuffled = permute(visit, self.visits, key(self.seed, "pass", pass_number))
         phase = key(self.seed, "phase", pass_number) / 2**63
         place = (shuffled + phase) / self.visits * self.cumulative[-1]
         flat = min(int(np.searchsorted(self.cumulative, place, side="right")), self._last)
 
         which = int(np.searchsorted(self.first, flat, side="right")) - 1
-        extent, cuts, window = self.extents[which], self.cuts[which], self.windows[which]
+        cuts = self.cuts[which]
         cell = np.unravel_index(flat - self.first[which], [len(c) - 1 for c in cuts])
         low = [int(c[i]) for c, i in zip(cuts, cell, strict=True)]
         high = [int(c[i + 1]) for c, i in zip(cuts, cell, strict=True)]
-        start = self._start(which, low, high, counter, attempt)
-        voxels = tuple(slice(lo, hi - 1 + c) for lo, hi, c in zip(low, high, window, strict=True))
-        orientation = self.orientations[key(self.seed, "orientation", counter) % len(self.orientations)]
-        return Sample(extent.source, extent.item, voxels, start, orientation, window, attempt)
+        return which, low, high
 
     def _start(self, which: int, low: list[int], high: list[int], counter: int, attempt: int) -> tuple[int, ...]:
         """Where a sample begins: any place of its block, or one with enough in it."""

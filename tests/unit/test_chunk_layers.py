@@ -1,0 +1,290 @@
+"""Windows that share chunks, read together: exactly, each chunk once, and by the loader without anybody noticing."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from test_loader import reading_threads
+
+from vitrail.data import chunk_layers
+from vitrail.data import pool as pool_module
+from vitrail.data.augment import Augmenter, orientations
+from vitrail.data.bad import BadData, MissingData, Policy, SlowRead
+from vitrail.data.chunk_layers import find_layers
+from vitrail.data.chunks import ChunkReader, open_chunks, parts
+from vitrail.data.loader import Loader
+from vitrail.data.reader import Reader
+from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.sources.zarr import ZarrConfig
+from vitrail.data.tiles import Tiles
+from vitrail.layers.parts import Part, Slab
+from vitrail.recipe.sections import Augment
+
+
+def write(path: Path, shape: Sequence[int], chunk: Sequence[int], dtype: str = "uint8") -> np.ndarray:
+    values = np.random.default_rng(0).integers(1, 250, shape).astype(dtype)
+    array = zarr.create_array(str(path), shape=values.shape, dtype=values.dtype, chunks=tuple(chunk))
+    array[...] = values
+    return values
+
+
+def some_windows(shape: Sequence[int], number: int, seed: int) -> list[tuple[slice, ...]]:
+    rng = np.random.default_rng(seed)
+    ends = np.sort([[rng.choice(n + 1, 2, replace=False) for n in shape] for _ in range(number)], axis=-1)
+    return [tuple(slice(int(a), int(b)) for a, b in window) for window in ends]
+
+
+@pytest.mark.parametrize("most", [0, 700, 1 << 20])  # bytes of a layer
+@pytest.mark.parametrize(
+    ("shape", "chunk", "dtype"),
+    [
+        ((50,), (8,), "uint8"),
+        ((30, 41), (8, 16), "int16"),
+        ((20, 30, 41), (8, 8, 16), "uint8"),
+        ((2, 13, 12, 14), (1, 4, 5, 6), "uint16"),
+    ],
+)
+def test_each_window_is_exact_and_each_chunk_is_decoded_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    dtype: str,
+    most: int,
+) -> None:
+    monkeypatch.setattr(chunk_layers, "MOST", most)
+    values = write(tmp_path / "a", shape, chunk, dtype)
+    for seed, number in enumerate((1, 2, 9)):
+        reader = open_chunks(tmp_path / "a")
+        assert reader is not None
+        windows = some_windows(shape, number, seed)
+        wide = [np.zeros([2 * (w.stop - w.start) for w in window], "int32" if seed else dtype) for window in windows]
+        outs = [memory[(slice(None, None, 2),) * len(shape)] for memory in wide]  # any strides, a wider type
+        threads = [
+            threading.Thread(target=layer.read) for layer in find_layers(reader, list(zip(outs, windows, strict=True)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for out, window in zip(outs, windows, strict=True):
+            np.testing.assert_array_equal(out, values[window])
+        assert reader.decoded == len({part.chunk for window in windows for part in parts(chunk, window)})
+
+
+def test_layers_are_as_large_as_they_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two axes of chunks, one, or a single chunk: 32 bytes each, of which windows touch 4 x 3 x 2."""
+    write(tmp_path / "a", (16, 12, 16), (4, 4, 2))
+    reader = open_chunks(tmp_path / "a")
+    assert reader is not None
+    window = (slice(0, 16), slice(1, 12), slice(3, 6))
+    for most, layers in ((6 * 32, 4), (2 * 32, 4 * 3), (32, 4 * 3 * 2), (0, 4 * 3 * 2)):
+        monkeypatch.setattr(chunk_layers, "MOST", most)
+        assert len(find_layers(reader, [(np.zeros((16, 11, 3), np.uint8), window)])) == layers
+
+
+# ---------------------------------------------------------------- by the loader
+
+LANES, REUSE, PREFETCH = 3, 4, 2
+CROP = (6, 6, 6)
+
+
+class Volume:
+    """A zarr of random bytes and loaders of it."""
+
+    def __init__(self, path: Path, *, missing: str = "error"):
+        self.values = write(path, (26, 24, 30), (4, 4, 4))
+        self.path = path
+        self.source = ZarrConfig(path=str(path), missing=missing).open()
+
+    @property
+    def decoder(self) -> ChunkReader:
+        return self.source.entries[0].images[0].chunk_reader
+
+    def loader(self, *, cache: int = 1 << 16, workers: int = 2, codes: Sequence[int] = (0,), **options: Any) -> Loader:
+        extent = Extent(0, 0, self.values.shape, (4, 4, 4), (0, 0, 0), 1.0)
+        sampler = Sampler([extent], CROP, seed=9, lanes=LANES, reuse=REUSE, orientations=codes)
+        reader = Reader([self.source], CROP, whole_blocks=True, cache_bytes=cache)
+        return Loader(
+            sampler,
+            reader,
+            lambda step: range(step * LANES, (step + 1) * LANES),
+            device=torch.device("cpu"),
+            workers=workers,
+            prefetch=PREFETCH,
+            **options,
+        )
+
+    def crop(self, loader: Loader, counter: int) -> np.ndarray:
+        start = loader.sampler(counter).start
+        return self.values[tuple(slice(s, s + n) for s, n in zip(start, CROP, strict=True))][None]
+
+    def check(self, loader: Loader, first: int, last: int) -> None:
+        for step, batch in enumerate(loader.batches(first, last), first):
+            assert list(batch.counters) == list(range(step * LANES, (step + 1) * LANES))
+            for counter, values in zip(batch.counters, batch.values, strict=True):
+                np.testing.assert_array_equal(values.numpy(), self.crop(loader, counter))
+        assert not reading_threads()
+
+    def break_chunk(self, change: Callable[[Path], Any]) -> None:
+        change(self.path / "c" / "3" / "3" / "3")
+
+
+@pytest.fixture
+def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Volume:
+    monkeypatch.setattr("vitrail.data.reader.MUCH_MORE", 0)  # however small it is
+    monkeypatch.setattr(pool_module, "PATIENCE", 0.3)
+    return Volume(tmp_path / "a")
+
+
+def chunks_of(loader: Loader, steps: range) -> int:
+    """Chunks that the samples of some steps touch, each counted once for a block."""
+    blocks: dict[Any, set[Any]] = {}
+    for counter in [c for step in steps for c in loader.counters(step)]:
+        sample = loader.sampler(counter)
+        window = tuple(slice(s, s + n) for s, n in zip(sample.start, CROP, strict=True))
+        name = tuple((b.start, b.stop) for b in sample.block)
+        blocks.setdefault(name, set()).update(part.chunk for part in parts((4, 4, 4), window))
+    return sum(map(len, blocks.values()))
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("first", [0, 3])  # a run may go on in the middle of a visit
+def test_crops_of_a_visit_are_read_together(volume: Volume, workers: int, first: int) -> None:
+    loader = volume.loader(workers=workers)
+    assert [len(steps) for steps in loader._visits(first, 14)] == [REUSE - first, REUSE, REUSE, 2]
+    volume.check(loader, first, 14)
+    ends = [first, 4, 8, 12, 14]
+    assert volume.decoder.decoded == sum(chunks_of(loader, range(*each)) for each in itertools.pairwise(ends))
+    assert bool(loader.reader._blocks) == (first == 3)  # of the step that is alone
+
+
+def test_steps_that_share_blocks_with_others_are_not_begun_together(volume: Volume) -> None:
+    """They would decode blocks again: tiles, whose lanes go on one by one, and a single block for ever."""
+    loader = volume.loader()
+    loader.counters = lambda step: range(step * 4, (step + 1) * 4)  # of 3 lanes, with 4 crops of each block
+    assert [len(steps) for steps in loader._visits(0, 12)] == [3] * 4
+    extent = Extent(0, 0, volume.values.shape, (4, 4, 4), (0, 0, 0), 1.0)
+    loader = volume.loader()
+    loader.sampler = Tiles([extent], CROP, seed=0, lanes=LANES, overlap=0.5)
+    visits = list(loader._visits(0, 100))
+    assert sum(len(steps) == 1 for steps in visits) > 90
+    volume.check(loader, 0, 20)
+    loader = volume.loader()
+    loader.sampler = Sampler([extent], CROP, seed=0, lanes=LANES, reuse=REUSE, block=(32, 32, 32))
+    assert {len(steps) for steps in loader._visits(0, 12)} == {1}
+
+
+def test_without_memory_for_a_visit_batches_are_begun_one_by_one(volume: Volume) -> None:
+    size = REUSE * LANES * 6**3
+    assert [len(steps) for steps in volume.loader(cache=size)._visits(0, 8)] == [4, 4]
+    loader = volume.loader(cache=size - 1)
+    assert [len(steps) for steps in loader._visits(0, 8)] == [1] * 8
+    volume.check(loader, 0, 8)
+    volume.check(volume.loader(cache=0), 0, 8)
+
+
+def test_memory_of_batches_stays_bounded(volume: Volume) -> None:
+    loader, held = volume.loader(), None
+    for number, batch in enumerate(loader.batches(0, 60)):
+        if number == 5:
+            held, copy = batch.values[1:], batch.values[1:].clone()
+    assert len(loader._values._known) <= 2 * REUSE + PREFETCH + 2
+    assert held is not None
+    assert torch.equal(held, copy)
+    volume.check(loader, 0, 20)
+
+
+def test_slabs_and_orientations(volume: Volume) -> None:
+    codes = range(len(orientations(CROP)))
+    whole = volume.loader(codes=codes)
+    slabs = [volume.loader(codes=codes, slab=Slab(Part(i, 2), CROP)) for i in range(2)]
+    loaders = [loader.batches(1, 9) for loader in (whole, *slabs)]
+    for step, (batch, *halves) in enumerate(zip(*loaders, strict=True), 1):
+        assert torch.equal(torch.cat([half.values for half in halves], dim=2), batch.values)
+        assert torch.equal(whole.load(whole.counters(step)).values, batch.values)
+
+
+def test_a_broken_chunk_is_an_error_only_for_crops_that_need_it(volume: Volume) -> None:
+    volume.break_chunk(lambda path: path.write_bytes(path.read_bytes()[:9]))
+    loader = volume.loader()
+    bad = {counter for counter in range(96) if touches(loader, counter)}
+    first = min(bad) // LANES
+    volume.check(loader, 0, first)
+    with pytest.raises(BadData, match=r"chunk \{3, 3, 3\}"):
+        volume.check(loader, 0, 32)
+    assert not reading_threads()
+    loader.obey(Policy(on_bad="skip"))
+    seen = set()
+    for batch in loader.batches(0, 32):
+        for counter, sample, values in zip(
+            batch.counters, loader_samples(loader, batch.counters), batch.values, strict=True
+        ):
+            window = tuple(slice(s, s + n) for s, n in zip(sample.start, CROP, strict=True))
+            np.testing.assert_array_equal(values[0].numpy(), volume.values[window])
+            seen |= {counter} if sample.attempt else set()
+    assert seen == bad
+    assert loader.bad.total >= len(bad)
+
+
+def touches(loader: Loader, counter: int, attempt: int = 0) -> bool:
+    start = loader.sampler(counter, attempt).start
+    return all(s < 16 and s + n > 12 for s, n in zip(start, CROP, strict=True))
+
+
+def loader_samples(loader: Loader, counters: Sequence[int]) -> list[Any]:
+    """The sample of each counter, or the first of those in its place that does not need the broken chunk."""
+    attempts = [next(a for a in range(99) if not touches(loader, counter, a)) for counter in counters]
+    return [loader.sampler(counter, attempt) for counter, attempt in zip(counters, attempts, strict=True)]
+
+
+def test_a_missing_chunk_is_named_or_filled(tmp_path: Path, volume: Volume) -> None:
+    volume.break_chunk(Path.unlink)
+    with pytest.raises(MissingData, match=r"chunk \{3, 3, 3\}"):
+        volume.check(volume.loader(), 0, 32)
+    filled = Volume(tmp_path / "b", missing="fill")
+    filled.break_chunk(Path.unlink)
+    filled.values[12:16, 12:16, 12:16] = 0
+    filled.check(filled.loader(), 0, 32)
+    assert filled.source.filled > 0
+
+
+def test_errors_that_pass_leave_no_trace(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, calls = ChunkReader.decode, iter(range(10**6))
+
+    def fail_sometimes(self: ChunkReader, *given: Any) -> np.ndarray:
+        if next(calls) % 23 == 0:
+            raise OSError(5, "Input/output error")
+        return decode(self, *given)
+
+    monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
+    monkeypatch.setattr(ChunkReader, "decode", fail_sometimes)
+    loader = volume.loader(workers=4)
+    volume.check(loader, 0, 16)
+    assert not loader.bad.total
+
+
+def test_a_read_that_does_not_end_is_named(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(ChunkReader, "decode", lambda *given: go_on.wait(20))
+    loader = volume.loader(policy=Policy(limit=0.2))
+    began = time.monotonic()
+    with pytest.raises(SlowRead, match=r"voxels z \d+ to \d+"):
+        next(loader.batches(0, 4))
+    assert time.monotonic() - began < 10
+    go_on.set()
+
+
+def test_whoever_stops_early_leaves_no_thread_behind(volume: Volume) -> None:
+    loader = volume.loader(augmenter=Augmenter(Augment(), CROP, seed=0))
+    batches = loader.batches(0, 10**6)
+    next(batches)
+    batches.close()
+    assert not reading_threads()
