@@ -1,5 +1,6 @@
 """The recipes reach the numbers that their headers give: trained as they are, on generated data."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -29,3 +30,26 @@ def test_recipe_reaches_its_number(recipe: str, tmp_path: Path) -> None:
     last = events(folder, "eval")[-1]["metrics"]
     for name, least in wanted.items():
         assert last[name] >= least, (name, last[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_drawn_digits_are_recognised(tmp_path: Path) -> None:
+    """A classifier of real digits names the class that was asked for, of samples as near to real ones as these are."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    judged = ""
+    for arguments in (
+        ["data", "generate", "data/digits", "--kind", "digits"],
+        ["train", "configs/digits/vit.yaml", "--quiet"],
+        ["train", "configs/digits/dit.yaml", "--quiet"],
+        ["sample", "runs/digits-dit", "--number", "200", "--batch", "100", "--out", "samples", "--quiet"],
+        ["eval", "samples", "--classifier", "runs/digits-vit", "--json"],
+    ):
+        code, judged = vitrail(*arguments, cwd=tmp_path, timeout=1400)
+        assert code == 0, judged[-2000:]
+    found = {row["measure"]: row for row in json.loads(judged[judged.index("{") :])["measures"]}
+    assert found["accuracy"]["samples"] == 200
+    assert found["accuracy"]["value"] >= 0.9
+    assert found["frechet"]["value"] < 2 * found["frechet"]["floor"]
+    assert found["precision"]["value"] > 0.7
+    assert found["recall"]["value"] > 0.3
