@@ -6,6 +6,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitrail.data.augment import Augmenter, Raw, orient, orientations
-from vitrail.data.bad import BadData
+from vitrail.data.bad import BadData, SlowRead
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import LINE, Buffers, aligned
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
+from vitrail.data.pool import Pool, Several
 from vitrail.data.reader import Reader, host_dtype
 from vitrail.data.sampler import Extent, Sample, Sampler
 from vitrail.data.shrink import fit_image, pool
@@ -883,3 +885,22 @@ def test_buffers_are_free_when_nobody_refers_to_them() -> None:
     more = buffers.take((500,), np.dtype(np.uint8), limit=1000)  # beyond the limit: not remembered
     assert len(buffers._known) == 1
     assert address(more) != address(whole)
+
+
+def test_small_samples_are_read_by_the_handful_and_a_slow_one_is_named(volume: ArraySource) -> None:
+    """Each read of a job has the whole limit, and the error names the one that hangs."""
+    stop = threading.Event()
+    pool = Pool(1)
+    try:
+        quick = pool.put(Several([partial(time.sleep, 0.4)] * 4, [lambda: "quick"] * 4))
+        assert quick.result(1.5) == [None] * 4  # 1.6 s in all
+        slow = pool.put(Several([lambda: None, partial(stop.wait, 5.0)], [lambda: "first", lambda: "second"]))
+        with pytest.raises(SlowRead, match="^second: the read has not ended"):
+            slow.result(0.2)
+    finally:
+        stop.set()
+        pool.close()
+    loader = loader_of(volume, workers=2, prefetch=1)
+    for batch in loader.batches(0, 3):
+        for counter, values in zip(batch.counters, batch.values, strict=True):
+            np.testing.assert_array_equal(values.numpy(), expected(loader.sampler, [volume], counter))

@@ -216,7 +216,7 @@ def test_waits_grow_and_end() -> None:
         return "done"
 
     bad_data.FIRST_WAIT, bad_data.LONGEST_WAIT = 0.1, 0.5  # the fixture puts them back
-    assert read_again(read, "x", retries=3, wait=waits.append) == "done"
+    assert read_again(read, lambda: "x", retries=3, wait=waits.append) == "done"
     assert waits == pytest.approx([0.1, 0.3, 0.5])
 
 
@@ -244,7 +244,7 @@ def test_what_lasts_is_one_sentence(error: Exception, tries: int, sentence: str)
         raise error
 
     with pytest.raises(FailedRead, match=sentence) as caught:
-        read_again(read, "v1", retries=2)
+        read_again(read, lambda: "v1", retries=2)
     assert asked == tries
     assert caught.value.__cause__ is error
 

@@ -96,7 +96,9 @@ class Tally:
         return news
 
 
-def read_again(read: Callable[[], T], what: str, *, retries: int, wait: Callable[[float], None] = time.sleep) -> T:
+def read_again(
+    read: Callable[[], T], what: Callable[[], str], *, retries: int, wait: Callable[[float], None] = time.sleep
+) -> T:
     """Try a read until it succeeds; an error of the file system that stays becomes one sentence about `what`."""
     pause = FIRST_WAIT
     for left in range(retries, -1, -1):
@@ -108,7 +110,7 @@ def read_again(read: Callable[[], T], what: str, *, retries: int, wait: Callable
                 wait(pause)
                 pause = min(3 * pause, LONGEST_WAIT)
                 continue
-            raise FailedRead(f"{what} cannot be read{_why(error, retries)}") from error
+            raise FailedRead(f"{what()} cannot be read{_why(error, retries)}") from error
     raise AssertionError("a read ends with a result or an error")
 
 

@@ -172,7 +172,7 @@ def count_voxels(
                 raise ShortRead(f"{list(voxels.shape)} values came for {[r.stop - r.start for r in region]}")
             return voxels
 
-        return read_again(take, name(region), retries=policy.retries) > above
+        return read_again(take, partial(name, region), retries=policy.retries) > above
 
     def fold(found: np.ndarray) -> np.ndarray:
         found = found.astype(np.float32)

@@ -1,6 +1,7 @@
 """Sources of many small items: the keys they share, which items an entry takes, and items made when asked for."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -89,10 +90,11 @@ def choose_channels(given: list[str] | None, known: Sequence[str], path: str) ->
 
 
 class LazySequence(Sequence[Any]):
-    """Things made when they are asked for: a million of them take no memory."""
+    """Things made when they are asked for: a million of them take no memory. The latest are kept, to be asked again."""
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
         self._count, self._make = count, make
+        self._kept = lru_cache(maxsize=4096)(make)
 
     def __len__(self) -> int:
         return self._count
@@ -104,7 +106,7 @@ class LazySequence(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._count))]
-        return self._make(range(self._count)[index])
+        return self._kept(range(self._count)[index])
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._make, range(self._count))

@@ -28,11 +28,13 @@ from vitrail.data.augment import Augmenter, Raw, window
 from vitrail.data.bad import BadData, Policy, SlowRead, Tally
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import Buffers
-from vitrail.data.pool import Job, Pool, Stopped
+from vitrail.data.pool import Job, Pool, Several, Stopped
 from vitrail.data.reader import Place, Reader
 from vitrail.data.sampler import Order, Sample
 from vitrail.layers.parts import Slab
 from vitrail.recipe.sections import Augment
+
+HANDFUL = 64 * 2**10  # bytes of samples that one thread reads before it asks for more
 
 _Ready = tuple[Batch, "torch.cuda.Event | None"]  # and when it is, on the device
 
@@ -179,8 +181,14 @@ class Loader:
                 jobs = [pool.submit(call, name) for call in calls]
                 shared |= dict.fromkeys(reads, jobs)
         for batch in pending:
+            alone = [read for read in batch.reads if not shared.get(read)]
             for read in batch.reads:
-                read.start(shared.get(read, ()))
+                read.shared = shared.get(read, [])
+            # A job costs more than the copy of a few KiB: small samples go to the threads by the handful.
+            size = max(1, batch.host[0].nbytes) if alone else 1
+            handful = max(1, min(HANDFUL // size, len(alone) // max(1, self.workers)))
+            for first in range(0, len(alone), handful):
+                _start_several(alone[first : first + handful], pool)
         return pending
 
     def _prepare(self, step: "_Step", pool: Pool, together: int, *, whole: bool) -> "_Pending":
@@ -286,15 +294,10 @@ class _Read:
         self.loader, self.pool, self.counter, self.sample = loader, pool, counter, sample
         self.out, self.labels, self.slab = out, labels, slab
         self.shared: list[Job] = []  # that read it together with others
-        self.own: Job | None = None
+        self.own: tuple[Job, int] | None = None  # that reads it by itself, after so many others
 
     def name(self) -> str:
         return self.loader.reader.name_of(self.sample)
-
-    def start(self, shared: Sequence[Job] = ()) -> None:
-        self.shared = list(shared)
-        if not shared:
-            self.own = self.pool.submit(self, self.name)
 
     def wait_for_others(self, limit: float) -> None:
         """After an error in what was read together, the sample is read by itself, and meets its own errors."""
@@ -307,11 +310,11 @@ class _Read:
             except Exception:
                 failed = True
         if failed:
-            self.own = self.pool.submit(self, self.name)
+            _start_several([self], self.pool)
 
     def result(self, limit: float) -> Sample:
         own, self.own = self.own, None  # it refers to this read, and both to the memory of a batch
-        return self.sample if own is None else own.result(limit)
+        return self.sample if own is None else own[0].result(limit)[own[1]]
 
     def __call__(self) -> Sample:
         loader, reader = self.loader, self.loader.reader
@@ -343,6 +346,12 @@ class _Read:
         sample, reader = self.sample, self.loader.reader
         size = reader.size_of(sample.source, sample.item, sample.window or reader.crop)
         return tuple(slice(0, n) for n in size)
+
+
+def _start_several(reads: Sequence[_Read], pool: Pool) -> None:
+    job = pool.put(Several(reads, [read.name for read in reads]))
+    for place, read in enumerate(reads):
+        read.own = job, place
 
 
 class _Step(NamedTuple):

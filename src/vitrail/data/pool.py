@@ -7,7 +7,7 @@ finished process alive; these threads are daemons, and are left behind when they
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -33,9 +33,15 @@ class Job:
             return
         self.began = time.monotonic()
         try:
-            self._tell(self.future.set_result, self.call())
+            self._tell(self.future.set_result, self._work())
         except BaseException as error:
             self._tell(self.future.set_exception, error)
+
+    def _work(self) -> Any:
+        return self.call()
+
+    def _title(self) -> str:
+        return self.name()
 
     def abandon(self) -> None:
         self._tell(self.future.set_exception, Stopped())
@@ -52,7 +58,7 @@ class Job:
             ran = 0.0 if self.began is None else time.monotonic() - self.began
             if ran > limit and not self.future.done():
                 raise SlowRead(
-                    f"{self.name()}: the read has not ended after {ran:.0f} s; check the disk or the network behind "
+                    f"{self._title()}: the read has not ended after {ran:.0f} s; check the disk or the network behind "
                     "it, or raise data.read_limit if it is that slow"
                 )
             try:
@@ -61,6 +67,24 @@ class Job:
             except TimeoutError:
                 if self.future.done():  # it is the job's own
                     raise
+
+
+class Several(Job):
+    """Short calls that a thread makes one after another, each with the whole clock; the result is a list."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], names: Sequence[Callable[[], str]]):
+        super().__init__(calls[0], names[0])
+        self._calls, self._names, self._at = calls, names, 0
+
+    def _work(self) -> list[Any]:
+        found = []
+        for place, call in enumerate(self._calls):
+            self._at, self.began = place, time.monotonic()
+            found.append(call())
+        return found
+
+    def _title(self) -> str:
+        return self._names[self._at]()
 
 
 class Pool:
@@ -77,7 +101,9 @@ class Pool:
             thread.start()
 
     def submit(self, call: Callable[[], Any], name: Callable[[], str]) -> Job:
-        job = Job(call, name)
+        return self.put(Job(call, name))
+
+    def put(self, job: Job) -> Job:
         with self._lock:
             if self._closed:
                 raise Stopped

@@ -131,7 +131,7 @@ class Reader:
         if labels is None and self._copies_straight(out, sample):
             source: Any = self.sources[sample.source]
             region = _shift(window, sample.start)
-            name = self.name_of(sample)
+            name = partial(self.name_of, sample)
             return read_again(lambda: source.read_into(sample.item, region, out), name, retries=self.retries)
         crop = self._cut(sample, window, whole)
         item = self.sources[sample.source].items[sample.item]
@@ -213,7 +213,7 @@ class Reader:
         first = [s - b.start for s, b in zip(sample.start, sample.block, strict=True)]
         if block.fill is not None:
             fill = partial(block.fill, inside)
-            read_again(fill, self.name_of(sample), retries=self.retries)
+            read_again(fill, partial(self.name_of, sample), retries=self.retries)
             labels = self._read_labels(sample, around, retries=self.retries)
         else:
             labels = None if block.labels is None else block.labels[_shift(whole, first)]
@@ -248,7 +248,7 @@ class Reader:
         def read_values() -> np.ndarray:
             return _complete(source.read(sample.item, region), (len(source.variables), *_sizes(region)))
 
-        values = read_again(read_values, self.name_of(sample), retries=retries)
+        values = read_again(read_values, partial(self.name_of, sample), retries=retries)
         return Block(values, self._read_labels(sample, labelled, retries=retries))
 
     def _read_labels(self, sample: Sample, region: tuple[slice, ...], *, retries: int) -> np.ndarray | None:
@@ -260,7 +260,7 @@ class Reader:
         def read_labels() -> np.ndarray:
             return _complete(source.read_labels(sample.item, region), _sizes(region))
 
-        return read_again(read_labels, f"labels of {self.name_of(sample)}", retries=retries)
+        return read_again(read_labels, lambda: f"labels of {self.name_of(sample)}", retries=retries)
 
     def _shrink(self, values: np.ndarray, factors: Sequence[int], across: int | None, *, labels: bool) -> np.ndarray:
         if across is not None:
