@@ -895,7 +895,7 @@ def test_small_samples_are_read_by_the_handful_and_a_slow_one_is_named(volume: A
         quick = pool.put(Several([partial(time.sleep, 0.4)] * 4, [lambda: "quick"] * 4))
         assert quick.result(1.5) == [None] * 4  # 1.6 s in all
         slow = pool.put(Several([lambda: None, partial(stop.wait, 5.0)], [lambda: "first", lambda: "second"]))
-        with pytest.raises(SlowRead, match="^second: the read has not ended"):
+        with pytest.raises(SlowRead, match=r"^second: the read has not ended"):
             slow.result(0.2)
     finally:
         stop.set()
