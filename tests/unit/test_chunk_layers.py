@@ -288,3 +288,35 @@ def test_whoever_stops_early_leaves_no_thread_behind(volume: Volume) -> None:
     next(batches)
     batches.close()
     assert not reading_threads()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_try_is_not_kept_waiting_by_reads_that_hang(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """A read fails once, and all threads get stuck in the visit after it: both are told, and nobody waits for ever."""
+    loader = volume.loader(workers=workers, policy=Policy(limit=1.0))
+    first = set()
+    for counter in range(REUSE * LANES):
+        start = loader.sampler(counter).start
+        window = tuple(slice(s, s + n) for s, n in zip(start, CROP, strict=True))
+        first |= {part.chunk for part in parts((4, 4, 4), window)}
+    decode, stop, failed = ChunkReader.decode, threading.Event(), []
+
+    def fail_once(self: ChunkReader, index: Any, *rest: Any) -> Any:
+        if tuple(index) not in first:
+            stop.wait(60)
+        if not failed:
+            failed.append(index)
+            raise OSError(5, "I/O error")
+        return decode(self, index, *rest)
+
+    monkeypatch.setattr(ChunkReader, "decode", fail_once)
+    began = time.monotonic()
+    try:
+        with pytest.raises(SlowRead, match="the read has not ended"):
+            list(loader.batches(0, 3 * REUSE))
+    finally:
+        stop.set()
+    assert failed
+    assert time.monotonic() - began < 40

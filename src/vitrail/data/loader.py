@@ -310,7 +310,7 @@ class _Read:
             except Exception:
                 failed = True
         if failed:
-            _start_several([self], self.pool)
+            _start_several([self], self.pool, urgent=True)
 
     def result(self, limit: float) -> Sample:
         own, self.own = self.own, None  # it refers to this read, and both to the memory of a batch
@@ -348,8 +348,8 @@ class _Read:
         return tuple(slice(0, n) for n in size)
 
 
-def _start_several(reads: Sequence[_Read], pool: Pool) -> None:
-    job = pool.put(Several(reads, [read.name for read in reads]))
+def _start_several(reads: Sequence[_Read], pool: Pool, *, urgent: bool = False) -> None:
+    job = pool.put(Several(reads, [read.name for read in reads]), urgent=urgent)
     for place, read in enumerate(reads):
         read.own = job, place
 

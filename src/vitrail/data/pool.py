@@ -7,6 +7,7 @@ finished process alive; these threads are daemons, and are left behind when they
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
@@ -27,6 +28,7 @@ class Job:
         self.call, self.name = call, name  # the name is for errors, and made when there is one
         self.future: Future[Any] = Future()
         self.began: float | None = None
+        self.pool: Pool | None = None  # whose threads are to make the call
 
     def run(self) -> None:
         if self.future.done():  # abandoned
@@ -53,16 +55,21 @@ class Job:
             return  # abandoned before
 
     def result(self, limit: float) -> Any:
-        """What came of it; after `limit` seconds of running, an error with its name."""
+        """What came of it; after `limit` seconds of running, an error with its name.
+
+        Until it has begun, others run in its place: then one of these is named.
+        """
         while True:
-            ran = 0.0 if self.began is None else time.monotonic() - self.began
-            if ran > limit and not self.future.done():
-                raise SlowRead(
-                    f"{self._title()}: the read has not ended after {ran:.0f} s; check the disk or the network behind "
-                    "it, or raise data.read_limit if it is that slow"
-                )
+            now = time.monotonic()
+            for job in [self] if self.began is not None or self.pool is None else self.pool.running():
+                ran = 0.0 if job.began is None else now - job.began
+                if ran > limit and not self.future.done() and not job.future.done():
+                    raise SlowRead(
+                        f"{job._title()}: the read has not ended after {ran:.0f} s; check the disk or the network "
+                        "behind it, or raise data.read_limit if it is that slow"
+                    )
+            ran = 0.0 if self.began is None else now - self.began
             try:
-                # Until it has begun, jobs before it run, which the one who waits has waited for or will name.
                 return self.future.result(timeout=max(0.01, min(1.0, limit - ran)))
             except TimeoutError:
                 if self.future.done():  # it is the job's own
@@ -91,7 +98,8 @@ class Pool:
     """A few threads that take jobs in the order in which they came."""
 
     def __init__(self, threads: int, name: str = "vitrail-reader"):
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: look whether one is urgent, or the end
+        self._urgent: deque[Job] = deque()
         self._open: set[Job] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -103,20 +111,36 @@ class Pool:
     def submit(self, call: Callable[[], Any], name: Callable[[], str]) -> Job:
         return self.put(Job(call, name))
 
-    def put(self, job: Job) -> Job:
+    def put(self, job: Job, *, urgent: bool = False) -> Job:
+        """An urgent job comes before all that have not begun."""
+        job.pool = self
         with self._lock:
             if self._closed:
                 raise Stopped
             self._open.add(job)
-        self._jobs.put(job)
+            if urgent:
+                self._urgent.append(job)
+        self._jobs.put(None if urgent else job)
         return job
 
+    def running(self) -> list[Job]:
+        """Those that have begun and not ended."""
+        with self._lock:
+            return [job for job in self._open if job.began is not None]
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+        while True:
+            job = self._jobs.get()
             with self._lock:
-                self._open.discard(job)
-            del job  # and with it what it has read, while this thread waits for the next
+                urgent = self._urgent.popleft() if self._urgent else None
+            for one in (urgent, job):
+                if one is not None:
+                    one.run()
+                    with self._lock:
+                        self._open.discard(one)
+            if job is None and self._closed:
+                return
+            del job, urgent, one  # and with them what they have read, while this thread waits for the next
 
     def close(self) -> None:
         """Whoever waits for a job is set free; threads end after the job that they are at."""

@@ -157,7 +157,7 @@ class Reader:
         """Whether windows of a source can be read together."""
         source = self.sources[number]
         has_chunks = _reads_straight(source) and hasattr(source, "locate")  # data/hierarchy.py
-        return has_chunks and self._in_blocks(number) and self.label_dtype is None
+        return has_chunks and self._is_large(number) and self.label_dtype is None
 
     def read_together(self, places: Sequence[Place]) -> list[Callable[[], None]]:
         """Calls for any threads that read windows of one block, each chunk once; none where that cannot be done.
@@ -224,10 +224,15 @@ class Reader:
         source = self.sources[number]
         if not self.whole_blocks or not _keeps_chunks(source):
             return self.whole_blocks
+        return _reads_straight(source) and self._is_large(number)
+
+    def _is_large(self, number: int) -> bool:
+        """Whether a source is larger than the cache by far, so that its chunks are hardly met again."""
         if number not in self._large:
+            source = self.sources[number]
             size = sum(math.prod(item.shape) for item in source.items) * _value_bytes(source)
             self._large[number] = size > MUCH_MORE * self.cache_bytes
-        return _reads_straight(source) and self._large[number]
+        return self._large[number]
 
     def _copies_straight(self, out: np.ndarray, sample: Sample) -> bool:
         """Whether a source can put a window where it belongs, and no block is kept for it."""

@@ -63,6 +63,14 @@ class Order(Protocol):
     def __call__(self, counter: int, attempt: int = 0) -> Sample: ...
 
 
+class Bounds(NamedTuple):
+    """A block of places where samples begin."""
+
+    extent: int  # its number
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
 class Sampler:
     def __init__(
         self,
@@ -114,7 +122,7 @@ class Sampler:
             math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, window, strict=True))
             for (_, window), (cuts, _) in alike.items()
         )  # in voxels
-        self._block = functools.lru_cache(maxsize=2 * lanes)(self._find_block)  # each is asked for `reuse` times
+        self._latest: dict[tuple[int, int], Bounds] = {}  # of blocks: each is asked for `reuse` times
 
     def weight_of(self, extent: int) -> float:
         """The crops' worth of places of an extent, times its weight or share."""
@@ -139,8 +147,15 @@ class Sampler:
         orientation = self.orientations[key(self.seed, "orientation", counter) % len(self.orientations)]
         return Sample(extent.source, extent.item, voxels, start, orientation, window, attempt)
 
-    def _find_block(self, pass_number: int, visit: int) -> tuple[int, list[int], list[int]]:
-        """The number of an extent, and the bounds of the block of its starts."""
+    def _block(self, pass_number: int, visit: int) -> Bounds:
+        found = self._latest.get((pass_number, visit))
+        if found is None:
+            if len(self._latest) >= 2 * self.lanes:
+                self._latest = {}  # a new one: other threads may be looking at the old
+            found = self._latest[pass_number, visit] = self._find_block(pass_number, visit)
+        return found
+
+    def _find_block(self, pass_number: int, visit: int) -> Bounds:
         shuffled = permute(visit, self.visits, key(self.seed, "pass", pass_number))
         phase = key(self.seed, "phase", pass_number) / 2**63
         place = (shuffled + phase) / self.visits * self.cumulative[-1]
@@ -149,11 +164,13 @@ class Sampler:
         which = int(np.searchsorted(self.first, flat, side="right")) - 1
         cuts = self.cuts[which]
         cell = np.unravel_index(flat - self.first[which], [len(c) - 1 for c in cuts])
-        low = [int(c[i]) for c, i in zip(cuts, cell, strict=True)]
-        high = [int(c[i + 1]) for c, i in zip(cuts, cell, strict=True)]
-        return which, low, high
+        low = tuple(int(c[i]) for c, i in zip(cuts, cell, strict=True))
+        high = tuple(int(c[i + 1]) for c, i in zip(cuts, cell, strict=True))
+        return Bounds(which, low, high)
 
-    def _start(self, which: int, low: list[int], high: list[int], counter: int, attempt: int) -> tuple[int, ...]:
+    def _start(
+        self, which: int, low: Sequence[int], high: Sequence[int], counter: int, attempt: int
+    ) -> tuple[int, ...]:
         """Where a sample begins: any place of its block, or one with enough in it."""
         occupancy, window = self.occupancy[which], self.windows[which]
         again = (attempt,) if attempt else ()

@@ -307,7 +307,9 @@ class Data(Section):
     block: Sizes | None = Field(default=None, description="size of a super-block in voxels")
     workers: Annotated[int, Field(ge=0)] | None = Field(default=None, description="reading threads per rank")
     prefetch: PositiveInt = Field(default=2, description="batches read ahead")
-    cache_mib: Annotated[int, Field(ge=0)] = Field(default=512, description="memory for read blocks, in MiB per rank")
+    cache_mib: Annotated[int, Field(ge=0)] = Field(
+        default=512, description="memory for read blocks, or for the batches of a visit to them, in MiB per rank"
+    )
     bad: Literal["error", "skip", "fill"] = Field(
         default="error", description="what data that cannot be used do: end the run, give way to others, or be filled"
     )
