@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import events, losses, merge, parameters, vitrail, write_recipe
 
 import vitrail as library
 from vitrail.data.latents_write import write_latents
 from vitrail.errors import UserError
+from vitrail.objectives.generate import Generate
 from vitrail.recipe import load_recipe
+from vitrail.training.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 DIT = {"kind": "dit", "width": 24, "depth": 2, "heads": 2, "patch": 2, "classes": 2}
@@ -117,6 +120,54 @@ def test_data_without_classes_and_with_a_given_variable_train(images: Path, tmp_
     assert (stored.channels, stored.condition_channels, stored.classes) == (2, 1, None)
 
 
+def test_samples_have_the_units_of_the_entry_that_they_are_made_from(tmp_path: Path) -> None:
+    """Dark and bright ones, each normalised by itself: a model that has learned nothing gives their mean at least."""
+    from PIL import Image
+
+    for name, mean in (("dark", 40), ("bright", 200)):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            pixels = np.random.default_rng(number).normal(mean, 10, (8, 8)).clip(0, 255)
+            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / name / f"{number}.png")
+    objective = {"kind": "flow", "coarse": 4, "sampling": FEW}
+    tree = recipe(tmp_path, tmp_path / "run", model__classes=None, objective=objective, run__steps=1)
+    tree["data"]["train"] = [{"path": str(tmp_path / name), "kind": "image_folder"} for name in ("dark", "bright")]
+    tree = merge(tree, {"data.valid": tree["data"]["train"], "data.statistics": "each"})
+    library.train(tree, quiet=True)
+    made = library.sample(tmp_path / "run", number=6, out=tmp_path / "out")
+    means = np.array(
+        [
+            [np.asarray(Image.open(tmp_path / "out" / entry[what])).mean() for what in ("path", "truth", "condition")]
+            for entry in made["files"]
+        ]
+    )
+    assert {round(mean, -1) for mean in means[:, 1]} == {40.0, 200.0}
+    assert np.abs(means - means[:, 1:2]).max() < 20
+
+
+def test_what_a_picture_shows_is_chosen_once_and_one_that_cannot_be_drawn_ends_nothing(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    choose = Generate.choose
+
+    def count(self: Generate, *told: Any) -> list[int]:
+        asked.append(1)
+        return choose(self, *told)
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise torch.OutOfMemoryError("no memory")
+
+    notes: list[str] = []
+    monkeypatch.setattr(Journal, "note", lambda _, text: notes.append(text))
+    monkeypatch.setattr(Generate, "choose", count)
+    monkeypatch.setattr(Generate, "draw", fail)
+    tree = recipe(images, tmp_path / "run", run__steps=2, log__pictures=1)
+    assert library.train(tree, quiet=True).step == 2
+    assert len(asked) == 1
+    assert sum("could not be drawn: the device has no memory left" in note for note in notes) == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -127,6 +178,15 @@ def test_data_without_classes_and_with_a_given_variable_train(images: Path, tmp_
         ({"model": {"kind": "vit", "width": 24, "depth": 1, "heads": 2, "patch": 2}}, "trains models that take noisy"),
         ({"objective__sampling": {"steps": 0}}, "objective.sampling: steps 0 must be at least 1"),
         ({"objective": {"kind": "denoise", "steps": 5}}, "sampling.steps 25 must be at most steps 5"),
+        ({"data__statistics": "each"}, "data.statistics: each gives entries .* use data.statistics: shared"),
+        (
+            {
+                "model": {"kind": "vit", "width": 24, "depth": 1, "heads": 2, "patch": 2},
+                "objective": {"kind": "classify"},
+                "codec": {"kind": "autoencoder", "path": "/nowhere"},
+            },
+            "codec: 'autoencoder' turns samples into pixels, but objective 'classify' makes none; leave it out",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(
@@ -179,6 +239,7 @@ QUICK = [
     "parallel={}",
     "precision={}",
     "eval.samples=2",
+    "log.tensorboard=false",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from vitrail.models.encoder import EncoderConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.denoise import DenoiseConfig
 from vitrail.objectives.flow import FlowConfig
-from vitrail.objectives.generate import Generate, coarsen, range_of
+from vitrail.objectives.generate import Generate, coarsen, quarters, range_of
 from vitrail.recipe.sections import Augment
 from vitrail.report.sample_grid import sample_grid
 
@@ -139,7 +140,7 @@ def test_labels_are_hidden_in_training_alone() -> None:
     assert torch.equal(labels[~hidden], batch.labels[~hidden])
     assert torch.equal(objective.prepare(batch, Draws(1, batch.counters), evaluating=True)[0]["labels"], batch.labels)
     wrong = replace(batch, labels=torch.full((1000,), 3))
-    with pytest.raises(UserError, match="labels: 3 is not the number of a class; there are 3, from 0"):
+    with pytest.raises(UserError, match=r"labels: 3 is not the number .* there are 3, from 0; .* set model.classes$"):
         objective.prepare(wrong, Draws(1, batch.counters))
 
 
@@ -154,12 +155,39 @@ def test_validation_measures_evenly_and_without_weights() -> None:
         )
         output = torch.randn_like(targets.values)
         metrics = objective.summarise({n: float(v) for n, v in objective.measure(output, targets).items()})
-        assert metrics["loss"] == pytest.approx(float((output - targets.values).square().mean()), rel=1e-5)
-        quarter = (output - targets.values).square().mean(dim=(1, 2))[torch.tensor(batch.counters) % 4 == 2].mean()
-        assert metrics["loss_q3"] == pytest.approx(float(quarter), rel=1e-5)
+        each = (output - targets.values).square().mean(dim=(1, 2))
+        losses = [float(each[targets.quarter == q].mean()) for q in range(4)]
+        assert [metrics[f"loss_q{q + 1}"] for q in range(4)] == pytest.approx(losses, rel=1e-5)
+        assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
         noisy = way[targets.quarter == 0]
-        assert set(metrics) == set(objective.metrics)
+        assert list(metrics) == list(objective.metrics)
         assert float(noisy.max()) <= 0.25 + 1 / 40
+
+
+def test_every_four_samples_have_all_quarters_and_every_second_sample_too() -> None:
+    """Entries that take turns would else be measured each in quarters of its own."""
+    found = quarters(Draws(1, range(400)))
+    assert (found.view(100, 4).sort(dim=1).values == torch.arange(4)).all()
+    for every in (found[::2], found[::4]):
+        assert (every.bincount(minlength=4) > 0.15 * len(every)).all()
+    assert torch.equal(quarters(Draws(1, [17, 2])), found[[17, 2]])
+
+
+def test_a_quarter_that_nothing_fell_into_leaves_a_loss() -> None:
+    objective, batch = FlowConfig().build(DIT, STATISTICS), batch_of(DIT, 3)
+    _, targets = objective.prepare(batch, Draws(1, batch.counters), evaluating=True)
+    sums = objective.measure(torch.zeros_like(targets.values), targets)
+    metrics = objective.summarise({name: float(value) for name, value in sums.items()})
+    known = [metrics[f"loss_q{q}"] for q in range(1, 5) if np.isfinite(metrics[f"loss_q{q}"])]
+    assert len(known) == len(set(targets.quarter.tolist())) < 4
+    assert metrics["loss"] == pytest.approx(np.mean(known))
+
+
+def test_validation_has_noise_of_its_own() -> None:
+    objective, batch = FlowConfig().build(DIT, STATISTICS), batch_of(DIT)
+    seen, held_out = (objective.prepare(batch, Draws(1, batch.counters), evaluating=e)[1].values for e in (False, True))
+    seen, held_out = (patchify(normalised(batch), (2, 2)) - velocity for velocity in (seen, held_out))
+    assert abs(float((seen * held_out).mean())) < 0.2 < float(seen.square().mean())
 
 
 FEW = SamplingConfig(sampler="ddim", steps=10)
@@ -176,7 +204,8 @@ def test_statistics_of_entries_come_first() -> None:
 
 
 def fitted(config: Any, model: Any, **augment: Any) -> tuple[Any, Any]:
-    return config.fit(model, ("a", "b"), Augment(**augment))
+    data = SimpleNamespace(augment=Augment(**augment), statistics="shared", train=[])
+    return config.fit(model, ("a", "b"), data)
 
 
 def test_variables_and_coarse_images_condition() -> None:
@@ -209,6 +238,15 @@ def test_the_model_follows_the_objective() -> None:
     assert FlowConfig().labels_with(replace(DIT, classes=None)) is FlowConfig().labels_with(VIT3D) is None
 
 
+def test_statistics_of_entries_need_samples_that_belong_to_one() -> None:
+    each = SimpleNamespace(augment=Augment(), statistics="each", train=[])
+    own = SimpleNamespace(augment=Augment(), statistics="shared", train=[SimpleNamespace(statistics={"mean": [1.0]})])
+    for data, words in ((each, "data.statistics: each gives"), (own, r"data.train.0.statistics gives .* of the entry")):
+        with pytest.raises(UserError, match=words + ".*"):
+            FlowConfig().fit(DIT, ("a", "b"), data)
+        assert FlowConfig(coarse=2).fit(DIT, ("a", "b"), data)[1].condition_channels == 2
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -224,6 +262,8 @@ def test_the_model_follows_the_objective() -> None:
         (DenoiseConfig(), replace(DIT, learn_sigma=True), {}, "model.learn_sigma: objective 'denoise' learns no"),
         (FlowConfig(), ViTConfig(size="S/16"), {}, "trains models that take noisy images and a time.*not 'vit'"),
         (FlowConfig(names=("x", "y")), VIT3D, {}, "are given, but classes do not condition the model"),
+        (FlowConfig(), replace(DIT, time_scale=0.5), {}, "model.time_scale: 0.5, but objective 'flow' tells"),
+        (FlowConfig(), replace(DIT, ndim=1, shape=(8,)), {}, "model.ndim: 1, but objective 'flow' makes images and"),
         (FlowConfig(variables=("a",)), DIT, {}, r"objective.variables: \['a'\], but the data have"),
         (
             FlowConfig(condition=("a",)),
@@ -250,6 +290,7 @@ GUIDED = SamplingConfig(guidance=2.0)
             "sampling.guidance: 2 needs a model that knows class",
         ),
         (FlowConfig(sampling=GUIDED), replace(DIT, label_dropout=0.0), "never learned; train with model.label_dropout"),
+        (FlowConfig(condition=("a",)), DIT, "objective.variables: name all variables of the data"),
         (FlowConfig(coarse=4), DIT, r"objective.coarse: 4 does not divide data.crop \[4, 6\]"),
         (FlowConfig(), replace(DIT, time_scale=1000.0), "model.time_scale: 1000, but objective 'flow' tells"),
     ],
@@ -262,6 +303,7 @@ def test_what_cannot_be_built_is_refused(config: Any, model: Any, words: str) ->
 def test_keys_are_checked() -> None:
     for make, words in (
         (lambda: DenoiseConfig(zero_snr=True), "predict 'noise' .*zero_snr"),
+        (lambda: DenoiseConfig(zero_snr=True, min_snr=5.0, predict="velocity"), "min_snr 5 and zero_snr do not go"),
         (lambda: DenoiseConfig(steps=20, sampling=SamplingConfig(steps=30)), "sampling.steps 30 must be at most"),
         (lambda: FlowConfig(shift=0.0), "shift 0 must be above 0"),
         (lambda: FlowConfig(coarse=1), "coarse 1 must be at least 2"),
@@ -334,10 +376,51 @@ def test_guidance_asks_with_and_without_the_class() -> None:
     assert range_of(np.dtype("float32")) is None
 
 
+def test_samples_have_the_units_of_the_entry_that_they_are_made_from() -> None:
+    """Of two entries, dark and bright ones; and limits are those of the type, whatever the entry."""
+    model = replace(DIT, condition_channels=2, classes=None)
+    objective = FlowConfig(coarse=2, variables=("a", "b"), sampling=FEW).build(model, STATISTICS)
+    values = torch.from_numpy(np.random.default_rng(2).normal(0, 1, (2, 2, 4, 6)).astype(np.float32))
+    mean, std = torch.tensor([[20.0, 30.0], [200.0, 210.0]]), torch.tensor([[5.0, 4.0], [10.0, 20.0]])
+    values = (values * std[..., None, None] + mean[..., None, None]).clamp(0, 255)
+    batch = Batch([0, 1], values, None, ("a", "b"), statistics=(mean, std))
+
+    def knows(data: Tensor) -> Any:
+        def answer(inputs: dict[str, Any]) -> list[Tensor]:
+            x, time = unpatchify(inputs["x"], (2, 2), (4, 6))[:, :2], inputs["times"][0] / 1000
+            return [patchify((data - x) / (1 - time), (2, 2))]
+
+        return answer
+
+    data, given = objective.fields(batch)
+    objective.equip(value_range=(0.0, 255.0))
+    made, shown = objective.example(batch, Draws(0, [0, 1]), knows(data), size=2)
+    assert torch.allclose(made, values, atol=1e-2)
+    assert shown.given is not None
+    assert torch.allclose(shown.given, coarsen(values, 2))  # in the units of the data
+    wild, _ = objective.example(batch, Draws(0, [0, 1]), knows(99 * data), size=2)
+    assert float(wild.min()) == pytest.approx(0, abs=1e-3)
+    assert float(wild.max()) == pytest.approx(255, abs=1e-2)
+    plain = objective.generate(knows(data), counters=[0, 1], seed=0, condition=given, settings=FEW)
+    assert not torch.allclose(plain, values, atol=1)  # by the shared statistics
+
+
+def test_the_example_has_the_variables_of_its_batch() -> None:
+    """Entries may have some of all variables, each with its own statistics."""
+    encoder = replace(ENCODER, variables=VariablesConfig(known=("a", "b")))
+    model = DiffusionViTConfig(encoder=encoder, ndim=2, channels=2, shape=(4, 6))
+    objective = FlowConfig(variables=("a", "b"), sampling=FEW).build(model, STATISTICS)
+    some = torch.full((3, 1, 4, 6), 5.0)
+    batch = Batch([0, 1, 2], some, None, ("b",), statistics=(torch.full((3, 1), 50.0), torch.full((3, 1), 2.0)))
+    made, _ = objective.example(batch, Draws(0, batch.counters), Oracle(objective), size=2)
+    assert made.shape == some.shape
+    assert torch.allclose(made, Oracle(objective).data[:1, 1:] * 2 + 50, atol=1e-2)
+
+
 def test_what_cannot_be_sampled_is_refused() -> None:
     objective = FlowConfig().build(DIT, STATISTICS)
     options: dict[str, Any] = {"counters": [0], "seed": 0}
-    with pytest.raises(ValueError, match=r"label 7 is out of range: model\.classes is 3"):
+    with pytest.raises(UserError, match=r"labels: label 7 is out of range: model\.classes is 3"):
         objective.generate(Oracle(objective), labels=torch.tensor([7]), **options)
     with pytest.raises(UserError, match="condition: this model makes samples without one"):
         objective.generate(Oracle(objective), condition=torch.zeros(1, 1, 4, 6), **options)
@@ -385,6 +468,43 @@ def test_pictures_of_samples_beside_data(tmp_path: Path) -> None:
             sample_grid(path, rng.random(shape), rng.random(shape), title="Samples", caption="words", **options) == path
         )
         assert Image.open(path).size[0] > 300
+
+
+def shades(path: Path) -> int:
+    """How many greys a picture has, but for those that only letters have."""
+    from PIL import Image
+
+    return int((np.bincount(np.asarray(Image.open(path).convert("L")).ravel(), minlength=256) > 300).sum())
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32"])
+def test_pictures_use_the_greys_that_there_are(tmp_path: Path, dtype: str) -> None:
+    """Whole numbers of 16 bits seldom fill their type; bytes do, and keep their meaning."""
+    model = replace(DIT, classes=None, channels=1, shape=(64, 64))
+    objective = FlowConfig().build(model, Statistics((0.0,), (1.0,)))
+    low, high = {"uint8": (0, 255), "int16": (-1000, 1000), "float32": (0.0, 1e-3)}[dtype]
+    values = torch.linspace(low, high, 4 * 64 * 64).view(4, 1, 64, 64)
+    batch = Batch(list(range(4)), values)
+    objective.equip(value_range=range_of(np.dtype(dtype)))
+    shown = objective.example(batch, Draws(0, range(4)), lambda inputs: [torch.zeros_like(inputs["x"])])[1]
+    objective.draw(tmp_path / "picture.png", batch, values, shown, step=0, held_out=True)
+    assert shades(tmp_path / "picture.png") > 128
+    objective.draw(tmp_path / "dark.png", replace(batch, values=values / 4), values / 4, shown, step=0, held_out=True)
+    assert (shades(tmp_path / "dark.png") < 100) == (dtype == "uint8")
+
+
+def test_a_coarse_image_has_the_colours_of_its_truth(tmp_path: Path) -> None:
+    from PIL import Image
+
+    made = np.full((2, 3, 8, 8), 100.0)
+    made[1, 0] = 200
+    pictures = []
+    for alike in (True, False):
+        path = sample_grid(tmp_path / "a.png", made, made, given=0.5 * made + 50, alike=alike, value_range=(0, 255))
+        pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+        pictures.append({tuple(colour) for colour in pixels.tolist()})
+    assert (150, 100, 100) in pictures[0]
+    assert (150, 100, 100) not in pictures[1]
 
 
 @pytest.mark.parametrize("config", [FlowConfig(coarse=2, sampling=FEW), FlowConfig(sampling=replace(GUIDED, steps=3))])

@@ -228,9 +228,9 @@ def test_shift_is_towards_noise_and_keeps_the_ends() -> None:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
-@pytest.mark.parametrize("zero_snr", [False, True])
-def test_min_snr_weighs_the_data_alike_whatever_is_predicted(gamma: float, zero_snr: bool) -> None:
-    process = Steps(min_snr=gamma, zero_snr=zero_snr)
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_min_snr_weighs_the_data_alike_whatever_is_predicted(gamma: float, schedule: str) -> None:
+    process = Steps(min_snr=gamma, schedule=schedule)  # type: ignore[arg-type]
     times = torch.tensor([0, 10, 100, 300, 600, 900, 998, 999])
     signal, spread = process.levels(times)
     snr = (signal / spread) ** 2
@@ -239,10 +239,9 @@ def test_min_snr_weighs_the_data_alike_whatever_is_predicted(gamma: float, zero_
     for kind in KINDS:
         target = process.target(data, noise, times, kind)
         output = target + 1e-3 * randn(8, 1, 5, seed=2)
-        seen = snr > 0 if kind == "noise" else snr >= 0  # the noise's error has no meaning for data that are not seen
-        error = (process.denoised(x, output, times, kind).data - data).square().sum((1, 2))[seen]
-        weighed = (process.weights(times, kind) * (output - target).square().sum((1, 2)))[seen]
-        torch.testing.assert_close(weighed, snr.clamp(max=gamma)[seen] * error, rtol=1e-5, atol=1e-12)
+        error = (process.denoised(x, output, times, kind).data - data).square().sum((1, 2))
+        weighed = process.weights(times, kind) * (output - target).square().sum((1, 2))
+        torch.testing.assert_close(weighed, snr.clamp(max=gamma) * error, rtol=1e-5, atol=1e-12)
         assert process.weights(times, kind).isfinite().all()
         assert process.weights(times, kind).dtype == torch.float32
     assert process.weights(torch.tensor([0]), "noise").item() == pytest.approx(gamma / snr[0].item(), rel=1e-5)
@@ -277,6 +276,13 @@ def test_a_grid_of_steps_goes_from_the_noisiest_to_clean_data(
     assert (grid.diff() < 0).all()
     assert process.grid(steps).tolist() == list(range(steps - 1, -2, -1))
     assert process.grid(1).tolist() == [steps - 1, -1]
+    if not zero_snr:  # who predicts the noise begins where something of the data is left
+        grid = process.grid(number, "noise")
+        signal, _ = process.levels(torch.arange(steps))
+        assert grid[0] == max(0, int((signal >= 0.005).sum()) - 1)
+        assert len(grid) == min(number, int(grid[0]) + 1) + 1
+        assert grid[-1] == -1
+        assert (grid.diff() < 0).all()
 
 
 @every_process
@@ -308,6 +314,7 @@ def test_a_straight_grid_is_shifted_as_training_is() -> None:
         (lambda: Steps(schedule="sigmoid"), "schedule 'sigmoid' is unknown"),  # type: ignore[arg-type]
         (lambda: Steps(min_snr=0.0), "min_snr 0 must be above 0"),
         (lambda: Steps(min_snr=math.nan), "min_snr nan must be above 0"),
+        (lambda: Steps(min_snr=5.0, zero_snr=True), "min_snr 5 and zero_snr do not go together"),
         (lambda: Straight(times="normal"), "times 'normal' is unknown"),  # type: ignore[arg-type]
         (lambda: Straight(std=0.0), "std 0 must be above 0"),
         (lambda: Straight(mean=math.inf), "mean inf must be a finite number"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from vitrail.errors import UserError
 
 Range = tuple[float, float]
+DECODED = 4  # samples at once; a fixed number, so that no sample depends on how many there are
 
 
 class Codec(ABC):
@@ -87,9 +89,27 @@ def open_codec(
 
 
 def decoder_for(
-    recipe: Any, facts: Mapping[str, Any], device: torch.device | str, trust: bool = False
+    recipe: Any, facts: Mapping[str, Any], device: torch.device | str, trust: bool = False, *others: Mapping[str, Any]
 ) -> Callable[[Tensor], Tensor] | None:
     """What turns a recipe's samples into pixels; None where they are pixels already, as no codec is named.
+
+    `others` are facts of more sources, which must be of the same codec.
+    """
+    codec = codec_for(recipe, facts, device, trust)
+    if codec is None:
+        return None
+    for more in others:
+        check_latents(codec, more)
+    return partial(decode_all, codec)
+
+
+def decode_all(codec: Codec, latents: Tensor) -> Tensor:
+    """A few at a time, whatever their number: images take far more memory than the latents that they come from."""
+    return torch.cat([codec.decode(some).float() for some in latents.split(DECODED)])
+
+
+def codec_for(recipe: Any, facts: Mapping[str, Any], device: torch.device | str, trust: bool = False) -> Codec | None:
+    """The codec of a recipe's samples; None where they are pixels already.
 
     `facts` are describe() of its data. What does not fit together is refused.
     """
@@ -108,7 +128,7 @@ def decoder_for(
     known = (encoded or {}).get("range")
     codec = open_codec(config, device=device, trust=trust, value_range=None if known is None else (known[0], known[1]))
     check_latents(codec, facts)
-    return codec.decode
+    return codec
 
 
 def check_latents(codec: Codec, facts: Mapping[str, Any]) -> None:

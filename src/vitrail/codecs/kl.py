@@ -47,7 +47,7 @@ class KLConfig:
             raise UserError(f"{key}: {facts} describes {found!r}, not an AutoencoderKL; give another folder")
         network = load(str(facts.parent), key).to(device).requires_grad_(False)
         origin = self.hub or str(self.path)
-        return KL(network, range_of(self.range, value_range), origin, fingerprint_of([weights.read_bytes()]))
+        return KL(network, range_of(self.range, value_range), origin, weights.read_bytes())
 
 
 def load(folder: str, key: str) -> Any:
@@ -84,13 +84,15 @@ def load(folder: str, key: str) -> Any:
 class KL(Codec):
     kind, ndim = "kl", 2
 
-    def __init__(self, network: Any, value_range: Range, origin: str, fingerprint: str):
+    def __init__(self, network: Any, value_range: Range, origin: str, weights: bytes):
         c = network.config
-        self.network, self.value_range, self.origin, self.fingerprint = network, value_range, origin, fingerprint
+        self.network, self.value_range, self.origin = network, value_range, origin
         self.factor = (2 ** (len(c.block_out_channels) - 1),) * 2
         self.channels, self.data_channels = c.latent_channels, c.in_channels
         self.scale = float(c.scaling_factor or 1.0)
         self.shift = float(getattr(c, "shift_factor", None) or 0.0)
+        # Both are in config.json alone, and decide what latents are as the weights do.
+        self.fingerprint = fingerprint_of([weights, repr((self.scale, self.shift)).encode()])
 
     @torch.no_grad()
     def encode(self, values: Tensor) -> Tensor:

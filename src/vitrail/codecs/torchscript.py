@@ -3,7 +3,8 @@
 - encoder.jit and decoder.jit in a folder or on the hub, or two files of any name
 - TorchScript runs code that comes with the file, so it is opened with `--trust` alone, each time anew
 - images are -1 to 1; of a tuple that the encoder gives, the first is taken
-- channels and factor are found out by encoding an empty image
+- channels and factor are found out by encoding an empty image, and so is the type that frozen modules compute in,
+  which have no parameters that tell
 """
 
 import warnings
@@ -19,6 +20,7 @@ from vitrail.errors import UserError
 from vitrail.recipe import config
 
 PROBE = 64  # voxels along each side of the empty image
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @config
@@ -91,8 +93,7 @@ class TorchScript(Codec):
         self.ndim, self.data_channels, self.factor = c.ndim, c.data_channels, ()
         probe = torch.zeros(1, c.data_channels, *[PROBE] * c.ndim, device=device)
         try:
-            latents = self.encode(probe)
-            again = self.decode(latents)
+            latents, again = self.try_types(probe)
         except Exception as error:  # of code that is not ours
             said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise UserError(
@@ -107,17 +108,30 @@ class TorchScript(Codec):
             )
         self.channels, self.factor = latents.shape[1], tuple(PROBE // s for s in sizes)
 
+    def try_types(self, probe: Tensor) -> tuple[Tensor, Tensor]:
+        """Encode and decode in the first type that the modules take; the error of the first where they take none."""
+        first: Exception | None = None
+        for dtype in TYPES:
+            self.dtypes = _type(self.encoder, dtype), _type(self.decoder, dtype)
+            try:
+                latents = self.encode(probe)
+                return latents, self.decode(latents)
+            except Exception as error:  # of code that is not ours
+                first = first or error
+        assert first is not None
+        raise first
+
     @torch.no_grad()
     def encode(self, values: Tensor) -> Tensor:
-        found = self.encoder(to_unit(values, self.value_range).to(_type(self.encoder)))
+        found = self.encoder(to_unit(values, self.value_range).to(self.dtypes[0]))
         return (found[0] if isinstance(found, tuple | list) else found).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        found = self.decoder(latents.to(_type(self.decoder)))
+        found = self.decoder(latents.to(self.dtypes[1]))
         return from_unit(found[0] if isinstance(found, tuple | list) else found, self.value_range)
 
 
-def _type(module: Any) -> torch.dtype:
+def _type(module: Any, otherwise: torch.dtype) -> torch.dtype:
     """That of the weights: Cosmos has bfloat16."""
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), otherwise)

@@ -49,8 +49,12 @@ class Process(ABC):
         """Of each sample's squared error, float32 [B]."""
 
     @abstractmethod
-    def grid(self, steps: int) -> Tensor:
-        """The times [steps + 1] that a sampler visits, on the host: from all noise to clean data."""
+    def grid(self, steps: int, predict: Prediction = "velocity") -> Tensor:
+        """The times [steps + 1] that a sampler visits, on the host: from all noise to clean data.
+
+        A model that predicts the noise says little of the data where they are all but gone: its grid may leave such
+        times out, and be shorter where there are no others.
+        """
 
     def share(self, times: Tensor) -> Tensor:
         """How much of the way from noise (0) to data (1) is behind: comparable between processes."""

@@ -74,7 +74,7 @@ def sample(
     """
     process.check(predict)
     sampler = AUTO if settings.sampler == "auto" else settings.sampler
-    grid = process.grid(settings.steps)
+    grid = process.grid(settings.steps, predict)
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
 
     def look(x: Tensor, time: Tensor) -> Denoised:
@@ -94,7 +94,7 @@ def sample(
             denoised = look(x, time)
             if seen is not None:
                 seen(number, denoised.data)
-            if number == settings.steps - 1:
+            if number == len(grid) - 2:
                 x = denoised.data
             elif sampler == "ddim":
                 x = process.mix(*denoised, later)
@@ -132,9 +132,11 @@ def guided(
     """
     free = torch.full_like(labels, null_label)
     first, last = settings.interval[0] - 1e-6, settings.interval[1] + 1e-6  # times are rounded
+    everywhere = tuple(settings.interval) == (0.0, 1.0)  # then nothing need wait to know a time
 
     def answer(x: Tensor, times: Tensor) -> Tensor:
-        guidance = settings.guidance if first <= float(process.share(times[0])) <= last else 1.0
+        acts = everywhere or first <= float(process.share(times[0])) <= last
+        guidance = settings.guidance if acts else 1.0
         if guidance in (0.0, 1.0):
             return conditional(x, times, labels if guidance else free)
         both = conditional(torch.cat([x, x]), torch.cat([times, times]), torch.cat([labels, free]))

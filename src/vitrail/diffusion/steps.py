@@ -4,6 +4,7 @@
 - schedule "linear" (Ho et al. 2020) or "cosine" (Nichol & Dhariwal 2021), for any number of steps
 - zero_snr stretches the schedule until nothing of the data is left at T-1, so that training knows where sampling starts
 - min_snr limits the weight of the data's error at low noise; the same weight whatever is predicted
+- a model that predicts the noise is not asked where less than LEAST_SIGNAL of the data is left
 """
 
 import math
@@ -16,6 +17,11 @@ from torch import Tensor
 
 from vitrail.diffusion.process import Denoised, Prediction, Process
 from vitrail.recipe import config
+
+# An error of the predicted noise becomes one of the data that is 1 / signal times as large. The cosine schedule ends
+# with a signal of 5e-5: answers that are wrong by a hundredth then give samples with more than twice the spread. Of a
+# thousand steps, those left out are noise to rounding.
+LEAST_SIGNAL = 0.005
 
 
 @config
@@ -32,6 +38,11 @@ class Steps(Process):
             raise ValueError(f"schedule {self.schedule!r} is unknown; use 'linear' or 'cosine'")
         if self.min_snr is not None and not 0 < self.min_snr < math.inf:
             raise ValueError(f"min_snr {self.min_snr:g} must be above 0 (5 is usual); leave it out for plain weights")
+        if self.min_snr is not None and self.zero_snr:
+            raise ValueError(
+                f"min_snr {self.min_snr:g} and zero_snr do not go together: steps weigh as much as they show of the "
+                "data, which is nothing at the last one, where sampling starts; leave one of them out"
+            )
 
     def alpha_bar(self) -> Tensor:
         """signal^2 of each step [T], float64."""
@@ -77,8 +88,7 @@ class Steps(Process):
             return torch.ones_like(times, dtype=torch.float32)
         signal, spread = self.levels(times)
         snr = (signal / spread).square()
-        # The noise's squared error is snr times that of the data, the velocity's snr + 1 times. With zero_snr the last
-        # step weighs nothing for any of them: its neighbours teach what the model answers there.
+        # The noise's squared error is snr times that of the data, the velocity's snr + 1 times.
         limit = torch.full_like(snr, self.min_snr)
         match predict:
             case "data":
@@ -86,11 +96,11 @@ class Steps(Process):
             case "velocity":
                 weights = torch.minimum(snr, limit) / (snr + 1)
             case "noise":
-                weights = (limit / snr).clamp(max=1)  # 1 where the signal is 0: nothing divided by nothing
+                weights = (limit / snr).clamp(max=1)
         return weights.float()
 
-    def grid(self, steps: int) -> Tensor:
-        """From T - 1, which the model takes for pure noise, to -1, evenly spaced in `share`.
+    def grid(self, steps: int, predict: Prediction = "velocity") -> Tensor:
+        """From the first step that is all but pure noise to -1, evenly spaced in `share`.
 
         So all schedules go through the same noise levels as `Straight` does. Evenly spaced times leave gaps of a
         schedule's own: for images, 25 steps of Heun are then wrong by five times as much with "linear", by twice as
@@ -98,9 +108,14 @@ class Steps(Process):
         """
         if not 1 <= steps <= self.steps:
             raise ValueError(f"steps {steps} must be from 1 to {self.steps}, the steps that the process has")
-        shares = self.share(torch.arange(self.steps - 1, -2, -1)).numpy()  # [T + 1], rising to 1
+        first = self.steps - 1
+        if predict == "noise":
+            signal, _ = self.levels(torch.arange(self.steps))
+            first = max(0, int((signal >= LEAST_SIGNAL).sum()) - 1)
+        steps = min(steps, first + 1)
+        shares = self.share(torch.arange(first, -2, -1)).numpy()  # rising to 1
         wanted = np.linspace(shares[0], 1, steps + 1)
-        places = torch.from_numpy(np.interp(wanted, shares, np.arange(self.steps, -1, -1))).round().long()
+        places = torch.from_numpy(np.interp(wanted, shares, np.arange(first + 1, -1, -1))).round().long()
         # No time twice: each is below the one before, and leaves places for those that follow.
         number = torch.arange(steps + 1)
         return (places + number).clamp(min=steps).cummin(0).values - number - 1

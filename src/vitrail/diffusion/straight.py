@@ -61,7 +61,7 @@ class Straight(Process):
     def weights(self, times: Tensor, predict: Prediction) -> Tensor:
         return torch.ones_like(times, dtype=torch.float32)
 
-    def grid(self, steps: int) -> Tensor:
+    def grid(self, steps: int, predict: Prediction = "velocity") -> Tensor:
         if steps < 1:
             raise ValueError(f"steps {steps} must be at least 1; 25 is usual")
         return self.shifted(torch.arange(steps + 1, dtype=torch.float64) / steps)

@@ -33,12 +33,15 @@ class FlowConfig(GenerateConfig):
     def process(self) -> Straight:
         return Straight(times=self.times, mean=self.mean, std=self.std, shift=self.shift)
 
-    def build(self, model: Any, statistics: Statistics) -> "RectifiedFlow":
-        if getattr(model, "time_scale", 1.0) > 1:
+    def check_model(self, model: Any) -> None:
+        super().check_model(model)
+        if getattr(model, "time_scale", 1.0) != 1:
             raise UserError(
                 f"model.time_scale: {model.time_scale:g}, but objective 'flow' tells the model 1000 times the time "
                 "already; leave it out"
             )
+
+    def build(self, model: Any, statistics: Statistics) -> "RectifiedFlow":
         return RectifiedFlow(self, model, statistics, self.process, "velocity")
 
 

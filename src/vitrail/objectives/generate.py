@@ -8,6 +8,7 @@
   voxels, is given (super-resolution, downscaling). Both come as channels after those that are denoised
 - the loss is the squared error of what is predicted, a mean over voxels, in fp32; validation measures it without
   weights at times spread evenly over the whole way, so that runs can be compared, and of each quarter of the way
+- samples are in the units of the data: of an entry with statistics of its own, where a sample is made from its data
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,6 @@ from vitrail.layers.parts import WHOLE, Part, Slab, cut, join
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import Exchange, Tokens, tokenize
 from vitrail.models.inputs import encoder_of
-from vitrail.objectives.generate_config import check_model
 from vitrail.objectives.objective import Loss, Objective, check_labels, normalise, part_of, slab_of
 
 QUARTERS = 4  # of the way from noise to data, the noisiest first
@@ -39,7 +39,7 @@ ROWS = 10  # classes in a picture
 class Targets:
     values: Tensor  # [B, n, P*C] what the model is to answer for this part's tokens
     weights: Tensor  # [B] of the squared errors
-    quarter: Tensor  # [B] of the way from noise to data, where validation measures
+    quarter: Tensor | None  # [B] of the way from noise to data, where validation measures
     valid: Tensor | None  # [B, n] false for copies
 
 
@@ -54,12 +54,13 @@ class Generate(Objective):
     metrics = ("loss", *(f"loss_q{quarter + 1}" for quarter in range(QUARTERS)))
     best_metric = "loss"
     wants_average = True
+    decodes = True
 
     process: Process
     predict: Prediction
 
     def __init__(self, c: Any, model: Any, statistics: Statistics, process: Process, predict: Prediction):
-        check_model(c, model)
+        c.check_model(model)
         self.config, self.model, self.statistics = c, model, statistics
         self.process, self.predict = process, predict
         self.classes: int | None = getattr(model, "classes", None)
@@ -67,9 +68,7 @@ class Generate(Objective):
         self.size = per_axis(model.shape, model.ndim)
         known = tuple(c.variables or ())
         if c.condition and not known:
-            raise ValueError(
-                "objective.variables: name all variables of the data, where `condition` names some of them"
-            )
+            raise UserError("objective.variables: name all variables of the data, where `condition` names some of them")
         self.made = tuple(name for name in known if name not in c.condition)  # variables; empty where not known
         self.made_at = [known.index(name) for name in self.made] or list(range(len(statistics.mean)))
         self.channels = len(self.made) or model.channels  # that are made
@@ -85,6 +84,11 @@ class Generate(Objective):
                 f"objective.coarse: {c.coarse} does not divide data.crop {list(self.size)}; choose a divisor, or "
                 "another crop"
             )
+
+    def equip(
+        self, *, value_range: tuple[float, float] | None = None, decode: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.value_range, self.decode = value_range, decode
 
     def even_times(self, way: Tensor) -> Tensor:
         """Times at shares [0, 1) of the way from noise to data, without the training's own preferences."""
@@ -104,7 +108,7 @@ class Generate(Objective):
                     "one never learned; train with model.label_dropout above 0 (0.1 is usual), or set guidance to 1"
                 )
         try:
-            self.process.grid(settings.steps)
+            self.process.grid(settings.steps, self.predict)
         except ValueError as error:
             raise UserError(f"{where}{error}") from None
 
@@ -123,9 +127,13 @@ class Generate(Objective):
         return None if slab is None or len(slab.rows) % (self.config.coarse or 1) else slab
 
     def fields(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What is made [B, C, *S] and what is given [B, K, *S] or None, normalised; of a batch or of its slab."""
-        images, c = normalise(batch.values, batch.statistics or self.statistics), self.config
+        """What is made and what is given, normalised."""
+        return self.split(normalise(batch.values, batch.statistics or self.statistics))
+
+    def split(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is made [B, C, *S] and what is given [B, K, *S] or None, of all variables or of a slab; fractions."""
         given: list[Tensor] = []
+        c = self.config
         if c.condition:
             at = [c.variables.index(name) for name in c.condition]
             images, given = images[:, self.made_at], [images[:, at]]
@@ -143,13 +151,14 @@ class Generate(Objective):
         exchange: Exchange | None = None,
     ) -> tuple[dict[str, Any], Targets]:
         data, given = self.fields(batch)
-        device, uniform = data.device, draws.uniform("times", 1)[:, 0]
-        quarter = torch.tensor(batch.counters) % QUARTERS
-        times = self.even_times((quarter + uniform) / QUARTERS) if evaluating else self.process.draw_times(uniform)
+        # Held-out samples have the counters of training samples, but share no noise with them.
+        device, use = data.device, "valid/" if evaluating else ""
+        uniform, quarter = draws.uniform(f"{use}times", 1)[:, 0], quarters(draws) if evaluating else None
+        times = self.process.draw_times(uniform) if quarter is None else self.even_times((quarter + uniform) / QUARTERS)
         weights = self.process.weights(times, self.predict).float().to(device)
         size = tuple(data.shape[2:]) if batch.slab is None else batch.slab.size
         rows = None if batch.slab is None else batch.slab.rows
-        noise = draws.normal("noise", data.shape[1], *size, device=device, rows=rows)
+        noise = draws.normal(f"{use}noise", data.shape[1], *size, device=device, rows=rows)
         told, times = self.process.told(times).to(device), times.to(device)
         labels = None
         if self.classes is not None:
@@ -161,7 +170,8 @@ class Generate(Objective):
         inputs, tokens = self.inputs(noisy, given, told, labels, part, names=batch.variables, slab=batch.slab)
         wanted = self.process.target(data, noise, times, self.predict)
         values = self.in_tokens(wanted, tokens, part)
-        return inputs, Targets(values, weights, quarter.to(device), inputs.get("valid"))
+        quarter = None if quarter is None else quarter.to(device)
+        return inputs, Targets(values, weights, quarter, inputs.get("valid"))
 
     def inputs(
         self,
@@ -200,6 +210,7 @@ class Generate(Objective):
         return Loss((squares * targets.weights).sum(), numbers.sum())
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
+        assert targets.quarter is not None
         both = [t.double() for t in self.squares(output, targets)]
         sums = {}
         for quarter in range(QUARTERS):
@@ -208,11 +219,12 @@ class Generate(Objective):
         return sums
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
-        def ratio(quarters: Sequence[int]) -> float:
-            values = sum(sums[f"values_{q}"] for q in quarters)
-            return sum(sums[f"squares_{q}"] for q in quarters) / values if values else float("nan")
-
-        return {"loss": ratio(range(QUARTERS))} | {f"loss_q{q + 1}": ratio([q]) for q in range(QUARTERS)}
+        both = [(sums[f"squares_{quarter}"], sums[f"values_{quarter}"]) for quarter in range(QUARTERS)]
+        each = [squares / values if values else float("nan") for squares, values in both]
+        known = [loss for loss, (_, values) in zip(each, both, strict=True) if values]
+        # Quarters weigh alike, whatever number of samples fell into each.
+        mean = sum(known) / len(known) if known else float("nan")
+        return {"loss": mean} | {f"loss_q{number}": loss for number, loss in enumerate(each, start=1)}
 
     # ------------------------------------------------------------ sampling
 
@@ -224,17 +236,18 @@ class Generate(Objective):
         seed: int,
         labels: Tensor | None = None,
         condition: Tensor | None = None,
+        statistics: tuple[Tensor, Tensor] | None = None,
         settings: SamplingConfig | None = None,
         device: torch.device | str = "cpu",
         part: Part = WHOLE,
-        exchange: Exchange | None = None,
         tick: Callable[[], None] = lambda: None,
         seen: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Samples [B, C, *S] in the data's units, float32; each is a function of the seed and its counter.
 
         `run` gives the outputs of all parts for the inputs of this one. Labels [B] are numbers of classes (the number
-        of all of them stands for none); without labels none has a class. The condition is as fields() gives it.
+        of all of them stands for none); without labels none has a class. The condition is as fields() gives it, and
+        `statistics` are what it was normalised with, as own_statistics() gives them.
         """
         settings = settings or self.config.sampling
         self.check_sampling(settings)
@@ -242,7 +255,10 @@ class Generate(Objective):
         if self.classes is None and labels is not None:
             raise UserError("labels: this model knows no classes; leave them out")
         if labels is not None:
-            check_class_ids(labels.cpu(), self.classes or 0)
+            try:
+                check_class_ids(labels.cpu(), self.classes or 0)
+            except ValueError as error:
+                raise UserError(f"labels: {error}") from None
         if (condition is None) != (self.model.condition_channels == 0):
             raise UserError(
                 "condition: this model makes samples without one; leave it out"
@@ -261,6 +277,11 @@ class Generate(Objective):
             null = torch.full((len(draws.counters),), self.classes, dtype=torch.int64, device=device)
             labels = null if labels is None else labels.to(device)
             model = guided(answer, labels, self.classes, settings, self.process)
+        mean, std = (t.to(device) for t in self.tables(statistics))
+        limits = None
+        if self.value_range is not None:
+            low, high = self.value_range
+            limits = (low - mean) / std, (high - mean) / std
         made = sample(
             self.process,
             self.predict,
@@ -268,27 +289,30 @@ class Generate(Objective):
             draws.normal("sample", *shape, device=device),
             settings,
             fresh=lambda step: draws.normal(f"sample/{step}", *shape, device=device),
-            limits=self.limits(),
+            limits=limits,
             tick=tick,
-            seen=None if seen is None else lambda step, data: seen(step, self.in_units(data)),
+            seen=None if seen is None else lambda step, data: seen(step, data * std + mean),
         )
-        return self.in_units(made)
+        return made * std + mean
 
-    def tables(self) -> list[Tensor]:
-        """Mean and std [1, C, 1, ...] of what is made."""
-        return [t[self.made_at].view(1, -1, *[1] * self.model.ndim) for t in self.statistics.tensors()]
+    def tables(self, statistics: tuple[Tensor, Tensor] | None = None) -> list[Tensor]:
+        """Mean and std of what is made: of each sample [B, C, 1, ...], or the shared ones [1, C, 1, ...]."""
+        axes = [1] * self.model.ndim
+        return [
+            t[..., self.made_at].view(-1, len(self.made_at), *axes) for t in statistics or self.statistics.tensors()
+        ]
 
-    def limits(self) -> tuple[Tensor, Tensor] | None:
-        """Least and greatest normalised values."""
-        if self.value_range is None:
-            return None
-        mean, std = self.tables()
-        low, high = ((value - mean) / std for value in self.value_range)
-        return low, high
-
-    def in_units(self, values: Tensor) -> Tensor:
-        mean, std = (t.to(values) for t in self.tables())
-        return values * std + mean
+    def own_statistics(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Those of a batch where it has its own, [B, V] of all variables; of one that it lacks, the shared ones."""
+        known = tuple(self.config.variables or ())
+        if batch.statistics is None or not known or not batch.variables or batch.variables == known:
+            return batch.statistics
+        at = [known.index(name) for name in batch.variables]
+        mean, std = (
+            shared.to(own).expand(len(own), -1).index_copy(1, torch.tensor(at, device=own.device), own)
+            for shared, own in zip(self.statistics.tensors(), batch.statistics, strict=True)
+        )
+        return mean, std
 
     # ------------------------------------------------------------ pictures
 
@@ -315,8 +339,11 @@ class Generate(Objective):
         size: int = 1,
         tick: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Shown]:
-        """Samples of the classes, or from the conditions, of the real ones; from the same noise at every step."""
-        _, given = self.fields(batch)
+        """Samples of the classes, or from the conditions, of the real ones; from the same noise at every step.
+
+        They have the variables of the batch, of all that are made.
+        """
+        (_, given), own = self.fields(batch), self.own_statistics(batch)
         labels = None if self.classes is None else check_labels(batch.labels, self.classes)
         doubled = self.config.sampling.guidance not in (0.0, 1.0)
         size = max(1, size // 2 if doubled else size)
@@ -330,20 +357,25 @@ class Generate(Objective):
                     seed=draws.seed,
                     labels=None if labels is None else labels[part_of_batch],
                     condition=None if given is None else given[part_of_batch],
+                    statistics=None if own is None else (own[0][part_of_batch], own[1][part_of_batch]),
                     device=batch.values.device,
                     part=part,
-                    exchange=exchange,
                     tick=tick,
                 )
             )
-        return torch.cat(made), Shown(labels, given)
+        whole = torch.cat(made)
+        if self.made and batch.variables:
+            whole = whole[:, [self.made.index(name) for name in batch.variables if name in self.made]]
+        return whole, Shown(labels, self.split(batch.values.float())[1])
 
     def draw(self, path: Path, batch: Batch, output: Tensor, targets: Shown, *, step: int, held_out: bool) -> str:
         from vitrail.report.sample_grid import sample_grid
 
         real = batch.values[:, self.made_at] if self.config.condition else batch.values
         made, truth = (self.pixels(values) for values in (output, real))
-        given = None if targets.given is None else targets.given.float().cpu().numpy()
+        given, alike = None, bool(self.config.coarse)
+        if targets.given is not None:
+            given = self.pixels(targets.given[:, : real.shape[1]]) if alike else targets.given.float().cpu().numpy()
         labels = None if targets.labels is None else targets.labels.tolist()
         s = self.config.sampling
         which = "held-out" if held_out else "training"
@@ -354,18 +386,35 @@ class Generate(Objective):
             made,
             truth,
             given=given,
+            alike=alike,
             names=None if labels is None else [self.names[label] for label in labels],
             title=f"Samples at step {step}",
             caption=caption,
-            value_range=self.value_range if self.decode is None else None,
+            value_range=self.shown_range(),
         )
         return caption
+
+    def shown_range(self) -> tuple[float, float] | None:
+        """That of bytes. Data of a type of more values seldom fill it: pictures show where their values lie."""
+        if self.decode is not None or self.value_range is None:
+            return None
+        low, high = self.value_range
+        return self.value_range if high - low <= 255 else None
 
     @torch.no_grad()
     def pixels(self, values: Tensor) -> np.ndarray:
         """Samples [B, C, *S] as a picture shows them: latents are decoded, a few at a time."""
         decode = self.decode or (lambda some: some)
         return torch.cat([decode(some).float().cpu() for some in values.float().split(4)]).numpy()
+
+
+def quarters(draws: Draws) -> Tensor:
+    """Of each sample [B]: all four in every four samples, beginning with one that is drawn.
+
+    Entries that take turns, and tiles in their order, would else always meet the same ones.
+    """
+    turned = Draws(draws.seed, [counter // QUARTERS for counter in draws.counters]).uniform("valid/quarter", 1)[:, 0]
+    return (torch.tensor(draws.counters) + (turned * QUARTERS).long()) % QUARTERS
 
 
 def coarsen(images: Tensor, block: int) -> Tensor:

@@ -15,6 +15,7 @@ LONGEST = 1000  # what a model's time input reaches, by diffusion/process.py
 class GenerateConfig:
     """Keys that both kinds have."""
 
+    kind: str
     classes: bool | None = None  # whether the labels of items condition the model; null: if model.classes is given
     names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
     variables: tuple[str, ...] | None = None  # of the data, in their order; null: as the data tell
@@ -38,10 +39,46 @@ class GenerateConfig:
         known = getattr(model, "classes", None)
         return "item" if (known is not None if self.classes is None else self.classes) else None
 
-    def fit(self, model: Any, variables: tuple[str, ...], augment: Any) -> tuple[Any, Any]:
-        """This config and the model's, with what follows from each other and from the data's variables."""
-        check_model(self, model)
-        if augment.mixup or augment.cutmix:
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that cannot learn this."""
+        if getattr(model, "output", None) != "denoised":
+            raise UserError(
+                f"objective.kind: {self.kind!r} trains models that take noisy images and a time, such as 'dit' and "
+                f"'diffusion_vit', not {model.kind!r}"
+            )
+        if model.ndim not in (2, 3):
+            raise UserError(
+                f"model.ndim: {model.ndim}, but objective {self.kind!r} makes images and volumes; set it to 2 or 3"
+            )
+        if getattr(model, "learn_sigma", False):
+            raise UserError(
+                f"model.learn_sigma: objective {self.kind!r} learns no variances, and would leave half of the output "
+                "untrained; leave learn_sigma out"
+            )
+        if self.classes and not hasattr(model, "classes"):
+            raise UserError(
+                f"objective.classes: model {model.kind!r} takes no classes; leave it out, or use model 'dit'"
+            )
+        if self.classes is False and getattr(model, "classes", None) is not None:
+            raise UserError(f"objective.classes: false, but model.classes is {model.classes}; leave one of them out")
+
+    def check_statistics(self, data: Any) -> None:
+        """Refuse entries of the data that are normalised in ways of their own, where samples belong to none of them."""
+        own = [number for number, entry in enumerate(data.train) if getattr(entry, "statistics", None) is not None]
+        if self.condition or self.coarse or (data.statistics != "each" and not own):
+            return
+        key = "data.statistics: each" if data.statistics == "each" else f"data.train.{own[0]}.statistics"
+        raise UserError(
+            f"{key} gives entries means and stds of their own, but objective {self.kind!r} makes samples that belong "
+            "to no entry, and would not know their units; use data.statistics: shared"
+            f"{' and leave those of the entry out' if own else ''}"
+        )
+
+    def fit(self, model: Any, variables: tuple[str, ...], data: Any) -> tuple[Any, Any]:
+        """This config and the model's, with what follows from each other and from the data and their variables."""
+        self.check_model(model)
+        self.check_statistics(data)
+        if data.augment.mixup or data.augment.cutmix:
             raise UserError(
                 "data.augment: mixup and cutmix make images of two classes, and a model that makes images would learn "
                 "to make such; set them to 0"
@@ -77,21 +114,3 @@ class GenerateConfig:
             return replace(self, variables=variables), replace(model, **changes)
         except ValueError as error:
             raise UserError(f"objective.condition and model: {error}") from None
-
-
-def check_model(c: Any, model: Any) -> None:
-    """Refuse a model that cannot learn this."""
-    if getattr(model, "output", None) != "denoised":
-        raise UserError(
-            f"objective.kind: {c.kind!r} trains models that take noisy images and a time, such as 'dit' and "
-            f"'diffusion_vit', not {model.kind!r}"
-        )
-    if getattr(model, "learn_sigma", False):
-        raise UserError(
-            f"model.learn_sigma: objective {c.kind!r} learns no variances, and would leave half of the output "
-            "untrained; leave learn_sigma out"
-        )
-    if c.classes and not hasattr(model, "classes"):
-        raise UserError(f"objective.classes: model {model.kind!r} takes no classes; leave it out, or use model 'dit'")
-    if c.classes is False and getattr(model, "classes", None) is not None:
-        raise UserError(f"objective.classes: false, but model.classes is {model.classes}; leave one of them out")

@@ -47,6 +47,7 @@ class Objective(ABC):
     pictured: ClassVar[int] = 3  # samples in a picture
     needs_whole: bool = False  # loss() and measure() need the output for all tokens, not just a part's
     wants_average: ClassVar[bool] = False  # results of raw weights are much worse than those of their average (ema)
+    decodes: ClassVar[bool] = False  # it makes latents, which the recipe's codec turns into pixels
 
     @abstractmethod
     def prepare(
@@ -82,6 +83,11 @@ class Objective(ABC):
     @abstractmethod
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from the added sums."""
+
+    def equip(  # noqa: B027 - most need nothing of it
+        self, *, value_range: tuple[float, float] | None = None, decode: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """What the data and the codec of a run tell: the range of whole numbers, and the way from latents to pixels."""
 
     def choose(self, counters: Sequence[int], label_of: Callable[[int], int | None]) -> list[int]:
         """Which of the held-out samples a picture shows; `label_of` tells the class of an item, where it has one."""
@@ -233,8 +239,9 @@ def check_labels(labels: Tensor | None, num_classes: int, *, ignore: int | None 
         if ignore is not None:
             wrong &= labels != ignore
         if wrong.any():
+            others = "model.classes or objective.ignore" if labels.ndim > 1 else "model.classes"
             raise UserError(
                 f"labels: {int(labels[wrong][0])} is not the number of a class; there are {num_classes}, from 0; "
-                "mend the labels, or set model.classes or objective.ignore"
+                f"mend the labels, or set {others}"
             )
     return labels

@@ -27,16 +27,20 @@ def sample_grid(
     real: np.ndarray,
     *,
     given: np.ndarray | None = None,
+    alike: bool = False,
     names: Sequence[str] | None = None,
     title: str = "",
     caption: str = "",
     value_range: tuple[float, float] | None = None,
 ) -> Path:
-    """Draw samples and data [B, C, *S] to a PNG and return its path; both are of the classes `names` [B]."""
+    """Draw samples and data [B, C, *S] to a PNG and return its path; both are of the classes `names` [B].
+
+    What was given has the units of the samples if it is `alike`; else it may have any, and has shades of its own.
+    """
     span = find_range([flat(image) for image in real], value_range)
     samples, truths = ([paint(flat(image), span) for image in images] for images in (made, real))
     if given is not None:
-        own = find_range([flat(image) for image in given], None)  # it may have other units
+        own = span if alike else find_range([flat(image) for image in given], None)
         shown = [paint(flat(image), own) for image in given]
         blocks = [("given", shown), ("sample", samples), ("data", truths)]
         rows = [("", [[images[i]] for _, images in blocks]) for i in range(len(made))]

@@ -28,6 +28,7 @@ class Evaluator:
         self.objective, self.loader, self.seed = objective, loader, seed
         self.samples, self.batch = samples, batch
         self.note: str | None = None
+        self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
         most = count_once(getattr(loader, "sampler", None)) if labelled else None
@@ -65,8 +66,10 @@ class Evaluator:
     @torch.no_grad()
     def example(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> tuple[Batch, torch.Tensor, Any]:
         """Some samples with what the objective makes of them, for a picture; the same on every rank."""
-        alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
-        batch = self.loader.load(self.objective.choose(alike, self._label), whole=True)
+        if self.shown is None:
+            alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
+            self.shown = self.objective.choose(alike, self._label)
+        batch = self.loader.load(self.shown, whole=True)
         flow.model.eval()
         output, targets = self.objective.example(
             batch,

@@ -22,7 +22,6 @@ from vitrail.data.entries import stored as stored_statistics
 from vitrail.data.loader import count_bad
 from vitrail.data.stage import as_opened
 from vitrail.errors import RunFailed, UserError
-from vitrail.objectives.generate import Generate
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
@@ -95,8 +94,7 @@ class Session:
         check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
         self.recipe = recipe = complete(recipe, self.data)
         self.objective = recipe.objective.build(recipe.model, self.data.statistics)
-        if isinstance(self.objective, Generate):
-            equip(self.objective, recipe, place, self.data, trust=trust)
+        equip(self.objective, recipe, place, self.data, trust=trust)
         self.metric_name = recipe.checkpoint.best or self.objective.best_metric
         if self.metric_name not in self.objective.metrics:
             raise UserError(
@@ -389,6 +387,9 @@ class Session:
             if error.errno not in NO_SPACE:
                 raise
             self.journal.note(f"the picture of step {step} could not be written: {error.strerror}")
+        except torch.OutOfMemoryError:  # a codec may need more than the model; the others are training on already
+            torch.cuda.empty_cache()
+            self.journal.note(f"the picture of step {step} could not be drawn: the device has no memory left for it")
 
     # ------------------------------------------------------------ what is kept
 

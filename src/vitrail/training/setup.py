@@ -32,7 +32,7 @@ from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
 from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
-from vitrail.objectives.generate import Generate, range_of
+from vitrail.objectives.generate import range_of
 from vitrail.objectives.objective import Objective, check_prepare, labels_of
 from vitrail.parallel.check import refuse
 from vitrail.parallel.float8 import rows_of
@@ -194,7 +194,7 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
     """Fill in what the model and the objective take from the data, and check that they fit."""
     model, objective, crop = recipe.model, recipe.objective, sizes_of(recipe, "crop")
     if hasattr(objective, "fit"):
-        objective, model = objective.fit(model, data.train.variables, recipe.data.augment)
+        objective, model = objective.fit(model, data.train.variables, recipe.data)
     given = getattr(objective, "condition", None)  # variables that only condition are none of the model's own
     number = getattr(model, "condition_channels", 0) if given is None else len(given)
     channels = count_channels(model, data.train.variables, given=number)
@@ -214,14 +214,22 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
     return recipe.model_copy(update={"model": model, "objective": objective})
 
 
-def equip(objective: Generate, recipe: Recipe, place: Place, data: DataParts, *, trust: bool) -> None:
-    """Give an objective that makes samples what its pictures need: the range of the data, and the way to pixels."""
-    objective.value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
-    if getattr(recipe, "codec", None) is not None:
+def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *, trust: bool) -> None:
+    """Tell an objective what its samples and pictures may need: the range of the data, and the way to pixels."""
+    decode = None
+    if recipe.codec is not None:
         from vitrail.codecs import decoder_for
 
-        facts = data.train.sources[0].describe()
-        objective.decode = together(lambda: decoder_for(recipe, facts, place.device, trust), place.control)
+        if not objective.decodes:
+            raise UserError(
+                f"codec: {recipe.codec.kind!r} turns samples into pixels, but objective {recipe.objective.kind!r} "
+                "makes none; leave it out (codec=null), and encode data with `vitrail data encode`"
+            )
+        parts = [data.train] if data.valid is None else [data.train, data.valid]
+        first, *others = [source.describe() for part in parts for source in part.sources]
+        decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
+    value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
+    objective.equip(value_range=value_range, decode=decode)
 
 
 def count_channels(model: Any, variables: tuple[str, ...], *, given: int = 0) -> int:
