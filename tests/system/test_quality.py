@@ -1,5 +1,7 @@
 """How good samples are: `vitrail eval SAMPLES`, on sets whose quality is known beforehand."""
 
+import argparse
+import dataclasses
 import importlib.util
 import io
 import json
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from support import ROOT, environment, run, tiny_recipe
 
@@ -20,10 +23,12 @@ from vitrail.cli import main
 from vitrail.data.generate_digits import write_digits
 from vitrail.errors import UserError
 from vitrail.infer import features
+from vitrail.infer.collection import Generated, Real, open_real
 from vitrail.infer.features import RunNetwork, find_inception
 from vitrail.infer.kind import Kind
 from vitrail.infer.quality import quality
 from vitrail.infer.write import write_sample
+from vitrail.models import ViT, ViTConfig
 
 DIGIT = Kind(np.dtype("uint8"), ("y", "x"), ("grey",), (1.0, 1.0), None, "png")
 
@@ -126,6 +131,78 @@ def test_wrong_classes_are_not_recognised(home: Path) -> None:
     assert any("no classes" in note for note in found["notes"])
 
 
+def test_without_accuracy_there_are_distances(home: Path, tmp_path: Path) -> None:
+    strange = [(image, f"digit {name}") for image, name in digits(home / "digits/train", 5)]
+    found = quality(write_samples(tmp_path / "s", strange, DIGIT), real=home / "names", classifier=home / "names")
+    assert found["measures"][0]["measure"] == "frechet"
+    assert any("does not know the class 'digit 0'" in note and "no accuracy" in note for note in found["notes"])
+
+
+def test_a_vit_that_classifies_tokens_names_no_class_of_an_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ViT(ViTConfig(width=8, depth=1, heads=1, patch=4, shape=8, channels=1, classes=10, pool="tokens"))
+    monkeypatch.setattr("vitrail.training.run.load", lambda run, checkpoint: model.eval())
+    network = RunNetwork(home / "names")
+    assert network.names == ()
+    seen = network(torch.zeros(2, 1, 8, 8))
+    assert seen.features.shape == (2, 8)
+    assert seen.classes is None
+
+
+# ---------------------------------------------------------------- real data
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    """A recipe of two folders with 20 images each, whose colour tells which it is."""
+    for start, part in ((0, "a"), (100, "b")):
+        (tmp_path / part / "c").mkdir(parents=True)
+        for number in range(20):
+            Image.fromarray(np.full((8, 8), start + number, np.uint8)).save(tmp_path / part / f"c/{number:03d}.png")
+
+    def write(weight: float = 1.0, *, valid: bool = True, **data: Any) -> Path:
+        entries = [
+            {"path": str(tmp_path / p), "kind": "image_folder", "weight": w} for p, w in (("a", weight), ("b", 1.0))
+        ]
+        tree = {
+            "run": {"name": "r", "steps": 2},
+            "model": {"kind": "vit", "width": 16, "depth": 1, "heads": 2, "patch": 8},
+            "objective": {"kind": "classify"},
+            "data": {"train": entries, "crop": 8, "batch": 4} | ({"valid": entries} if valid else {}) | data,
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    return write
+
+
+def colours(real: Real) -> list[int]:
+    return [int(image.max()) for values, _ in real.batches(real.size, 7) for image in values]
+
+
+def test_each_real_image_comes_once(home: Path, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    generated = Generated(home / "good", seed=0)
+    every = [*range(20), *range(100, 120)]
+    for options in ({}, {"weight": 3.0}, {"mix": "equal"}):
+        real = open_real(recipe(**options), generated, seed=0)
+        assert sorted(colours(real)) == every
+        assert not real.notes
+    found = quality(home / "good", real=recipe(weight=3.0, valid=False))
+    assert found["counts"]["compared"] == 20
+    assert any("trained on, so copies of them look perfect" in note for note in found["notes"])
+
+    # What cannot be read is left out where the recipe says so: nothing else takes its place.
+    (tmp_path / "a/c/003.png").write_bytes((tmp_path / "a/c/003.png").read_bytes()[:50])
+    (tmp_path / "b/c/004.png").write_bytes((tmp_path / "b/c/004.png").read_bytes()[:50])
+    with pytest.raises(UserError, match=r"00[34]\.png"):
+        quality(home / "good", real=recipe())
+    real = open_real(recipe(bad="skip"), generated, seed=0)
+    assert sorted(colours(real)) == [colour for colour in every if colour not in (3, 104)]
+    assert real.lost == 2
+    found = quality(home / "good", real=recipe(bad="skip"))
+    assert found["counts"] == {"samples": 200, "compared": 19, "real": 38}
+
+
 def call(*arguments: Any) -> int:
     with pytest.raises(SystemExit) as ended:
         main([str(a) for a in arguments])
@@ -138,6 +215,7 @@ def test_command_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*words, "--page", page) == 0
     shown = capsys.readouterr()
     assert "accuracy" in shown.out
+    assert shown.out.startswith(f"compared with data.valid of {home / 'names'}\n")
     assert "40 to 40" in shown.out
     assert "note: FID" in shown.err
     text = page.read_text()
@@ -148,8 +226,9 @@ def test_command_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["counts"] == {"samples": 40, "compared": 40, "real": 80}
     assert call("eval", home / "good", "--weights", "raw") == 2
     assert "folder of samples" in capsys.readouterr().err
-    assert call("eval", home / "names", "--classifier", home / "names") == 2
-    assert "manifest.json" in capsys.readouterr().err
+    for word in (("--classifier", home / "names"), ("--seed", 0)):
+        assert call("eval", home / "names", *word) == 2
+        assert f"{word[0]}: {home / 'names'} has no manifest.json" in capsys.readouterr().err
     # Without --real their run is looked for, which is not here.
     assert call("eval", home / "good") == 2
     assert "--real" in capsys.readouterr().err
@@ -163,8 +242,8 @@ def test_refusals(home: Path, tmp_path: Path, volume: Path) -> None:
     good, image = home / "good", np.zeros((1, 8, 8), np.uint8)
     refused("201 samples were asked for.*holds 200", good, number=201)
     refused("too few", good, number=3)
+    refused("batch: 0 must be at least 1", good, batch=0)
     refused("too few", write_samples(tmp_path / "few", [(image, "1")] * 5, DIGIT))
-    refused("does not know the class 'one'", write_samples(tmp_path / "name", [(image, "one")] * 9, DIGIT))
     large = write_samples(tmp_path / "large", [(np.zeros((1, 16, 16), np.uint8), "1")] * 9, DIGIT)
     refused("samples of 8 x 8.*are 16 x 16", large)
     write_samples(tmp_path / "real", [(np.zeros((1, 16, 16), np.uint8), "1")] * 20, DIGIT)
@@ -175,13 +254,19 @@ def test_refusals(home: Path, tmp_path: Path, volume: Path) -> None:
     gone = write_samples(tmp_path / "gone", [(image, "1")] * 9, DIGIT)
     (gone / "1/00003.png").write_bytes(b"no image")
     refused("00003.png cannot be read", gone)
+    arrays = dataclasses.replace(DIGIT, format="npy")
+    cut = write_samples(tmp_path / "cut", [(image, "1")] * 9, arrays)
+    (cut / "1/00003.npy").write_bytes(b"")
+    refused("00003.npy cannot be read", cut)
     (gone / "1/00003.png").unlink()
     refused("1 of 9 samples are missing", gone)
     (gone / "manifest.json").write_text('{"files": []')
     refused("manifest.json cannot be read", gone)
     floats = Kind(np.dtype("float32"), ("y", "x"), ("grey",), (1.0, 1.0), None, "tiff")
     broken = [(np.full((1, 8, 8), np.nan, np.float32), "1")] * 9
-    refused("not finite", write_samples(tmp_path / "nan", broken, floats))
+    real = write_samples(tmp_path / "floats", [(np.zeros((1, 8, 8), np.float32), "1")] * 18, floats)
+    refused("not finite", write_samples(tmp_path / "nan", broken, floats), real=real / "1")
+    refused("are uint8, and those of .* are float32, so they are not on one scale", real)
     colour = Kind(np.dtype("uint8"), ("y", "x"), ("red", "green", "blue"), (1.0, 1.0), None, "png")
     colours = write_samples(tmp_path / "colour", [(np.zeros((3, 8, 8), np.uint8), "1")] * 9, colour)
     refused("variables grey, and samples have red", colours)
@@ -196,6 +281,29 @@ def test_volumes_in_the_features_of_an_autoencoder(home: Path, tmp_path: Path, v
     crops = [whole[z : z + 16, y : y + 16, x : x + 16] for z in (0, 16) for y in (0, 16) for x in (0, 16, 32)]
     folder = write_samples(tmp_path / "volumes", [(crop[None], None) for crop in crops], kind)
     found = quality(folder, real=volume, classifier=tmp_path / "mae")
+    notes = " ".join(found["notes"])
+    assert "crops that may overlap" in notes
+    assert "names no classes, so there is no accuracy" in notes
+    assert "a voxel of" not in notes
+    finer = dataclasses.replace(kind, spacing=(0.004,) * 3, unit="micrometer")
+    notes = quality(write_samples(tmp_path / "finer", [(crop[None], None) for crop in crops], finer), real=volume)[
+        "notes"
+    ]
+    assert any(
+        note.endswith("8 x 8 x 8 nanometer, and one of a sample 0.004 x 0.004 x 0.004 micrometer") for note in notes
+    )
+    # A chunk that is broken or not there is a loss, and no zeros.
+    chunk = next(
+        path
+        for path in sorted((folder / "samples/00003.ome.zarr/s0").rglob("*"))
+        if path.name.isdigit() and path.is_file()
+    )
+    chunk.write_bytes(b"xx")
+    with pytest.raises(UserError, match=r"00003.ome.zarr cannot be read .*make it again"):
+        quality(folder, real=volume)
+    chunk.unlink()
+    with pytest.raises(UserError, match=r"00003.ome.zarr cannot be read .*is missing"):
+        quality(folder, real=volume)
     rows = {row["measure"]: row for row in found["measures"]}
     assert set(rows) == {"frechet", "kid", "precision", "recall", "sliced_wasserstein"}
     assert rows["sliced_wasserstein"]["value"] < 2 * rows["sliced_wasserstein"]["floor"]
@@ -256,6 +364,10 @@ def test_fid_where_its_weights_are(home: Path, fidelity: Callable[[Any], Path]) 
     rows = quality(home / "good", real=home / "names", number=40)["measures"]
     assert [row["measure"] for row in rows] == ["fid", "kid", "precision", "recall", "sliced_wasserstein"]
     assert rows[0]["of"] == "3 features of Inception"
+    # Images that a recipe makes smaller are floats.
+    found, _ = find_inception([np.dtype("uint8")] * 2, torch.device("cpu"))
+    assert found is not None
+    assert found(torch.full((1, 1, 8, 8), 300.4)).features.tolist() == [[510.0] * 3]
 
 
 def test_weights_that_run_code_are_refused(fidelity: Callable[[Any], Path], tmp_path: Path) -> None:
@@ -266,11 +378,12 @@ def test_weights_that_run_code_are_refused(fidelity: Callable[[Any], Path], tmp_
             return Path.touch, (mark,)
 
     fidelity(Bad())
-    found, why_not = find_inception(np.dtype("uint8"), torch.device("cpu"))
+    found, why_not = find_inception([np.dtype("uint8")], torch.device("cpu"))
     assert found is None
     assert "cannot be used" in why_not
     assert not mark.exists()
-    assert "8 bits" in find_inception(np.dtype("float32"), torch.device("cpu"))[1]
+    mixed = [np.dtype("uint8"), np.dtype("float32")]
+    assert "8 bits, and these are float32" in find_inception(mixed, torch.device("cpu"))[1]
 
 
 # ---------------------------------------------------------------- the benchmark
@@ -292,13 +405,43 @@ def test_the_benchmark_of_cifar10_runs_from_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "cifar10_flow_samples_1.5.png").is_file()
 
 
-def test_packed_images_are_those_of_the_parquet_files(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+@pytest.fixture
+def script() -> Any:
     spec = importlib.util.spec_from_file_location("cifar10_flow", BENCHMARK)
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_benchmark_stops_in_time_and_goes_on(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls, there = [0.0], list[int](), [0]
+
+    def sample(run: Path, *, number: int, **asked: Any) -> dict[str, Any]:
+        made, there[0] = max(0, number - there[0]), max(number, there[0])
+        seconds = made / 10 + (50 if clock[1:] == [] else 0)  # the first ones compile
+        clock[:] = [clock[0] + seconds, 1.0]
+        calls.append(made)
+        return {"made": made, "number": there[0], "seconds": seconds, "settings": {"sampler": "euler"}}
+
+    monkeypatch.setattr(script.vitrail, "sample", sample)
+    monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
+    arguments = argparse.Namespace(home=tmp_path, data=None, minutes=5, quick=True)
+    bench = script.Bench(arguments)
+    with pytest.raises(script.OutOfTime):
+        bench.sample(tmp_path, 5000, 500)
+    assert clock[0] <= 300
+    first = sum(calls)
+    assert 500 < first < 5000
+    clock[:], arguments.minutes = [0.0], 60  # another sitting
+    assert script.Bench(arguments).sample(tmp_path, 5000, 500) == ("euler", pytest.approx(10.0))
+    assert there == [5000]
+    assert script.Bench(arguments).sample(tmp_path, 5000, 500) == ("euler", None)
+
+
+def test_packed_images_are_those_of_the_parquet_files(script: Any, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (11, 32, 32, 3), np.uint8)
     held = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vitrail.infer.distances import (
+    Cloud,
     directions,
     frechet,
     frechet_of_gaussians,
@@ -129,6 +130,16 @@ def test_sliced_wasserstein_closed_forms() -> None:
     assert sliced_wasserstein(projected, moved) == pytest.approx(math.sqrt(5), rel=0.1)
     assert sliced_wasserstein(projected, projected[torch.randperm(50)]) == 0
     assert sliced_wasserstein(2 * projected, 2 * moved) == pytest.approx(2 * sliced_wasserstein(projected, moved))
+
+
+def test_what_is_kept_of_a_cloud_changes_nothing() -> None:
+    first, *others = (Cloud(normal(60, 4, seed=s) + s) for s in range(3))
+    for other in others:
+        for call in (frechet, squared_mmd, precision_recall):
+            assert call(first, other) == call(first.features, other.features)
+    assert precision_recall(first, other, neighbours=5) == precision_recall(
+        first.features, other.features, neighbours=5
+    )
 
 
 def test_sliced_wasserstein_of_unequal_numbers() -> None:

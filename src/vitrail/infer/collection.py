@@ -1,11 +1,12 @@
 """Sets of samples to compare: generated ones by their manifest, real ones by vitrail's sources.
 
-Both come in a random order that follows from a seed, each sample once before any comes twice, batch by batch: sets may
-be larger than memory.
+Both come in a random order that follows from a seed, batch by batch: sets may be larger than memory. Each sample comes
+once before any comes twice, whatever the weights of a recipe's entries: the halves of real data must share nothing.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +16,23 @@ import torch
 from torch import Tensor
 
 from vitrail.data.advice import entry_of
+from vitrail.data.batch import Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.image_source import ImageSource
 from vitrail.data.loader import Loader
+from vitrail.data.sampler import Sample
 from vitrail.data.sources import guess_kind
+from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.data.stage import as_opened
+from vitrail.data.stored import TOLERANCE, unit_ratio
 from vitrail.draws import key
 from vitrail.errors import UserError
-from vitrail.infer.kind import Kind
+from vitrail.infer.kind import Kind, stored_type
 from vitrail.infer.write import read_sample
 from vitrail.layers.patches import per_axis
 from vitrail.recipe import kinds
 from vitrail.recipe.find import find_recipe
+from vitrail.training.evaluate import count_once
 
 THREADS = 4
 MANIFEST = "manifest.json"
@@ -80,11 +86,16 @@ class Generated:
         self.labelled = all(name is not None for _, name in files)
 
     def _read(self, number: int) -> np.ndarray:
-        name, _ = self.files[number]
+        path = self.folder / self.files[number][0]
         try:
-            return read_sample(self.folder / name, self.kind)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{self.folder / name} cannot be read ({error}); make it again") from None
+            if self.kind.format == "ome-zarr":  # by the source, to which a chunk that is not there is a loss
+                return OmeZarrConfig(path=str(path)).open().read(0, (slice(None),) * len(self.kind.axes))
+            return read_sample(path, self.kind)
+        except Exception as error:  # whatever a library says of a file that is cut off or of another kind
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"{path} cannot be read ({why}); remove it, and make it again with `vitrail sample`"
+            ) from None
 
     def batches(self, number: int, batch: int) -> Iterator[Some]:
         """The first `number` samples of the order."""
@@ -105,23 +116,44 @@ class Real:
 
     def __init__(self, dataset: Dataset, *, seed: int, title: str):
         self.dataset, self.title = dataset, title
+        self.notes: list[str] = []
         self.sampler = dataset.sampler(seed=key(seed, "real"), lanes=1, reuse=1)
         reader = dataset.reader(self.sampler, lanes=1, cache_bytes=0)
-        self.loader = Loader(self.sampler, reader, device=torch.device("cpu"), workers=THREADS, prefetch=1)
-        self.size, self.variables = self.sampler.epoch, dataset.sources[self.sampler.extents[0].source].variables
+        self.loader = Loader(
+            self.sampler, reader, device=torch.device("cpu"), workers=THREADS, prefetch=1, policy=dataset.policy
+        )
+        self.sources = [dataset.sources[number] for number in dataset.groups[0]]
+        self.size, self.variables = self.sampler.epoch, self.sources[0].variables
         self.channels: list[int] | None = None  # those that samples have; None: all
-        # Otherwise samples are crops of larger items, of which there is no end.
+        # Otherwise samples are crops of larger items, of which there is no end. Of whole images a filter may leave some
+        # out, and the others still come once.
         self.whole = all(e.shape == (e.window or dataset.crop) for e in self.sampler.extents)
-        self.labelled = all(getattr(source, "class_names", ()) for source in dataset.sources)
+        self.once = self.whole or count_once(self.sampler) is not None
+        if not self.whole:
+            self.notes.append("real samples are crops that may overlap, so the floor may be too low")
+        self.labelled = all(getattr(source, "class_names", ()) for source in self.sources)
+        self.lost = 0  # samples that could not be read
+
+    def statistics(self, *, seed: int) -> Statistics:
+        """Of the variables that samples have."""
+        mean, std = self.dataset.fit_statistics(seed=seed, sources=self.dataset.groups[0])
+        chosen = range(len(mean)) if self.channels is None else self.channels
+        return Statistics(tuple(mean[c] for c in chosen), tuple(std[c] for c in chosen))
 
     def batches(self, number: int, batch: int) -> Iterator[Some]:
+        """The first `number` samples of the order, less those that cannot be read, where the recipe skips them."""
         for start in range(0, number, batch):
-            counters = range(start, min(start + batch, number))
-            values = self.loader.load(counters).values
-            yield Some(values if self.channels is None else values[:, self.channels], [self._name(c) for c in counters])
+            values = self.loader.load(range(start, min(start + batch, number))).values
+            samples = self.loader.samples
+            if self.channels is not None:
+                values = values[:, self.channels]
+            # Another whole image in place of one may lie in the other half.
+            kept = [place for place, sample in enumerate(samples) if not (self.once and sample.attempt)]
+            self.lost += len(samples) - len(kept)
+            if kept:
+                yield Some(values[kept], [self._name(samples[place]) for place in kept])
 
-    def _name(self, counter: int) -> str | None:
-        sample = self.sampler(counter)
+    def _name(self, sample: Sample) -> str | None:
         source: Any = self.dataset.sources[sample.source]
         label = source.items[sample.item].label if self.labelled else None
         return None if label is None else source.class_names[label]
@@ -150,8 +182,15 @@ def open_real(real: str | Path | None, generated: Generated, *, seed: int, other
                 f"real: {real} has samples of {_by(crop)}, and those of {generated.title} are {_by(shape)}; compare "
                 "with data of the same size: --real PATH"
             )
-        dataset = Dataset(as_opened(c, c.valid or c.train), crop, where=where, settings=c, mixed=True)
-        found = Real(dataset, seed=seed, title=f"{where} of {real}")
+        entries = [dataclasses.replace(entry, weight=1.0) for entry in as_opened(c, c.valid or c.train)]
+        settings = c.model_copy(update={"mix": "size"})
+        found = Real(
+            Dataset(entries, crop, where=where, settings=settings, mixed=True), seed=seed, title=f"{where} of {real}"
+        )
+        if not c.valid:
+            found.notes.append(
+                f"{real} has no data.valid: these are the data that it was trained on, so copies of them look perfect"
+            )
     else:
         config = entry_of(kinds.find("source", guess_kind(real), key="--real"), {"path": real})
         dataset = Dataset([config], shape, where=real)
@@ -169,17 +208,42 @@ def open_real(real: str | Path | None, generated: Generated, *, seed: int, other
             f"real: {found.title} has the variables {', '.join(names)}, and samples have {', '.join(wanted)}; compare "
             "with data that have the same"
         )
+    types = sorted({str(stored_type(source.dtype)) for source in found.sources})
+    if types != [str(generated.kind.dtype)]:
+        raise UserError(
+            f"real: the values of {found.title} are {', '.join(types)}, and those of {generated.title} are "
+            f"{generated.kind.dtype}, so they are not on one scale; compare with data of the same type: --real PATH"
+        )
+    _compare_voxels(found, generated)
     return found
 
 
+def _compare_voxels(found: Real, generated: Generated) -> None:
+    """Note where voxels are of another size, as far as both say how large they are."""
+    extent, kind = found.sampler.extents[0], generated.kind
+    item = found.dataset.sources[extent.source].items[extent.item]
+    sizes = [size * scale for size, scale in zip(item.spacing, item.scale, strict=True)]
+    if item.slices is not None:
+        del sizes[item.slices]
+    ratio = unit_ratio(item.unit, kind.unit)
+    if ratio is None or len(sizes) != len(kind.spacing):
+        return
+    if any(abs(size * ratio - own) > TOLERANCE * own for size, own in zip(sizes, kind.spacing, strict=True)):
+        shown = [
+            f"{_by(voxel)} {unit or ''}".strip() for voxel, unit in ((sizes, item.unit), (kind.spacing, kind.unit))
+        ]
+        found.notes.append(f"a voxel of {found.title} is {shown[0]}, and one of a sample {shown[1]}")
+
+
 def find_run(generated: Generated) -> Path | None:
-    """The run that samples come from: the one that they lie in, or the one of its name below runs."""
-    name = str(generated.manifest.get("run"))
-    for place in (generated.folder.resolve().parent.parent, Path("runs") / name):
+    """The run that samples come from: where it was, the one that they lie in, or the one of its name below runs."""
+    name, told = str(generated.manifest.get("run")), generated.manifest.get("run_dir")
+    places = (*([Path(told)] if isinstance(told, str) else []), generated.folder.resolve().parent.parent)
+    for place in (*places, Path("runs") / name):
         if (place / "recipe.yaml").is_file():
             return place
     return None
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
+def _by(sizes: Sequence[float]) -> str:
+    return " x ".join(f"{size:g}" for size in sizes)

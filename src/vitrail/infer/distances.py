@@ -10,6 +10,7 @@ Features are [N, D]. Whatever is a small difference of large sums is computed in
 """
 
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,56 @@ class Share(NamedTuple):
     high: float
 
 
+class Cloud:
+    """A set of features [N, D], with what is found once where it is compared with several others."""
+
+    def __init__(self, features: Tensor):
+        self.features = features.double()
+        self._reach: dict[int, Tensor] = {}
+
+    @cached_property
+    def gaussian(self) -> "Gaussian":
+        mean = self.features.mean(dim=0)
+        centred = self.features - mean
+        return Gaussian.of(mean, centred.T @ centred / (len(centred) - 1))
+
+    @cached_property
+    def alike(self) -> float:
+        """The mean kernel of two different items."""
+        number = len(self.features)
+        return _kernel_sum(self.features, self.features, same=True) / (number * (number - 1))
+
+    def reach(self, neighbours: int) -> Tensor:
+        """Squared distance of each to its k-th neighbour."""
+        if neighbours not in self._reach:
+            self._reach[neighbours] = _reach(self.features, neighbours)
+        return self._reach[neighbours]
+
+
+def _clouds(first: Tensor | Cloud, second: Tensor | Cloud, *, least: int) -> tuple[Cloud, Cloud]:
+    one, other = (each if isinstance(each, Cloud) else Cloud(each) for each in (first, second))
+    _check(one.features, other.features, least=least)
+    return one, other
+
+
 # ---------------------------------------------------------------- Fréchet
 
 
-def frechet(first: Tensor, second: Tensor) -> float:
+class Gaussian(NamedTuple):
+    mean: Tensor
+    variance: Tensor  # of all directions together: the trace of the covariance
+    root: Tensor  # of the covariance
+
+    @classmethod
+    def of(cls, mean: Tensor, covariance: Tensor) -> "Gaussian":
+        covariance = covariance.double()
+        return cls(mean.double(), covariance.trace(), _root(covariance))
+
+
+def frechet(first: Tensor | Cloud, second: Tensor | Cloud) -> float:
     """Between the Gaussians with the moments of two sets of features, [N, D] and [M, D]."""
-    _check(first, second, least=2)
-    return frechet_of_gaussians(*_moments(first), *_moments(second))
+    one, other = _clouds(first, second, least=2)
+    return _apart(one.gaussian, other.gaussian)
 
 
 def frechet_of_gaussians(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
@@ -45,19 +89,13 @@ def frechet_of_gaussians(mean: Tensor, covariance: Tensor, other_mean: Tensor, o
     The last trace is the sum of the singular values of S^1/2 S'^1/2: nothing has to be divided or inverted, so that
     covariances of fewer samples than features will do.
     """
-    mean, covariance, other_mean, other_covariance = (
-        t.double() for t in (mean, covariance, other_mean, other_covariance)
-    )
-    shared = torch.linalg.svdvals(_root(covariance) @ _root(other_covariance)).sum()
-    apart = (mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * shared
+    return _apart(Gaussian.of(mean, covariance), Gaussian.of(other_mean, other_covariance))
+
+
+def _apart(first: Gaussian, second: Gaussian) -> float:
+    shared = torch.linalg.svdvals(first.root @ second.root).sum()
+    apart = (first.mean - second.mean).square().sum() + first.variance + second.variance - 2 * shared
     return max(0.0, float(apart))
-
-
-def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    features = features.double()
-    mean = features.mean(dim=0)
-    centred = features - mean
-    return mean, centred.T @ centred / (len(features) - 1)
 
 
 def _root(covariance: Tensor) -> Tensor:
@@ -87,13 +125,11 @@ def kid(first: Tensor, second: Tensor, *, subsets: int = 100, size: int = 1000, 
     return Estimate(value, float(torch.tensor(found).std()))
 
 
-def squared_mmd(first: Tensor, second: Tensor) -> float:
+def squared_mmd(first: Tensor | Cloud, second: Tensor | Cloud) -> float:
     """Unbiased: no item is compared with itself."""
-    n, m = len(first), len(second)
-    alike = _kernel_sum(first, first, same=True) / (n * (n - 1)) + _kernel_sum(second, second, same=True) / (
-        m * (m - 1)
-    )
-    return alike - 2 * _kernel_sum(first, second, same=False) / (n * m)
+    one, other = _clouds(first, second, least=2)
+    pairs = len(one.features) * len(other.features)
+    return one.alike + other.alike - 2 * _kernel_sum(one.features, other.features, same=False) / pairs
 
 
 def _kernel_sum(first: Tensor, second: Tensor, *, same: bool) -> float:
@@ -108,16 +144,16 @@ def _kernel_sum(first: Tensor, second: Tensor, *, same: bool) -> float:
 # ---------------------------------------------------------------- precision and recall
 
 
-def precision_recall(samples: Tensor, real: Tensor, *, neighbours: int = 3) -> tuple[float, float]:
+def precision_recall(samples: Tensor | Cloud, real: Tensor | Cloud, *, neighbours: int = 3) -> tuple[float, float]:
     """Share of the samples within reach of real data, and of real data within reach of the samples."""
-    _check(samples, real, least=neighbours + 1)
-    centre = real.double().mean(dim=0)  # distances are differences of squares, which should be small
-    samples, real = ((each.double() - centre).float() for each in (samples, real))
-    return _covered(samples, real, _reach(real, neighbours)), _covered(real, samples, _reach(samples, neighbours))
+    one, other = _clouds(samples, real, least=neighbours + 1)
+    return (
+        _covered(one.features, other.features, other.reach(neighbours)),
+        _covered(other.features, one.features, one.reach(neighbours)),
+    )
 
 
 def _reach(features: Tensor, neighbours: int) -> Tensor:
-    """Squared distance of each to its k-th neighbour."""
     found = []
     for first, rows in zip(range(0, len(features), ROWS), features.split(ROWS), strict=True):
         table = _squared(rows, features)

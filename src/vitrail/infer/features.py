@@ -8,6 +8,7 @@ Networks compute in float32, on one device.
 """
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -68,7 +69,9 @@ class RunNetwork:
         self.model: Model = model.to(self.device)
         self.head: nn.Module | None = None
         if isinstance(model, ViT) and model.config.classes:
-            self.head, model.head = model.head, nn.Identity()
+            head, model.head = model.head, nn.Identity()
+            if model.config.pool != "tokens":  # those have a class each, and an image none
+                self.head = head
         self.names: tuple[str, ...] = tuple(getattr(recipe.objective, "names", None) or ()) if self.head else ()
         if self.head is not None and not self.names:
             self.names = tuple(f"class {number}" for number in range(model.config.classes))
@@ -131,13 +134,16 @@ class Inception:
     def __call__(self, values: Tensor) -> Seen:
         if values.shape[1] == 1:
             values = values.expand(-1, 3, -1, -1)
+        if values.dtype != torch.uint8:  # images of 8 bits that a recipe makes smaller; samples are rounded, too
+            values = values.round().clamp(0, 255).to(torch.uint8)
         return Seen(self.model(values.to(self.device))[0].float(), None)
 
 
-def find_inception(dtype: Any, device: torch.device) -> tuple[Inception | None, str]:
-    """Inception, or None and why not."""
-    if str(dtype) != "uint8":
-        return None, f"FID is of images of 8 bits, and these are {dtype}"
+def find_inception(dtypes: Iterable[Any], device: torch.device) -> tuple[Inception | None, str]:
+    """Inception for samples and real data of some types, or None and why not."""
+    others = sorted({str(dtype) for dtype in dtypes} - {"uint8"})
+    if others:
+        return None, f"FID is of images of 8 bits, and these are {', '.join(others)}"
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ModuleNotFoundError as error:

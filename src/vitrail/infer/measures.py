@@ -14,7 +14,7 @@ from vitrail.infer.features import Network
 NEIGHBOURS = 3
 SPLITS = 5  # ways to halve real data
 
-Measure = Callable[[Tensor, Tensor], list[float]]
+Measure = Callable[[Any, Any], list[float]]
 
 
 @dataclass
@@ -37,8 +37,18 @@ def measure_distances(
         generator = torch.Generator().manual_seed(key(seed, "split", number) % 2**62)
         splits.append(torch.randperm(2 * half, generator=generator).split(half))
 
-    def add(measures: dict[str, str], of: str, mine: Tensor, theirs: Tensor, measure: Measure) -> None:
-        found = [[measure(each, theirs[base]) for each in (mine[:half], theirs[rest])] for base, rest in splits]
+    def add(
+        measures: dict[str, str],
+        of: str,
+        mine: Tensor,
+        theirs: Tensor,
+        prepare: Callable[[Tensor], Any],
+        measure: Measure,
+    ) -> None:
+        samples, found = prepare(mine[:half]), []
+        for halves in splits:
+            base, rest = (prepare(theirs[chosen]) for chosen in halves)
+            found.append([measure(samples, base), measure(rest, base)])
         table = torch.tensor(found, dtype=torch.float64)  # [splits, 2, measures]
         (values, floors), (spreads, floor_spreads) = table.mean(dim=0).tolist(), table.std(dim=0).tolist()
         for place, (name, better) in enumerate(measures.items()):
@@ -50,21 +60,25 @@ def measure_distances(
         mine, theirs = torch.cat(samples.features[place]), torch.cat(real.features[place])
         of = f"{mine.shape[1]} features of {network.title}"
         names = {network.frechet: "lower", "kid": "lower", "precision": "higher", "recall": "higher"}
-        add(names, of, mine, theirs, in_features)
+        add(names, of, mine, theirs, distances.Cloud, in_features)
         base, rest = (theirs[chosen] for chosen in splits[0])
         kid = next(row for row in reversed(rows) if row["measure"] == "kid")
         kid["subset_spread"] = distances.kid(mine[:half], base, seed=seed).spread
         kid["floor_subset_spread"] = distances.kid(rest, base, seed=seed).spread
     mine, theirs = torch.cat(samples.projections), torch.cat(real.projections)
     of = f"{mine.shape[1]} projections of the values"
-    add({"sliced_wasserstein": "lower"}, of, mine, theirs, lambda a, b: [distances.sliced_wasserstein(a, b)])
+    add({"sliced_wasserstein": "lower"}, of, mine, theirs, Tensor.double, in_values)
     return rows
 
 
-def in_features(samples: Tensor, real: Tensor) -> list[float]:
+def in_features(samples: distances.Cloud, real: distances.Cloud) -> list[float]:
     """Fréchet distance, KID, precision and recall."""
     near = distances.precision_recall(samples, real, neighbours=NEIGHBOURS)
-    return [distances.frechet(samples, real), distances.squared_mmd(samples.double(), real.double()), *near]
+    return [distances.frechet(samples, real), distances.squared_mmd(samples, real), *near]
+
+
+def in_values(samples: Tensor, real: Tensor) -> list[float]:
+    return [distances.sliced_wasserstein(samples, real)]
 
 
 def measure_accuracy(

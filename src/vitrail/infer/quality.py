@@ -48,45 +48,46 @@ def quality(
 
     Without `real` they are those that the samples' run has held out, or the classifier's where that run is not here.
     """
-    if (number is not None and number < LEAST) or batch < 1:
+    if batch < 1:
+        raise UserError(f"batch: {batch} must be at least 1: so many samples are looked at together")
+    if number is not None and number < LEAST:
         raise UserError(f"number: {number} samples are too few to be compared; ask for {LEAST} or more")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     generated = Generated(samples, seed=seed)
     if (number or 0) > generated.size:
         raise UserError(f"number: {number} samples were asked for, but {samples} holds {generated.size}; ask for fewer")
     against = open_real(real, generated, seed=seed, otherwise=classifier)
-    networks, notes = _networks(classifier, generated, place)
+    networks, notes = _networks(classifier, generated, against, place)
     number = number or generated.size
-    half = min(number, against.size // 2) if against.whole else number
-    if half < LEAST:
-        few = f"{generated.size} samples" if number < LEAST else f"{against.size} real ones in {against.title}"
-        raise UserError(
-            f"{few} are too few to be compared; at least {LEAST} samples and twice as many real ones are needed"
-        )
-    if half < number:
-        notes.append(
-            f"there are {against.size} real samples, so distances are those of {half} samples to {half} of them"
-        )
-    if 2 * half > against.size:
-        notes.append("real samples are crops that overlap, so the floor is lower than that of independent data")
+    half = min(number, against.size // 2) if against.once else number
+    _check_enough(half, number, generated, against)
 
     voxels = generated.channels * torch.Size(generated.shape).numel()
     along = distances.directions(
         voxels, max(1, min(PROJECTIONS, TABLE // voxels)), seed=key(seed, "directions") % 2**62
     )
-    look = Looker(networks, along.to(place), against.dataset.fit_statistics(seed=seed), against.channels)
+    look = Looker(networks, along.to(place), against.statistics(seed=seed))
     with Progress(number + 2 * half, enabled=not quiet) as progress:
         mine = look(generated, number, batch, progress.update)
         theirs = look(against, 2 * half, batch, lambda done: progress.update(number + done))
+    if against.lost:
+        half = len(theirs.names) // 2
+        _check_enough(half, number, generated, against)
+        notes.append(f"{against.lost} real samples cannot be read, and were left out")
+    if half < number:
+        notes.append(
+            f"there are {against.size} real samples, so distances are those of {half} samples to {half} of them"
+        )
 
     rows = measure_distances(mine, theirs, networks, half, seed)
     by_class: dict[str, Any] = {}
-    if classifier is not None and networks[0].names:
-        if generated.labelled:
+    if classifier is not None:
+        why_not = _why_no_accuracy(networks[0], generated)
+        if why_not:
+            notes.append(f"{why_not}, so there is no accuracy")
+        else:
             row, by_class = measure_accuracy(mine, theirs, networks[0], notes)
             rows.insert(0, row)
-        else:
-            notes.append("samples have no classes, so there is no accuracy")
     return {
         "samples": str(samples),
         "real": against.title,
@@ -96,12 +97,34 @@ def quality(
         "counts": {"samples": number, "compared": half, "real": 2 * half},
         "measures": rows,
         "accuracy_by_class": by_class,
-        "notes": notes,
+        "notes": [*against.notes, *notes],
     }
 
 
+def _check_enough(half: int, number: int, generated: Generated, against: Real) -> None:
+    if half < LEAST:
+        few = f"{generated.size} samples" if number < LEAST else f"{against.size} real ones in {against.title}"
+        lost = f", of which {against.lost} cannot be read," if against.lost else ""
+        raise UserError(
+            f"{few}{lost} are too few to be compared; at least {LEAST} samples and twice as many real ones are needed"
+        )
+
+
+def _why_no_accuracy(network: Network, generated: Generated) -> str | None:
+    if not network.names:
+        return f"{network.title} names no classes"
+    if not generated.labelled:
+        return "samples have no classes"
+    strange = sorted({name for _, name in generated.files if name not in network.names})
+    if not strange:
+        return None
+    near = nearest(strange[0], list(network.names))
+    hint = f" (did you mean {near!r}?)" if near else f" ({', '.join(network.names[:10])})"
+    return f"{network.title} does not know the class {strange[0]!r}{hint}"
+
+
 def _networks(
-    classifier: str | Path | None, generated: Generated, place: torch.device
+    classifier: str | Path | None, generated: Generated, against: Real, place: torch.device
 ) -> tuple[list[Network], list[str]]:
     networks: list[Network] = []
     notes = []
@@ -113,13 +136,9 @@ def _networks(
     else:
         network = RunNetwork(classifier, device=place)
         network.check(tuple(generated.shape), generated.channels, what)
-        strange = sorted({name for _, name in generated.files if name is not None and name not in network.names})
-        if strange and network.names:
-            near = nearest(strange[0], list(network.names))
-            hint = f"; did you mean {near!r}?" if near else f" ({', '.join(network.names[:10])})"
-            raise UserError(f"classifier: {classifier} does not know the class {strange[0]!r}{hint}")
         networks.append(network)
-    inception, why_not = find_inception(generated.kind.dtype, place)
+    types = [generated.kind.dtype, *(source.dtype for source in against.sources)]
+    inception, why_not = find_inception(types, place)
     if inception is not None:
         try:
             inception.check(tuple(generated.shape), generated.channels, what)
@@ -132,11 +151,8 @@ def _networks(
 class Looker:
     """Looks at sets of samples, batch by batch: nothing but projections and features is kept."""
 
-    def __init__(self, networks: list[Network], along: Tensor, statistics: Statistics, channels: list[int] | None):
-        self.networks, self.along = networks, along
-        mean, std = statistics
-        chosen = range(len(mean)) if channels is None else channels
-        self.statistics = Statistics(tuple(mean[c] for c in chosen), tuple(std[c] for c in chosen))
+    def __init__(self, networks: list[Network], along: Tensor, statistics: Statistics):
+        self.networks, self.along, self.statistics = networks, along, statistics
 
     @torch.no_grad()
     def __call__(self, found: Generated | Real, number: int, batch: int, tick: Callable[[int], None]) -> Looked:
