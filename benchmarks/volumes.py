@@ -295,7 +295,9 @@ def main() -> None:
     offsets = {}
     for name in BLOCKS:
         sampler = methods.loaders[name].sampler
-        starts = np.array([sampler(counter).start for counter in range(sampler.epoch * 4)])
+        # Crops of one visit lie in one block, so that only one of each visit is a draw of its own.
+        drawn = [c for c in range(sampler.epoch * 4) if c // sampler.lanes % sampler.reuse == 0]
+        starts = np.array([sampler(counter).start for counter in drawn])
         offsets[name] = {"crops": len(starts), **uniformity(starts, arguments.side - CROP + 1)}
         print(f"{name}: offsets {offsets[name]}")
     goals = []

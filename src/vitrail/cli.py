@@ -210,6 +210,7 @@ def evaluate(
         if as_json:
             _print_tree(found, as_json)
             return
+        print(f"compared with {found['real']}\n")
         _print_rows(table(found), as_json)
         for note in found["notes"]:
             _note(f"note: {note}")
@@ -242,7 +243,7 @@ def sample(
         int | None, typer.Option(metavar="N", help="Another seed gives other samples; else run.seed.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Samples computed at once; 16 if that is not too large.")
+        int | None, typer.Option(metavar="N", min=1, help="Samples computed at once; as before in DIR, or up to 16.")
     ] = None,
     weights: Annotated[
         Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where there are any.")
@@ -271,9 +272,10 @@ def sample(
     vitrail sample runs/digits-dit --sampler heun --steps 20 --seed 1 --checkpoint 1000 --json
     torchrun --nproc-per-node 4 -m vitrail sample runs/digits-dit --number 10000 --batch 250
 
-    The folder, whose path is printed, has a folder of files for each class, grid.png and manifest.json. The same call
-    makes the same samples on any number of ranks; after a kill it makes those that are missing, and with a larger
-    --number those that are new. Models that make one thing from another take held-out data, written beside.
+    The folder, whose path is printed, has samples/ with a folder of files for each class, which is a dataset that can
+    be trained on, grid.png and manifest.json. The same call makes the same samples on any number of ranks; after a kill
+    it makes those that are missing, and with a larger --number those that are new. Models that make one thing from
+    another take held-out data, written beside.
     """
     from vitrail.infer.sample import sample_run
 
@@ -801,7 +803,7 @@ def _load_plugins(modules: list[str] | None) -> None:
 def _refuse_options(given: dict[str, Any], why: str, of: str) -> None:
     """Options that would have no effect."""
     for option, value in given.items():
-        if value:
+        if value not in (None, []):
             raise UserError(f"{option}: {why}, and this is for {of}; leave it out")
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from support import environment, losses, merge, run, torchrun, write_recipe, wri
 from vitrail import cli
 from vitrail.codecs import open_codec
 from vitrail.codecs.autoencoder import AutoencoderCodecConfig
+from vitrail.data.sources import guess_kind
+from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.latents import LatentsConfig
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 
@@ -141,6 +144,30 @@ for number, before in kills:
     sys.stdout.flush()
 for target in (out, out + "-plain"):
     encode(recipe, target, rows=rows, batch=batch, quiet=True)
+
+# Zarr: while rows are copied from the shards, and when the copy has not got its name yet.
+zarr = {"rows": rows, "batch": batch, "store": "zarr", "split": "valid", "quiet": True}
+rename = Path.rename
+for target in ("c/0", "valid"):
+    child = os.fork()
+    if not child:
+        from vitrail.data import latents_write
+        append = latents_write._append
+        def deadly(*arguments):
+            append(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if target == "valid":
+            Path.rename = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            latents_write._append = deadly
+        try:
+            encode(recipe, out + "-zarr", **zarr)
+        finally:
+            os._exit(3)
+    status = os.waitpid(child, 0)[1]
+    print(target, True, os.WIFSIGNALED(status), sorted(p.name for p in Path(out + "-zarr").iterdir()))
+    sys.stdout.flush()
+encode(recipe, out + "-zarr", **zarr)
 """
 
 
@@ -151,11 +178,16 @@ def test_encoding_survives_kills(made, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
-    assert len(told) == 9
+    assert len(told) == 11
     assert all(line.split()[2] == "True" for line in told), done.stdout  # killed, each of them
     assert "plan.json" in told[1]
     assert "'index.json'" not in told[6]  # all of train but that
     assert {"index.json", "plan.json"} <= set(json.loads(told[7].split(maxsplit=3)[3].replace("'", '"')))
+    for line in told[9:]:
+        assert ".valid.shards" in line
+        assert line.count(".part") == 1, line  # the copy of the one before is gone
+    assert [p.name for p in (tmp_path / "killed-zarr").iterdir()] == ["valid"]
+    np.testing.assert_array_equal(read_all(tmp_path / "killed-zarr/valid"), read_all(tmp_path / "killed/valid"))
     expected = contents(tmp_path / "killed-plain")
     assert len(expected) == 1 + 7 + 1 + 3
     assert contents(tmp_path / "killed") == expected
@@ -195,6 +227,14 @@ def test_a_second_call_finds_all_done_and_other_settings_are_refused(made, capsy
     assert "begun with other settings (encoding.batch: 2 became 4)" in capsys.readouterr().err
 
 
+def test_the_same_data_and_codec_by_another_spelling_go_on(made, monkeypatch):
+    before = {p: p.stat().st_mtime_ns for p in (made / "encoded").rglob("*")}
+    monkeypatch.chdir(made)
+    train = "data.train=[{path: images/../images/train, kind: image_folder, weight: 2}]"
+    assert call(*encoding(Path(), "encoded", train)) == 0
+    assert {p: p.stat().st_mtime_ns for p in (made / "encoded").rglob("*")} == before
+
+
 def test_zarr_and_one_split(made, tmp_path):
     assert call(*encoding(made, tmp_path / "z", "--store", "zarr", "--split", "valid")) == 0
     assert sorted(p.name for p in (tmp_path / "z").iterdir()) == ["valid"]
@@ -214,7 +254,7 @@ def test_tiles_identity_and_bad_images(made, tmp_path, capsys):
     np.testing.assert_array_equal(found, np.stack(tiles))
     capsys.readouterr()
 
-    content = files[2].read_bytes()
+    content, content5 = files[2].read_bytes(), files[5].read_bytes()
     files[2].write_bytes(content[:-30])  # the header is good, the pixels are not
     words = ("data", "encode", recipe, "--out", tmp_path / "bad", "--quiet", "data.crop=8")
     assert call(*words) == 2
@@ -222,6 +262,12 @@ def test_tiles_identity_and_bad_images(made, tmp_path, capsys):
     assert call(*words, "data.bad=skip", "--json") == 0
     told = json.loads(capsys.readouterr().out)["train"]
     assert (told["rows"], told["left_out"]) == (7, 1)
+    files[5].write_bytes(files[5].read_bytes()[:-30])
+    worse = ("data", "encode", recipe, "--out", tmp_path / "worse", "--quiet", "data.crop=8", "--rows", 4)
+    for sentence in (files[5].name, "would hold 6 rows, and data.most_bad lets no less than 7 be"):
+        assert call(*worse, "data.bad=skip", "data.most_bad=1") == 2  # of all calls together
+        assert sentence in capsys.readouterr().err
+    files[5].write_bytes(content5)
     np.testing.assert_array_equal(read_all(tmp_path / "bad/train"), np.delete(whole, 2, axis=0))
 
 
@@ -252,6 +298,8 @@ def test_what_does_not_fit_is_refused(made, tmp_path, capsys):
     out = ("--out", tmp_path / "x", "--quiet")
     untrained = write_recipe(tmp_path / "a.yaml", base(made, "never"))
     refused(("data", "encode", untrained, *out), "holds no checkpoint of this autoencoder; train it first")
+    idle = ("data", "encode", made / "codec", "model.depth=2", *out)
+    refused(idle, "model.depth=2: the autoencoder encodes as it was trained, which this does not change")
     vit = {"model": {"kind": "vit", "size": "Ti/2"}, "objective": {"kind": "classify"}}
     recipe = write_recipe(tmp_path / "b.yaml", base(made, "vit") | vit)
     refused(("data", "encode", recipe, *out), "codec: the recipe names none to encode with")
@@ -298,3 +346,52 @@ def test_train_on_latents_sample_and_decode(made, tmp_path, capsys):
     for file in files:
         with Image.open(file) as image:
             assert (image.size, image.mode) == ((8, 8), "L")  # pixels, decoded from latents of 4 x 4
+
+    # By its path alone the folder is a dataset with the names of the classes.
+    assert guess_kind(str(out / "samples")) == "image_folder"
+    source = ImageFolderConfig(path=str(out / "samples")).open()
+    assert source.class_names == ("across", "up")
+    assert [source.items[n].label for n in range(4)] == [0, 0, 1, 1]
+
+    latents = ("sample", tmp_path / "dit", "--number", 4, "--steps", 3, "--latents", "--format", "npy", "--quiet")
+    assert call(*latents, "--out", tmp_path / "undecoded") == 0
+    codec = open_codec(AutoencoderCodecConfig(path=str(made / "codec")), device="cpu")
+    for file in files:
+        name = file.relative_to(out).with_suffix(".npy")
+        decoded = codec.decode(torch.from_numpy(np.load(tmp_path / "undecoded" / name))[None])[0, 0].numpy()
+        with Image.open(file) as image:
+            assert np.abs(np.clip(decoded, 0, 255) - np.asarray(image)).max() < 0.51
+
+    # Another codec is other samples; without what is known of the latents, they are not decoded.
+    capsys.readouterr()
+    again = ("sample", tmp_path / "dit", "--number", 4, "--steps", 3, "--quiet")
+    assert call(*again, "--out", out, "codec.weights=raw") == 2
+    assert "was encoded by" in capsys.readouterr().err
+    (tmp_path / "dit/data.json").unlink()
+    assert call(*again, "--out", tmp_path / "other") == 2
+    assert "data.json is missing, and without it latents cannot be decoded; restore it" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+class Half(torch.nn.Module):
+    """Every second pixel, or each twice."""
+
+    def __init__(self, up: bool):
+        super().__init__()
+        self.up = up
+
+    def forward(self, x):
+        return x.repeat_interleave(2, 2).repeat_interleave(2, 3) if self.up else x[:, :, ::2, ::2]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_torchscript_from_the_command_line(made, tmp_path):
+    for name, up in (("encoder", False), ("decoder", True)):
+        torch.jit.save(torch.jit.script(Half(up)), tmp_path / f"{name}.jit")
+    codec = f"codec={{kind: torchscript, path: {tmp_path}, data_channels: 1}}"
+    words = ("data", "encode", made / "codec.yaml", codec, "--split", "valid", "--out", tmp_path / "out", "--quiet")
+    assert call(*words) == 2
+    assert call(*words, "--trust") == 0
+    files = sorted((made / "images/valid").rglob("*.png"))
+    images = np.stack([np.asarray(Image.open(file))[None] for file in files])
+    np.testing.assert_allclose(read_all(tmp_path / "out/valid"), images[:, :, ::2, ::2] / 127.5 - 1, atol=1e-6)

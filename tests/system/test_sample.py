@@ -1,6 +1,8 @@
 """`vitrail sample` on tiny runs: the same files whoever makes them, whatever happens meanwhile, and clear refusals."""
 
+import dataclasses
 import json
+import os
 import shutil
 import signal
 import sys
@@ -20,9 +22,10 @@ from vitrail import cli
 from vitrail.data.entries import stored as stored_statistics
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.errors import UserError
+from vitrail.infer.collection import Generated, find_run
 from vitrail.infer.kind import Kind
 from vitrail.infer.write import read_sample
-from vitrail.training.run import find_checkpoint, stored_recipe
+from vitrail.training.run import find_checkpoint, load_weights, stored_recipe
 
 NAMES = ("bar", "cross", "disc")
 
@@ -100,18 +103,30 @@ def samples(folder: Path) -> np.ndarray:
 # ---------------------------------------------------------------- the same samples
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+MANY = """
+import sys
+import vitrail
+from vitrail import cli
+place, out = sys.argv[1:]
+vitrail.sample(f"{place}/colours", number=5, batch=2, out=f"{out}-made-from")
+cli.main(["sample", f"{place}/fields", "--number", "10", "--batch", "2", "--guidance", "2", "--quiet", "--out", out])
+"""
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_files_from_any_number_of_ranks(place, tmp_path, ranks):
-    words = ["sample", place / "fields", "--number", "10", "--batch", "2", "--guidance", "2", "--quiet"]
-    code, output = run(*torchrun(ranks, "-m", "vitrail", *words, "--out", tmp_path / "many"))
+    (tmp_path / "many.py").write_text(MANY)
+    code, output = run(*torchrun(ranks, tmp_path / "many.py", place, tmp_path / "many"))
     assert code == 0, output
     assert output.splitlines()[-1] == str(tmp_path / "many")  # said once
     made = vitrail.sample(place / "fields", number=10, batch=2, guidance=2.0, out=tmp_path / "one")
     one = files(tmp_path / "one")
     assert made["made"] == 10
-    assert sorted(one)[-2:] == ["manifest.json", "settings.json"]
-    assert [name for name in one if name.startswith("bar/")] == [f"bar/{n:05d}.tif" for n in range(4)]
+    assert [name for name in one if "/" not in name] == ["grid.png", "manifest.json", "settings.json"]
+    assert [n for n in one if n.startswith("samples/bar/")] == [f"samples/bar/{n:05d}.tif" for n in range(4)]
     assert files(tmp_path / "many") == one
+    vitrail.sample(place / "colours", number=5, batch=2, out=tmp_path / "made-from")
+    assert files(tmp_path / "many-made-from") == files(tmp_path / "made-from")
 
 
 def test_batches_change_rounding_alone(place, tmp_path):
@@ -129,8 +144,8 @@ def test_samples_are_what_the_objective_makes_of_their_labels_and_counters(place
     made = vitrail.sample(place / "fields", number=4, classes=["disc", "bar"], steps=4, guidance=3.0, seed=7,
                           interval=(0.0, 0.6), sampler="heun", out=tmp_path / "out")  # fmt: skip
     assert [(e["path"], e["label"], e["class"]) for e in made["files"][:2]] == [
-        ("disc/00000.tif", 2, "disc"),
-        ("bar/00000.tif", 0, "bar"),
+        ("samples/disc/00000.tif", 2, "disc"),
+        ("samples/bar/00000.tif", 0, "bar"),
     ]
     manifest = find_checkpoint(place / "fields", None)[1]
     stored = stored_recipe(manifest)
@@ -172,15 +187,19 @@ def test_a_killed_call_goes_on_and_a_larger_number_adds(place, tmp_path):
     process = start(sys.executable, "-m", "vitrail", "sample", *words)
     try:
         deadline = time.monotonic() + 120
-        while len(list(out.glob("*/*.tif"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        while len(list(out.glob("samples/*/*.tif"))) < 3 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
     finally:
         process.send_signal(signal.SIGKILL)
         end(process)
-    before = {p: p.stat().st_mtime_ns for p in out.glob("*/*.tif")}
+    before = {p: p.stat().st_mtime_ns for p in out.glob("samples/*/*.tif")}
     assert 3 <= len(before) < 16
     assert not (out / "manifest.json").exists()
-    next(iter(before)).parent.joinpath(".00009.tif.x.part").touch()  # as a kill within a write leaves it
+    for draft in out.glob("samples/*/.*.part"):  # the kill may have come within a write
+        draft.unlink()
+    left = next(iter(before)).parent / ".00009.tif.x.part"
+    left.touch()
+    os.utime(left, (0, 0))
     options: dict[str, Any] = {"batch": 1, "steps": 6}
     again = vitrail.sample(place / "fields", number=16, out=out, **options)
     assert again["made"] == 16 - len(before)
@@ -190,6 +209,22 @@ def test_a_killed_call_goes_on_and_a_larger_number_adds(place, tmp_path):
     assert vitrail.sample(place / "fields", number=18, out=out, **options)["made"] == 0
     vitrail.sample(place / "fields", number=18, out=whole, **options)
     assert files(out) == files(whole)
+
+
+def test_the_number_may_grow_and_shrink_without_a_word_of_batches(place, tmp_path):
+    out, made = tmp_path / "out", {}
+    for number, held, new in ((4, 4, 4), (20, 20, 16), (10, 20, 0)):
+        made = vitrail.sample(place / "fields", number=number, out=out)
+        assert (made["number"], made["made"], made["batch"], len(made["files"])) == (held, new, 4, held)
+    assert made["notes"] == [f"{out} holds 20 samples already, which are kept"]
+    assert find_run(Generated(out, seed=0)) == place / "fields"
+    for path in (out / "samples").glob("*/0000[1-9].tif"):  # of a call that was stopped, nothing beyond what is there
+        path.unlink()
+    (out / "manifest.json").unlink()
+    again = vitrail.sample(place / "fields", number=10, out=out)
+    assert (again["number"], again["made"]) == (10, 10)  # every group lacked some
+    vitrail.sample(place / "fields", number=10, batch=4, out=tmp_path / "whole")
+    assert files(out) == files(tmp_path / "whole")
 
 
 # ---------------------------------------------------------------- volumes, conditions
@@ -265,6 +300,10 @@ def test_the_command_line(place, tmp_path, capsys, monkeypatch):
         ("fields", {"weights": "best"}, "weights: 'best' is unknown"),
         ("fields", {"checkpoint": 5}, "no checkpoint of step 5 here .there are: 6, 3."),
         ("fields", {"format": "png"}, "format: PNG holds images of uint8"),
+        ("fields", {"latents": True}, "latents: this run has no codec"),
+        ("fields", {"guidance": 0.0, "classes": "bar"}, "classes: with guidance 0 samples have no class"),
+        ("fields", {"interval": (0.2, 0.8)}, "interval: guidance is 1, so there is nothing to guide"),
+        ("fields", {"overrides": ["model.depth=1"]}, "model.depth: 2 became 1; what a checkpoint holds cannot be"),
         ("volumes", {"classes": "all,0"}, "knows no classes"),
         ("volumes", {"guidance": 2.0}, "guidance: 2 needs a model that knows classes"),
         ("volumes", {"steps": 21}, "steps 21 .*must be from 1 to 20"),
@@ -285,6 +324,19 @@ def test_other_settings_and_other_objectives_are_refused(place, tmp_path, monkey
         vitrail.sample(place / "fields", number=2, seed=4, out=tmp_path / "out")
     with pytest.raises(UserError, match=r"steps.*choose another folder"):
         vitrail.sample(place / "fields", number=2, steps=2, out=tmp_path / "out")
+    with pytest.raises(UserError, match=r"changes: {} became {'objective.shift': 2.0}.*choose another folder"):
+        vitrail.sample(place / "fields", number=2, out=tmp_path / "out", overrides=["objective.shift=2"])
+    with pytest.raises(UserError, match=r"model.heads: 2 became 4; what a checkpoint holds cannot be changed"):
+        vitrail.evaluate(place / "fields", overrides=["model.heads=4"])
+    path, manifest = find_checkpoint(place / "fields", None)
+    small = dataclasses.replace(stored_recipe(manifest).model, depth=1).build()
+    with pytest.raises(UserError, match=r"it has a tensor 'ema.encoder.blocks.1.* that the model lacks"):
+        load_weights(small, path, manifest, "ema", None)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "checkpoints").symlink_to(place / "fields" / "checkpoints")
+    shutil.copy(place / "fields" / "recipe.yaml", tmp_path / "bare")
+    told = vitrail.sample(tmp_path / "bare", number=2, out=tmp_path / "told")["notes"]
+    assert "data.json is missing, which tells the type" in told[0]
     undropped = recipe(place / "undropped", place / "tiff", model__label_dropout=0.0, run__steps=1)
     vitrail.train(undropped, quiet=True)
     with pytest.raises(UserError, match=r"guidance: 2 .*model.label_dropout above 0"):

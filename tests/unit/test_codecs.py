@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import merge
 
-from vitrail.codecs import decoder_for, open_codec
+from vitrail.codecs import decode_all, decoder_for, open_codec
 from vitrail.codecs.autoencoder import AutoencoderCodecConfig
 from vitrail.codecs.identity import IdentityConfig
 from vitrail.codecs.kl import KLConfig
@@ -124,6 +124,17 @@ def test_kl_gives_the_scaled_mean_of_the_posterior(kl):
     assert open_codec(KLConfig(path=str(kl.parent), subfolder="vae"), device="cpu").fingerprint == codec.fingerprint
 
 
+def test_kl_of_another_scale_is_another_codec(kl, tmp_path):
+    """The same weights, but config.json says otherwise what latents are."""
+    found = {open_codec(KLConfig(path=str(kl)), device="cpu").fingerprint}
+    settings = json.loads((kl / "config.json").read_text())
+    for key in ("scaling_factor", "shift_factor"):
+        shutil.copytree(kl, tmp_path / key)
+        (tmp_path / key / "config.json").write_text(json.dumps(settings | {key: 0.125}))
+        found.add(open_codec(KLConfig(path=str(tmp_path / key)), device="cpu").fingerprint)
+    assert len(found) == 3
+
+
 def test_torchscript_pair_in_the_layout_of_cosmos(cosmos):
     codec = open_codec(TorchScriptConfig(path=str(cosmos)), device="cpu", trust=True)
     assert (codec.ndim, codec.factor, codec.channels, codec.data_channels) == (2, (8, 8), 16, 3)
@@ -136,6 +147,24 @@ def test_torchscript_pair_in_the_layout_of_cosmos(cosmos):
     assert codec.decode(latents).shape == IMAGES.shape
     files = TorchScriptConfig(encoder=str(cosmos / "encoder.jit"), decoder=str(cosmos / "decoder.jit"))
     assert open_codec(files, device="cpu", trust=True).fingerprint == codec.fingerprint
+
+
+def test_frozen_torchscript_tells_its_type_by_what_it_takes(cosmos, tmp_path):
+    for name in ("encoder", "decoder"):
+        module = torch.jit.freeze(torch.jit.load(cosmos / f"{name}.jit"))
+        assert not list(module.parameters())
+        torch.jit.save(module, tmp_path / f"{name}.jit")
+    frozen, plain = (open_codec(TorchScriptConfig(path=str(p)), device="cpu", trust=True) for p in (tmp_path, cosmos))
+    torch.testing.assert_close(frozen.encode(IMAGES), plain.encode(IMAGES))
+
+
+def test_many_latents_are_decoded_a_few_at_a_time(cosmos):
+    codec = open_codec(TorchScriptConfig(path=str(cosmos)), device="cpu", trust=True)
+    sizes, decode = [], codec.decode
+    codec.decode = lambda some: (sizes.append(len(some)), decode(some))[1]
+    latents = torch.randn(9, 16, 2, 2)
+    torch.testing.assert_close(decode_all(codec, latents), decode(latents))
+    assert sizes == [4, 4, 1]
 
 
 def test_hub_files_come_by_their_names(cosmos, monkeypatch):
@@ -227,6 +256,8 @@ def test_codec_latents_and_data_must_belong_together(cosmos):
     refused(stored(codec, fingerprint="0"), "was encoded by .* with fingerprint 0, and")
     refused(stored(codec, kind="kl"), "with kind kl, and")
     refused({"kind": "image_folder", "path": "data/x"}, "encode them with `vitrail data encode RECIPE --out DIR`")
+    with pytest.raises(UserError, match="with fingerprint 0, and"):  # the second of two sources
+        decoder_for(named, stored(codec), "cpu", True, stored(codec, fingerprint="0"))
     foreign = stored(codec)
     del foreign["codec"]  # latents of another program
     assert decoder_for(named, foreign, "cpu", True) is not None

@@ -700,7 +700,10 @@ def test_bad_latents(tmp_path: Path) -> None:
     assert single.dtype == np.float32
     assert [item.label for item in single.items] == [2, 0, None]
     check_windows(single, lambda item: half[item].float().numpy())
-    write_latents(tmp_path / "c", [(latents, None)], store="zarr")
+    write_latents(tmp_path / "d", [(latents[:3], None), (latents[3:], None)], rows=4, store="zarr")
+    assert len(list((tmp_path / "d" / "latents" / "c").iterdir())) == -(-len(latents) // 4)  # files of several rows
+    check_windows(LatentsConfig(path=str(tmp_path / "d")).open(), latents.__getitem__)
+    write_latents(tmp_path / "c", [(latents, None)], rows=1, store="zarr")
     (tmp_path / "c" / "latents" / "c" / "5" / "0" / "0" / "0").unlink()
     lost = LatentsConfig(path=str(tmp_path / "c")).open()
     assert np.array_equal(lost.read(4, WHOLE), latents[4])

@@ -170,8 +170,16 @@ def test_containers_see_what_the_recipe_names(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path / "my data.zarr", tmp_path / "runs" / "one")
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
     assert f' --bind "$PWD" --bind {tmp_path} ' in script(recipe=str(path), container="v.sif")
+    (tmp_path / "codecs").mkdir()
+    for name in ("encoder.jit", "decoder.jit"):
+        (tmp_path / "codecs" / name).touch()
+    pair = {name: str(tmp_path / "codecs" / f"{name}.jit") for name in ("encoder", "decoder")}
     folder = tmp_path / "here"
     folder.mkdir()
+    named = recipe | {"run": recipe["run"] | {"dir": "run"}, "codec": {"kind": "torchscript", **pair}}
+    job = Job(launcher="slurm", recipe=str(write_recipe(folder / "codec.yaml", named)), container="v.sif")
+    for file in pair.values():
+        assert f"--bind {file} " in write_script(job, folder=folder).text
     inside = write_recipe(folder / "recipe.yaml", recipe | {"run": recipe["run"] | {"dir": "run"}})
     job = Job(launcher="torchrun", recipe=str(inside), container="v:1")
     assert f" --volume '{tmp_path}/my data.zarr:{tmp_path}/my data.zarr' --env" in write_script(job, folder=folder).text

@@ -1,10 +1,12 @@
 """Samples as files: every format gives back what was written, the plan of a call, and the page of pictures."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
@@ -12,7 +14,17 @@ from vitrail.data.sources.tiff import TiffConfig
 from vitrail.errors import UserError
 from vitrail.infer.grid import draw_grid
 from vitrail.infer.kind import FORMATS, Kind, choose_format, decoded_kind, kind_of, of_samples, read_facts, stored_type
-from vitrail.infer.plan import MANIFEST, SETTINGS, Plan, choose_classes, close_folder, folder_names, open_folder
+from vitrail.infer.plan import (
+    MANIFEST,
+    SETTINGS,
+    Plan,
+    choose_classes,
+    close_folder,
+    folder_names,
+    open_folder,
+    read_settings,
+    sweep,
+)
 from vitrail.infer.write import as_stored, read_sample, write_sample
 
 CASES = [
@@ -66,6 +78,22 @@ def test_what_is_written_is_read_back_and_the_same_values_give_the_same_bytes(ca
             np.testing.assert_array_equal(source.read(0, window), sample)
             if kind.unit is not None:
                 assert (source.items[0].spacing, source.items[0].unit) == (kind.spacing, kind.unit)
+
+
+def test_tiff_keeps_axes_of_length_1_and_tells_units_as_ome_does(tmp_path):
+    for shape in ((1, 1, 8, 8), (2, 1, 1, 8), (3, 1, 1), (1, 1, 1), (3, 4, 1)):
+        names = tuple(f"v{c}" for c in range(shape[0]))
+        axes = "zyx"[-len(shape) + 1 :]
+        for unit, symbol in (("nanometer", "nm"), ("micrometer", "µm"), ("angstrom", "Å"), ("parsec", None)):
+            kind = Kind(np.dtype("int16"), tuple(axes), names, (2.0,) * len(axes), unit, "tiff")
+            sample = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
+            path = write_sample(tmp_path / f"{len(list(tmp_path.iterdir()))}.tif", sample, kind)
+            found = read_sample(path, kind)
+            assert found.shape == shape
+            np.testing.assert_array_equal(found, sample)
+            with tifffile.TiffFile(path) as file:
+                assert (f'PhysicalSizeXUnit="{symbol}"' in file.ome_metadata) == (symbol is not None)
+                assert ("PhysicalSizeX" in file.ome_metadata) == (symbol is not None)
 
 
 def test_the_usual_formats():
@@ -126,11 +154,11 @@ def test_what_samples_are_follows_from_what_was_kept_of_the_data(tmp_path):
 def test_classes_take_turns_and_groups_are_fixed(tmp_path):
     plan = Plan(7, 3, (2, 0), ("a", "b", "c"), ".png")
     assert [plan.label(c) for c in range(4)] == [2, 0, 2, 0]
-    assert [plan.file(c) for c in range(3)] == ["c/00000.png", "a/00000.png", "c/00001.png"]
+    assert [plan.file(c) for c in range(3)] == [f"samples/{name}.png" for name in ("c/00000", "a/00000", "c/00001")]
     assert [list(plan.counters(group)) for group in range(plan.groups)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert plan.missing(tmp_path, {}) == [0, 1, 2]
     for counter in (0, 1, 2, 6):  # 7 and 8 were not asked for
-        (tmp_path / plan.file(counter)).parent.mkdir(exist_ok=True)
+        (tmp_path / plan.file(counter)).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / plan.file(counter)).touch()
     assert plan.missing(tmp_path, {}) == [1]
     assert plan.missing(tmp_path, {"truth": ".tif"}) == [0, 1, 2]
@@ -159,38 +187,52 @@ def test_classes_by_name_and_number():
 def test_folders_of_classes_are_names_that_file_systems_take():
     names = ("cat", "a/b", "..", ".hidden", "Cat", "")
     assert folder_names(names) == ("cat", "a_b", "class 2", "hidden", "Cat 4", "class 5")
+    assert folder_names(("a_b 2", "a/b", "a:b")) == ("a_b 2", "a_b", "a_b 3")
 
 
 def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path):
-    out, settings = tmp_path / "out", {"seed": 1, "interval": (0.0, 1.0)}
-    open_folder(out, settings, 4)
-    assert [p.name for p in out.iterdir()] == [SETTINGS]
-    (out / "a").mkdir()
-    (out / "a" / ".00000.png.x.part").touch()
-    (out / "a" / ".00001.ome.zarr.x.part").mkdir()
+    out, settings = tmp_path / "out", {"seed": 1, "batch": 2, "interval": (0.0, 1.0)}
+
+    def plan(number: int) -> Plan:
+        return Plan(number, 2, (0,), ("a",), ".png")
+
+    assert read_settings(out) is None
+    out.mkdir()
+    (out / ".settings.json.x.part").touch()  # of a kill within the very first write
+    assert open_folder(out, settings, plan(4)) == 4
+    assert (out / SETTINGS).exists()
+    assert read_settings(out)["batch"] == 2
+    (out / "samples" / "a").mkdir(parents=True)
+    (out / "samples" / "a" / ".00000.png.x.part").touch()
+    (out / "samples" / "a" / ".00001.ome.zarr.x.part").mkdir()
+    (out / "truth").mkdir()
+    (out / "truth" / ".00001.png.x.part").touch()
+    for draft in out.rglob(".*.part"):
+        os.utime(draft, (0, 0))
+    young = out / "samples" / "a" / ".00003.png.x.part"  # of another call, which is writing it
+    young.touch()
     close_folder(out, {"files": []})
-    open_folder(out, settings, 4)
-    assert list((out / "a").iterdir()) == []
+    assert open_folder(out, settings, plan(4)) == 4
+    sweep(out)
+    assert list(out.rglob(".*.part")) == [young]
     assert (out / MANIFEST).exists()
-    for wrong, number, words in (
-        (settings | {"seed": 2}, 4, "seed: 1 became 2"),
-        (settings, 3, "number: 4 became 3"),
-    ):
-        with pytest.raises(UserError, match=f"{words}.*choose another folder with --out"):
-            open_folder(out, wrong, number)
-    open_folder(out, settings, 6)  # more of the same
+    with pytest.raises(UserError, match=r"seed: 1 became 2.*choose another folder with --out"):
+        open_folder(out, settings | {"seed": 2}, plan(4))
+    assert open_folder(out, settings, plan(6)) == 6  # more of the same
     assert not (out / MANIFEST).exists()
+    (out / plan(6).file(4)).touch()
+    assert open_folder(out, settings, plan(2)) == 5  # less of it: what is there stays
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").touch()
     with pytest.raises(UserError, match="holds other files than samples"):
-        open_folder(other, settings, 4)
+        open_folder(other, settings, plan(4))
     (out / SETTINGS).write_text("[]")
-    with pytest.raises(UserError, match=r"settings\.json cannot be read"):
-        open_folder(out, settings, 4)
+    with pytest.raises(UserError, match=r"holds a settings\.json that is not of samples; choose another folder"):
+        open_folder(out, settings, plan(4))
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        open_folder(tmp_path / "file" / "out", settings, 4)
+    with pytest.raises(UserError, match="cannot be"):
+        open_folder(tmp_path / "file" / "out", settings, plan(4))
 
 
 # ---------------------------------------------------------------- the page

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.filter import Occupancy
+from vitrail.data.in_order import InOrder
 from vitrail.data.proof import deal
 from vitrail.data.sampler import Extent
 from vitrail.data.tiles import Tiles, segment, shuffled, tile_starts
@@ -246,6 +247,10 @@ def test_tiles_with_enough_in_them_come_once_an_epoch(case, share: float, densit
         return
     tiles = Tiles(extents, crop, **options, occupancy=filled)
     assert Counter(names(map(tiles, range(tiles.epoch)))) == expected
+    in_order = names(map(InOrder(tiles), range(tiles.epoch)))
+    assert Counter(in_order) == expected
+    place = {(e.source, e.item): number for number, e in enumerate(extents)}
+    assert in_order == sorted(in_order, key=lambda name: (place[name[:2]], name[2]))
 
 
 def test_overlaps_are_one_or_one_an_axis() -> None:

@@ -39,13 +39,14 @@ class InOrder:
         self.ends = np.cumsum([tiles.tiles_of(number) for number in range(len(self.extents))])
         self.epoch = int(self.ends[-1])
         self.largest_block = 0  # no block is read as a whole
+        self.kept = [None if kept is None else np.flatnonzero(kept) for kept in tiles.kept]
 
     def __call__(self, counter: int, attempt: int = 0) -> Sample:
         which = int(np.searchsorted(self.ends, counter, side="right"))
         place = counter - (int(self.ends[which - 1]) if which else 0)
-        extent, starts, kept = self.extents[which], self.tiles.starts[which], self.tiles.kept[which]
+        extent, starts, kept = self.extents[which], self.tiles.starts[which], self.kept[which]
         if kept is not None:
-            place = int(np.flatnonzero(kept)[place])
+            place = int(kept[place])
         window = extent.window or self.crop
         at = np.unravel_index(place, [len(s) for s in starts])
         start = tuple(int(s[i]) for s, i in zip(starts, at, strict=True))

@@ -3,6 +3,7 @@
 For latents that take long to make, by many processes and with interruptions, see latents_shards.py.
 """
 
+import glob
 import json
 import shutil
 import uuid
@@ -15,6 +16,7 @@ import numpy as np
 
 from vitrail.errors import UserError
 
+FILE = 2**26  # bytes of a file of Zarr, at most: shards are put together in memory
 Rows = tuple[np.ndarray, np.ndarray | None]  # latents [n, C, *S], and their classes [n]
 
 
@@ -28,7 +30,7 @@ def write_latents(
     store: Literal["safetensors", "zarr"] = "safetensors",
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write batches as they come, `rows` to a shard (safetensors); all appears at once, when complete.
+    """Write batches as they come, `rows` to a shard; all appears at once, when complete.
 
     Returns the facts that are stored, `more` among them. The mean and standard deviation of each channel are exact, in
     float64.
@@ -42,7 +44,7 @@ def write_latents(
     try:
         draft.mkdir()
         measured = _measured(batches, moments)
-        shards = _write_zarr(draft, measured) if store == "zarr" else _write_shards(draft, measured, rows)
+        shards = (_write_zarr if store == "zarr" else _write_shards)(draft, measured, rows)
         if not moments.count:
             raise UserError(f"{target} would hold no latents; give at least one batch")
         facts = describe(moments, classes=classes, variables=variables) | dict(more or {})
@@ -59,6 +61,11 @@ def write_latents(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return facts
+
+
+def drafts_of(target: Path) -> list[Path]:
+    """What a kill has left of `write_latents`."""
+    return list(target.parent.glob(f".{glob.escape(target.name)}.*.part"))
 
 
 def describe(moments: "Moments", *, classes: Sequence[str], variables: Sequence[str] | None) -> dict[str, Any]:
@@ -144,32 +151,27 @@ def _write_shards(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict
     shards: list[dict[str, Any]] = []
     waiting: list[Rows] = []
 
-    def flush(count: int) -> None:
-        """Write the first rows that wait, and keep the others waiting."""
-        latents = np.concatenate([found for found, _ in waiting])
-        labels = None if waiting[0][1] is None else np.concatenate([np.asarray(found) for _, found in waiting])
+    def flush() -> None:
+        latents, labels = _take(waiting, rows)
         name = f"latents-{len(shards):05d}.safetensors"
-        tensors = {"latents": np.ascontiguousarray(latents[:count])}
-        if labels is not None:
-            tensors["labels"] = labels[:count].astype(np.int64)
-        save_file(tensors, folder / name)
-        shards.append({"file": name, "rows": len(tensors["latents"])})
-        rest = None if labels is None else labels[count:]
-        waiting[:] = [(latents[count:], rest)] if len(latents) > count else []
+        save_file({"latents": latents, **({} if labels is None else {"labels": labels})}, folder / name)
+        shards.append({"file": name, "rows": len(latents)})
 
     for batch in batches:
         waiting.append(batch)
         while sum(len(latents) for latents, _ in waiting) >= rows:
-            flush(rows)
+            flush()
     if waiting:
-        flush(rows)
+        flush()
     return shards
 
 
-def _write_zarr(folder: Path, batches: Iterable[Rows]) -> list[dict[str, Any]]:
+def _write_zarr(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict[str, Any]]:
+    """A chunk a row, which is what is read, and a file for many of them."""
     import zarr
 
     arrays: dict[str, Any] = {}
+    waiting: list[Rows] = []
     for latents, labels in batches:
         if not arrays:
             # Rows of zeros are written too: to a reader, a chunk that is absent is a row that was lost.
@@ -177,10 +179,30 @@ def _write_zarr(folder: Path, batches: Iterable[Rows]) -> list[dict[str, Any]]:
                 zarr.create_group(str(folder), overwrite=True).create_array, config={"write_empty_chunks": True}
             )
             one = latents.shape[1:]
-            arrays["latents"] = make("latents", shape=(0, *one), chunks=(1, *one), dtype=latents.dtype)
+            rows = max(1, min(rows, FILE // latents[:1].nbytes))
+            arrays["latents"] = make(
+                "latents", shape=(0, *one), chunks=(1, *one), shards=(rows, *one), dtype=latents.dtype
+            )
             if labels is not None:
                 arrays["labels"] = make("labels", shape=(0,), chunks=(2**16,), dtype=np.int64)
-        arrays["latents"].append(latents)
-        if labels is not None:
-            arrays["labels"].append(labels.astype(np.int64))
+        waiting.append((latents, labels))
+        while sum(len(some) for some, _ in waiting) >= rows:
+            _append(arrays, *_take(waiting, rows))  # whole files: one that grows is written anew each time
+    if waiting:
+        _append(arrays, *_take(waiting, rows))
     return []
+
+
+def _append(arrays: Mapping[str, Any], latents: np.ndarray, labels: np.ndarray | None) -> None:
+    arrays["latents"].append(latents)
+    if labels is not None:
+        arrays["labels"].append(labels)
+
+
+def _take(waiting: list[Rows], count: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The first rows that wait, which go; the others stay."""
+    latents = np.concatenate([found for found, _ in waiting])
+    labels = None if waiting[0][1] is None else np.concatenate([np.asarray(found) for _, found in waiting])
+    rest = None if labels is None else labels[count:]
+    waiting[:] = [(latents[count:], rest)] if len(latents) > count else []
+    return np.ascontiguousarray(latents[:count]), None if labels is None else labels[:count].astype(np.int64)

@@ -37,6 +37,7 @@ from vitrail.training.waiting import OPENING
 
 Split = Literal["train", "valid"]
 Store = Literal["safetensors", "zarr"]
+FOR_TRAINING = ("weight", "stage", "statistics", "max_pixels")  # keys of an entry that change nothing of what is read
 
 
 def encode(
@@ -55,7 +56,7 @@ def encode(
     if batch < 1 or rows < 1:
         raise UserError(f"--batch {batch} and --rows {rows} must be at least 1")
     recipe = find_recipe(recipe, overrides)
-    config = codec_of(recipe)
+    config = codec_of(recipe, overrides)
     splits: list[Split] = [split] if split else ["train", "valid"]
     if split == "valid" and not recipe.data.valid:
         raise UserError("--split valid: the recipe has no data.valid; give one, or leave --split out")
@@ -78,10 +79,11 @@ def encode(
         return {name: work.encode(name, *opened[name], Path(out) / name) for name in splits}
 
 
-def codec_of(recipe: Recipe) -> Any:
+def codec_of(recipe: Recipe, overrides: Sequence[str] = ()) -> Any:
     """The recipe's codec, or its own run where that is an autoencoder's."""
     if recipe.codec is not None:
         return recipe.codec
+    idle = next((word for word in overrides if word.startswith(("model", "objective"))), None)
     if recipe.model.kind != "autoencoder":
         raise UserError(
             "codec: the recipe names none to encode with; add one, such as codec: {kind: autoencoder, path: RUN}, "
@@ -89,6 +91,8 @@ def codec_of(recipe: Recipe) -> Any:
         )
     if not list_checkpoints(recipe.run_dir / "checkpoints"):
         raise UserError(f"{recipe.run_dir} holds no checkpoint of this autoencoder; train it first: vitrail train ...")
+    if idle is not None:
+        raise UserError(f"{idle}: the autoencoder encodes as it was trained, which this does not change; leave it out")
     from vitrail.codecs.autoencoder import AutoencoderCodecConfig
 
     return AutoencoderCodecConfig(path=str(recipe.run_dir))
@@ -169,7 +173,8 @@ class Work:
                 progress.update(done)
         self.beat()
         variables = dataset.variables if self.codec.kind == "identity" else None
-        finish = partial(latents.finish, len(shards), classes=classes, variables=variables)
+        least = total - policy.most if policy.on_bad == "skip" else total
+        finish = partial(latents.finish, len(shards), classes=classes, variables=variables, least=least)
         return summary(target, on_chief(finish, group))
 
     def loader(self, dataset: Dataset, order: InOrder, classes: tuple[str, ...], policy: Policy) -> Loader:
@@ -187,7 +192,10 @@ class Work:
 
 
 class Lost:
-    """Counts what this rank left out, where data.bad: skip lets it."""
+    """Counts what this rank left out, where data.bad: skip lets it: a rank need not go on that is beyond what all may.
+
+    What all ranks left out, in this call and before, is counted at the end.
+    """
 
     def __init__(self, policy: Policy):
         self.policy, self.number = policy, 0
@@ -240,7 +248,7 @@ def data_facts(recipe: Recipe, name: Split, dataset: Dataset) -> dict[str, Any]:
     spacing = [s * scale for s, scale in zip(item.spacing, item.scale, strict=True)]
     settings = c.model_dump(mode="json", include={"tiles", "fit", "filter"})
     return {
-        "entries": recipe.to_tree()["data"][name],
+        "entries": [_entry(entry) for entry in recipe.to_tree()["data"][name]],
         "crop": list(dataset.crop),
         **settings,
         "axes": list(dataset.sample_axes),
@@ -250,6 +258,15 @@ def data_facts(recipe: Recipe, name: Split, dataset: Dataset) -> dict[str, Any]:
         "unit": item.unit,
         "items": sum(len(source.items) for source in dataset.sources),
     }
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """What of an entry decides which values are read, however it is spelled, and wherever the call is made."""
+    kept = {key: value for key, value in entry.items() if key not in FOR_TRAINING}
+    place, *inside = str(kept.get("path", "")).partition("::")  # a name inside a file: file.h5::raw
+    if place and "://" not in place and Path(place).exists():
+        kept["path"] = "".join((str(Path(place).resolve()), *inside))
+    return kept
 
 
 def summary(target: Path, facts: dict[str, Any]) -> dict[str, Any]:

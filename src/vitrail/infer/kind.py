@@ -15,6 +15,7 @@ from vitrail.errors import UserError
 
 SUFFIXES = {"png": ".png", "tiff": ".tif", "ome-zarr": ".ome.zarr", "npy": ".npy"}
 FORMATS = ("auto", *SUFFIXES)
+DATA = "data.json"  # of a run: what its data said of themselves
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Kind:
 def read_facts(run: Path) -> dict[str, Any]:
     """What the training data of a run said of themselves; nothing, where that was not kept."""
     try:
-        facts = json.loads((run / "data.json").read_text(encoding="utf-8"))
+        facts = json.loads((run / DATA).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

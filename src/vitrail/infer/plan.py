@@ -2,11 +2,14 @@
 
 - samples are counted from 0; the classes take turns, so that any number of samples has all of them
 - they are made in fixed groups: what a sample is, to the last bit, depends on its group, never on ranks or resumption
+- all of them lie below `samples/`, a folder for each class, which is a dataset by itself; all else lies beside it
 - `settings.json` comes first and tells another call apart; `manifest.json` comes last, when all is there
 """
 
+import contextlib
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,8 @@ from vitrail.recipe.kinds import nearest
 from vitrail.report.files import write_whole
 
 SETTINGS, MANIFEST = "settings.json", "manifest.json"
-UNNAMED = "samples"  # folder of samples that have no class of their own
+SAMPLES = "samples"  # the folder of all samples
+OLD = 3600.0  # seconds after which a draft is not one of a call that is still writing
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Plan:
         """Where a sample goes, below the folder of all; or what lies in another `folder` beside it."""
         label, suffix = self.label(counter), suffix or self.suffix
         if folder is not None or label is None or not self.folders:
-            return f"{folder or UNNAMED}/{counter:05d}{suffix}"
-        return f"{self.folders[label]}/{counter // len(self.classes):05d}{suffix}"
+            return f"{folder or SAMPLES}/{counter:05d}{suffix}"
+        return f"{SAMPLES}/{self.folders[label]}/{counter // len(self.classes):05d}{suffix}"
 
     def missing(self, out: Path, beside: Mapping[str, str]) -> list[int]:
         """Groups of which a file is not there yet; `beside` are folders that have one for each, too: name, suffix."""
@@ -89,42 +93,70 @@ def _shown(names: Sequence[str]) -> str:
 def folder_names(names: Sequence[str]) -> tuple[str, ...]:
     """A folder for each class: its name, without what a file system or a reader of folders would take otherwise."""
     found: list[str] = []
+    taken: set[str] = set()  # by systems that tell no capitals from small letters
     for number, name in enumerate(names):
         plain = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", name).strip().lstrip(".")[:100] or f"class {number}"
-        taken = {other.casefold() for other in found}
-        found.append(plain if plain.casefold() not in taken else f"{plain} {number}")
+        tried = (plain, *(f"{plain} {other}" for other in range(number, number + len(names) + 1)))
+        found.append(next(name for name in tried if name.casefold() not in taken))
+        taken.add(found[-1].casefold())
     return tuple(found)
 
 
-def open_folder(out: Path, settings: dict[str, Any], number: int) -> None:
-    """Make the folder, or go on in one that was begun with the same settings; a larger number goes on, too."""
+def read_settings(out: Path) -> dict[str, Any] | None:
+    """What the samples of a folder were asked for with; None where there are none yet."""
     try:
-        if not out.exists() or not any(out.iterdir()):
-            write_whole(out / SETTINGS, _text(settings | {"number": number}))
-            return
+        if not out.exists() or all(_is_draft(path) for path in out.iterdir()):
+            return None
         stored = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
-        before = int(stored.pop("number"))
+        stored["number"], stored["batch"] = int(stored["number"]), int(stored["batch"])
+        return stored
     except FileNotFoundError:
         raise UserError(f"{out} holds other files than samples; choose another folder with --out") from None
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{out / SETTINGS} cannot be read; remove the folder, or choose another with --out") from None
+        raise UserError(f"{out} holds a {SETTINGS} that is not of samples; choose another folder with --out") from None
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); choose another folder with --out") from None
-    settings = json.loads(_text(settings))
-    changes = [f"{key}: {stored.get(key)!r} became {settings.get(key)!r}" for key in sorted({*stored, *settings})
-               if stored.get(key) != settings.get(key)]  # fmt: skip
-    if number < before:
-        changes.append(f"number: {before} became {number}")
-    if changes:
-        raise UserError(
-            f"{out} holds samples that were asked for otherwise ({'; '.join(changes[:6])}); "
-            "choose another folder with --out, or remove it"
-        )
-    for draft in out.glob("*/.*.part"):  # left behind by a kill
-        remove(draft)
-    if number > before:
+        raise UserError(f"{out} cannot be read ({error.strerror}); choose another folder with --out") from None
+
+
+def open_folder(out: Path, settings: dict[str, Any], plan: Plan) -> int:
+    """Make the folder, or go on in one that was begun with the same settings; the number that it is to hold.
+
+    That is the one asked for, or as many as are there already.
+    """
+    stored, number = read_settings(out), plan.number
+    if stored is not None:
+        before = stored.pop("number")
+        settings = json.loads(_text(settings))
+        changes = [f"{key}: {stored.get(key)!r} became {settings.get(key)!r}" for key in sorted({*stored, *settings})
+                   if stored.get(key) != settings.get(key)]  # fmt: skip
+        if changes:
+            raise UserError(
+                f"{out} holds samples that were asked for otherwise ({'; '.join(changes[:6])}); "
+                "choose another folder with --out, or remove it"
+            )
+        there = (counter for counter in reversed(range(number, before)) if (out / plan.file(counter)).exists())
+        number = max(number, next(there, 0) + 1)
+        if number == before:
+            return number
+    try:
         (out / MANIFEST).unlink(missing_ok=True)
         write_whole(out / SETTINGS, _text(settings | {"number": number}))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); choose another folder with --out") from None
+    return number
+
+
+def sweep(out: Path) -> None:
+    """Take away drafts that a kill has left behind, not those of a call that is writing now."""
+    for pattern in (".*.part", "*/.*.part", f"{SAMPLES}/*/.*.part"):
+        for draft in out.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):  # by now it has its name
+                if time.time() - draft.stat().st_mtime > OLD:
+                    remove(draft)
+
+
+def _is_draft(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".part")
 
 
 def close_folder(out: Path, manifest: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Samples of a trained run, on any number of ranks: the same files, to the last bit on a CPU, as one rank makes.
 
-- what is on disk is not made again: a call that was killed goes on where it was, and a larger number adds to it
+- what is on disk is not made again: a call that was killed goes on where it was, and a larger number adds to it, in
+  groups as large as before
 - data are opened for conditions alone; what else is needed is stored with the run
 - every refusal comes before the first sample, and before a folder is made
 """
@@ -20,18 +21,20 @@ import numpy as np
 import torch
 
 import vitrail
+from vitrail.codecs import Codec, codec_for, decode_all
 from vitrail.data.entries import stored as stored_statistics
 from vitrail.errors import UserError
-from vitrail.infer.kind import Kind, decoded_kind, kind_of, of_samples, read_facts
+from vitrail.infer.kind import DATA, Kind, decoded_kind, kind_of, of_samples, read_facts
 from vitrail.infer.pages import draw_samples
-from vitrail.infer.plan import Plan, choose_classes, close_folder, folder_names, open_folder
-from vitrail.infer.wishes import Wishes
+from vitrail.infer.plan import Plan, choose_classes, close_folder, folder_names, open_folder, read_settings, sweep
+from vitrail.infer.wishes import Wishes, is_free
 from vitrail.infer.work import CONDITION, TRUTH, Beside, Work, labels_of
 from vitrail.layers.patches import per_axis
 from vitrail.objectives.generate import range_of
 from vitrail.parallel.mesh import layout_of
 from vitrail.parallel.pipeline import cut, num_parts
 from vitrail.recipe import Recipe
+from vitrail.recipe.changes import unsafe_changes
 from vitrail.recipe.find import find_recipe
 from vitrail.training.checkpoint import read_manifest
 from vitrail.training.collective import on_chief, together
@@ -77,14 +80,26 @@ def sample_run(
     with joined(fitting(generating(find_recipe(run, overrides), run), overrides)) as (place, watchdog):
         path = Path(on_chief(lambda: str(find_checkpoint(run, checkpoint)[0]), place.control))
         manifest = read_manifest(path)
-        recipe = fitting(generating(stored_recipe(manifest, overrides), run), overrides)
-        job = Job(Path(run), recipe, manifest, wish, place, trust)
+        changed = stored_recipe(manifest, overrides)
+        recipe = fitting(generating(changed, run), overrides)
         folder = Path(out) if out is not None else Path(run) / "samples" / wish.folder(manifest["step"])
-        todo = on_chief(lambda: job.open(folder), place.control)
-        made = sum(len([c for c in job.plan.counters(group) if c < wish.number]) for group in todo)
+        if wish.batch is None:
+            before = on_chief(lambda: read_settings(folder), place.control) or {}
+            wish = dataclasses.replace(wish, batch=before.get("batch"))
+        changes = unsafe_changes(stored_recipe(manifest).to_tree(), changed.to_tree())
+        job = Job(Path(run), recipe, manifest, wish, place, trust, {key: new for key, _, new in changes})
+        todo = job.open(folder)
+        number = job.plan.number
+        made = sum(len([c for c in job.plan.counters(group) if c < number]) for group in todo)
         files = job.make(path, folder, todo, watchdog, quiet=quiet)
         versions = {"vitrail": vitrail.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        whole = job.asked | {"number": wish.number, "names": list(job.names), "versions": versions, "files": files}
+        whole = job.asked | {
+            "number": number,
+            "run_dir": str(Path(run).resolve()),
+            "names": list(job.names),
+            "versions": versions,
+            "files": files,
+        }
         on_chief(lambda: job.close(folder, whole), place.control)
     seconds = time.monotonic() - began
     return whole | {"out": str(folder), "made": made, "seconds": seconds, "notes": job.notes}
@@ -94,18 +109,32 @@ class Job:
     """What one call makes of a run; all that can be refused is, when it is made."""
 
     def __init__(
-        self, run: Path, recipe: Recipe, manifest: dict[str, Any], wish: Wishes, place: Place, trust: bool
+        self,
+        run: Path,
+        recipe: Recipe,
+        manifest: dict[str, Any],
+        wish: Wishes,
+        place: Place,
+        trust: bool,
+        changes: Mapping[str, Any],
     ) -> None:
         self.recipe, self.manifest, self.wish, self.place = evenly_cut(recipe, place), manifest, wish, place
         model, objective = recipe.model, recipe.objective
         self.weights = which_weights(wish.weights, recipe)
         self.settings = wish.settings(objective.sampling)
-        facts = of_samples(on_chief(lambda: read_facts(run), place.control), recipe.data.train[0])
+        wish.refuse_idle(self.settings, codec=recipe.codec is not None)
+        told = on_chief(lambda: read_facts(run), place.control)
+        facts = of_samples(told, recipe.data.train[0])
         self.objective = objective.build(model, stored_statistics(manifest["statistics"]))
         self.objective.check_sampling(self.settings)
         self.objective.value_range = range_of(np.dtype(facts["dtype"])) if "dtype" in facts else None
         variables = objective.variables or [f"channel {c}" for c in range(model.channels)]
-        self.decode = together(lambda: self.decoder(facts, trust), place.control)
+        self.codec: Codec | None = None
+        if recipe.codec is not None and not wish.latents:
+            if not told:
+                raise UserError(f"{run / DATA} is missing, and without it latents cannot be decoded; restore it")
+            self.codec = together(lambda: codec_for(recipe, facts, place.device, trust), place.control)
+        self.decode = None if self.codec is None else partial(decode_all, self.codec)
         self.facts, self.made = facts, [name for name in variables if name not in objective.condition]
         self.kind = self.kind_of()
         self.conditional = bool(model.condition_channels)
@@ -113,12 +142,18 @@ class Job:
         classes = choose_classes(wish.classes, self.names)
         if self.conditional and wish.classes is None:
             classes = ()  # each sample has the class of what it is made from
-        self.classless = not self.settings.guidance and tuple(self.settings.interval) == (0.0, 1.0)
+        self.classless = is_free(self.settings)
         size = wish.batch or min(default_batch(recipe), wish.number)
         folders = () if self.conditional or self.classless else folder_names(self.names)
         self.plan = Plan(wish.number, size, classes, folders, self.kind.suffix)
         self.seed = recipe.run.seed if wish.seed is None else wish.seed
+        self.changes = self.of_samples_alone(changes)
         self.notes: list[str] = []
+        if not told:
+            self.notes.append(
+                f"{run / DATA} is missing, which tells the type, the range and the voxel size of the data, so samples "
+                f"are written as {self.kind.dtype}; restore it"
+            )
         if recipe.ema is None:
             self.notes.append(
                 "this run has no moving average of its weights, whose samples are better: train with ema: {}"
@@ -133,12 +168,17 @@ class Job:
             channels = self.decode(torch.zeros(1, len(made), *shape, device=self.place.device)).shape[1]
         return decoded_kind(facts, ndim, channels, wanted)
 
-    def decoder(self, facts: Mapping[str, Any], trust: bool) -> Any:
-        if getattr(self.recipe, "codec", None) is None or self.wish.latents:
-            return None
-        from vitrail.codecs import decoder_for
+    def of_samples_alone(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Those changes of the run's recipe that decide what samples hold; a codec is known by its own facts."""
+        sections = ("objective", "precision", *(("data",) if self.conditional else ()))
+        return {key: new for key, new in changes.items() if key.startswith(sections)}
 
-        return decoder_for(self.recipe, facts, self.place.device, trust)
+    def codec_facts(self) -> dict[str, Any] | None:
+        """What tells a codec from others, wherever it lies: its fingerprint, or its settings where it has none."""
+        if self.codec is None:
+            return None
+        facts = {key: value for key, value in self.codec.facts().items() if key != "origin"}
+        return facts if self.codec.fingerprint else facts | {"settings": self.recipe.to_tree()["codec"]}
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -153,6 +193,8 @@ class Job:
             "batch": self.plan.batch,
             "classes": [self.names[label] for label in self.plan.classes],
             "settings": dataclasses.asdict(self.settings),
+            "changes": self.changes,
+            "codec": self.codec_facts(),
             **self.kind.describe(),
         }
 
@@ -166,9 +208,20 @@ class Job:
         return {CONDITION: kind_of(self.facts, self.recipe.model.ndim, given, "auto"), TRUTH: self.kind}
 
     def open(self, folder: Path) -> list[int]:
-        """Groups that are not there yet."""
-        open_folder(folder, self.asked, self.wish.number)
-        return self.plan.missing(folder, {name: kind.suffix for name, kind in self.beside.items()})
+        """Groups that are not there yet, of as many samples as were asked for or are there."""
+
+        def begin() -> dict[str, Any]:
+            number = open_folder(folder, self.asked, self.plan)
+            sweep(folder)
+            plan = dataclasses.replace(self.plan, number=number)
+            suffixes = {name: kind.suffix for name, kind in self.beside.items()}
+            return {"number": number, "todo": plan.missing(folder, suffixes)}
+
+        found = on_chief(begin, self.place.control)
+        if found["number"] > self.plan.number:
+            self.notes.append(f"{folder} holds {found['number']} samples already, which are kept")
+            self.plan = dataclasses.replace(self.plan, number=found["number"])
+        return found["todo"]
 
     def make(
         self, checkpoint: Path, folder: Path, todo: Sequence[int], watchdog: Watchdog, *, quiet: bool
@@ -197,7 +250,7 @@ class Job:
                 work.run(todo, progress, lambda: watchdog.beat(step, "sampling", allowance=SLOW_PHASE))
             if beside is not None and self.names and not self.plan.classes:
                 labels = on_chief(lambda: labels_of(beside.loader, self.plan), place.control)
-        return [self.describe(counter, labels) for counter in range(self.wish.number)]
+        return [self.describe(counter, labels) for counter in range(self.plan.number)]
 
     def describe(self, counter: int, labels: list[int] | None) -> dict[str, Any]:
         label = self.plan.label(counter) if labels is None else labels[counter]

@@ -13,6 +13,11 @@ from vitrail.recipe.kinds import nearest
 SAMPLERS = get_args(get_type_hints(SamplingConfig)["sampler"])
 
 
+def is_free(settings: SamplingConfig) -> bool:
+    """Whether classes have no say anywhere on the way."""
+    return not settings.guidance and tuple(settings.interval) == (0.0, 1.0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wishes:
     """What a call asks for; None leaves it to the recipe."""
@@ -46,6 +51,15 @@ class Wishes:
             return dataclasses.replace(recipe, **given)
         except ValueError as error:
             raise UserError(str(error)) from None
+
+    def refuse_idle(self, settings: SamplingConfig, *, codec: bool) -> None:
+        """Refuse what would change nothing; `codec` tells whether the run has one."""
+        if self.latents and not codec:
+            raise UserError("latents: this run has no codec, so samples are written as they are; leave it out")
+        if self.classes is not None and is_free(settings):
+            raise UserError("classes: with guidance 0 samples have no class; leave one of the two out")
+        if self.interval is not None and settings.guidance == 1:
+            raise UserError("interval: guidance is 1, so there is nothing to guide; give a guidance, or leave it out")
 
     def folder(self, step: int) -> str:
         """A name that tells calls apart; number may grow in the same folder."""

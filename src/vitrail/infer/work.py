@@ -6,7 +6,7 @@ collective, so all ranks run as many rounds; one that has no group left computes
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +74,7 @@ class Work:
                 beat()
                 progress.update(min(begun + share - 1, begun + share * next(seen) // asked))
 
+            beat()  # reading what samples are made from may take long
             made = self.make(todo[first + here if counted else 0], tick)
             together(partial(self.write, made) if counted and writes else lambda: None, self.place.control)
             progress.update(first * self.plan.batch + share)
@@ -93,10 +94,10 @@ class Work:
             seed=self.seed,
             labels=labels if self.objective.classes else None,
             condition=None if batch is None else self.objective.fields(batch)[1],
+            statistics=None if batch is None else self.objective.own_statistics(batch),
             settings=self.settings,
             device=device,
             part=self.flow.part,
-            exchange=self.flow.exchange,
             tick=tick,
         )
         return Made(counters, values, batch)
@@ -108,7 +109,7 @@ class Work:
         try:
             self.write_all(kept, None, values, self.kind)
             if batch is not None and self.beside is not None:
-                truth, condition = in_units(self.objective, batch)
+                truth, condition = self.objective.split(batch.values.float())
                 self.write_all(kept, TRUTH, self.decoded(truth), self.beside.truth)
                 self.write_all(kept, CONDITION, condition, self.beside.condition)
         except OSError as error:
@@ -132,15 +133,10 @@ class Work:
                 write_sample(path, as_stored(value, kind.dtype), kind)
 
 
-def in_units(objective: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What a conditional model learns to make of a batch and what it is given, in the data's units."""
-    plain = torch.zeros(batch.values.shape[:2]), torch.ones(batch.values.shape[:2])
-    truth, condition = objective.fields(replace(batch, statistics=plain))
-    return truth, condition
-
-
 def labels_of(loader: Loader, plan: Plan) -> list[int]:
-    """Classes of the held-out samples, read once more: files tell nothing of them."""
+    """Classes of the held-out samples; where good ones stand in for bad ones, reading alone tells which."""
+    if loader.policy.on_bad != "skip":
+        return [loader.reader.item_label(loader.sampler(counter)) for counter in range(plan.number)]
     found: list[int] = []
     for group in range(plan.groups):
         labels = loader.load(list(plan.counters(group)), whole=True).labels

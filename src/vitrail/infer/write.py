@@ -18,6 +18,18 @@ from vitrail.errors import UserError
 from vitrail.infer.kind import Kind
 from vitrail.report.files import write_whole
 
+OME_UNITS = {  # of lengths, as OME-XML writes them; sizes in any other are left out, since readers would guess
+    "angstrom": "Å",
+    "picometer": "pm",
+    "nanometer": "nm",
+    "micrometer": "µm",
+    "millimeter": "mm",
+    "centimeter": "cm",
+    "meter": "m",
+    "kilometer": "km",
+    "inch": "in",
+}
+
 
 def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Float values in the type of files: rounded and clipped where that holds whole numbers."""
@@ -57,16 +69,14 @@ def read_sample(path: Path, kind: Kind) -> np.ndarray:
     if kind.format == "npy":
         found = np.load(path, allow_pickle=False)
     elif kind.format == "tiff":
-        import tifffile
-
-        found = tifffile.imread(path)
+        found = _read_tiff(path, kind)
     else:
         from PIL import Image
 
         with Image.open(path) as image:
             found = np.asarray(image)
     channels = len(kind.variables)
-    if kind.format != "npy" and found.ndim > len(kind.axes) and _is_colour(channels, kind):
+    if kind.format == "png" and channels == 3:
         found = np.moveaxis(found, -1, 0)
     return found.reshape(channels, *found.shape[-len(kind.axes) :])
 
@@ -99,16 +109,34 @@ def _npy(sample: np.ndarray, kind: Kind, name: str) -> bytes:
     return stream.getvalue()
 
 
+def _read_tiff(path: Path, kind: Kind) -> np.ndarray:
+    """[C, *axes], with axes of length 1, which are left out where nobody asks for them."""
+    import tifffile
+
+    with tifffile.TiffFile(path) as file:
+        series = file.series[0]
+        names, found = series.get_axes(squeeze=False), series.asarray(squeeze=False)
+    channel = "S" if _is_colour(len(kind.variables), kind) else "C"
+    wanted = [names.index(letter) for letter in (channel, *_letters(kind))]
+    others = [axis for axis in range(found.ndim) if axis not in wanted]
+    return np.squeeze(found.transpose(*others, *wanted), tuple(range(len(others))))
+
+
+def _letters(kind: Kind) -> str:
+    """Axes as readers of TIFF know them, whatever the data call them."""
+    return "ZYX"[-len(kind.axes) :]
+
+
 def _tiff(sample: np.ndarray, kind: Kind, name: str) -> bytes:
     """OME-TIFF: voxel sizes, names of channels, and every type."""
     import tifffile
 
-    letters = "ZYX"[-len(kind.axes) :]  # as readers know them, whatever the data call their axes
+    letters, unit = _letters(kind), OME_UNITS.get(kind.unit or "")
     # A file's random number would make equal samples differ.
     metadata: dict[str, Any] = {"UUID": str(uuid.uuid5(uuid.NAMESPACE_URL, name))}
-    if kind.unit is not None:
+    if unit is not None:
         for letter, size in zip(letters, kind.spacing, strict=True):
-            metadata |= {f"PhysicalSize{letter}": size, f"PhysicalSize{letter}Unit": kind.unit}
+            metadata |= {f"PhysicalSize{letter}": size, f"PhysicalSize{letter}Unit": unit}
     colour = _is_colour(len(sample), kind)
     if len(sample) == 1:
         pixels, axes = sample[0], letters

@@ -384,6 +384,8 @@ def paths_outside(recipe: Recipe, job: Job, folder: Path) -> list[Path]:
     places = [given if given.is_dir() else given.parent, recipe.run_dir.parent]
     read = (*recipe.data.train, *recipe.data.valid, recipe.codec)
     places += [Path(path) for source in read if (path := _path_of(source))]
+    # A codec may be two files; beside a path, or on the hub, these are names in there.
+    places += [Path(name) for name in _files_of(recipe.codec)]
     found: list[Path] = []
     for place in sorted((folder / place).resolve() for place in places):
         while not place.exists():
@@ -391,6 +393,12 @@ def paths_outside(recipe: Recipe, job: Job, folder: Path) -> list[Path]:
         if not any(place.is_relative_to(seen) for seen in (folder.resolve(), *found)) and place != Path(place.anchor):
             found.append(place)
     return found
+
+
+def _files_of(codec: Any) -> list[str]:
+    inside = _path_of(codec) is not None or getattr(codec, "hub", None) is not None
+    names = [] if inside else [getattr(codec, name, None) for name in ("encoder", "decoder")]
+    return [name for name in names if isinstance(name, str) and Path(name).exists()]
 
 
 def _path_of(source: Any) -> str | None:

@@ -15,6 +15,7 @@ from vitrail.launch.world import find_world
 from vitrail.models.model import Model
 from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe, load_recipe
+from vitrail.recipe.changes import diff
 from vitrail.recipe.find import find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.checkpoint import (
@@ -25,7 +26,7 @@ from vitrail.training.checkpoint import (
     stored_tensors,
     verify,
 )
-from vitrail.training.collective import on_chief
+from vitrail.training.collective import gather_json, on_chief
 from vitrail.training.guards import StopRequest, Watchdog
 from vitrail.training.safe_dcp import UnsafeCheckpoint
 from vitrail.training.session import SLOW_PHASE, Outcome, Session
@@ -122,7 +123,15 @@ def stored_recipe(manifest: dict[str, Any], overrides: Sequence[str] = ()) -> Re
     """The recipe inside a checkpoint; it is complete, so it has no business with other files."""
     if "extends" in manifest["recipe"]:
         raise UserError("the recipe in this checkpoint extends another file, which no checkpoint of a run does")
-    return load_recipe(manifest["recipe"], overrides)
+    recipe = load_recipe(manifest["recipe"], overrides)
+    if overrides:  # another model would take those of the weights that have the same names, and compute something else
+        trees = (load_recipe(manifest["recipe"]).to_tree()["model"], recipe.to_tree()["model"])
+        for key, old, new in diff(*trees, "model"):
+            if not key.startswith("model.mask"):  # what is hidden has no weights: another share may be asked for
+                raise UserError(
+                    f"{key}: {old!r} became {new!r}; what a checkpoint holds cannot be changed; leave it out"
+                )
+    return recipe
 
 
 @contextmanager
@@ -185,8 +194,17 @@ def which_weights(weights: str | None, recipe: Recipe) -> str:
 
 
 def load_weights(model: Model, path: Path, manifest: dict[str, Any], weights: str, group: Any) -> None:
+    """Fill a model, of which each rank of the group may have a part; all that is stored must have a place in it."""
     prefix = "ema" if weights == "ema" else "model"
+    state = {f"{prefix}.{name}": p.detach() for name, p in model.named_parameters()}
     try:
-        load_tensors(path, manifest, {f"{prefix}.{n}": p.detach() for n, p in model.named_parameters()}, group)
+        stored = [name for name in stored_tensors(path, manifest) if name.startswith(f"{prefix}.")]
+        taken = {
+            name for names in ([list(state)] if group is None else gather_json(list(state), group)) for name in names
+        }
+        unused = next((name for name in stored if name not in taken), None)
+        if unused is not None:
+            raise BadCheckpoint(f"it has a tensor {unused!r} that the model lacks, so it was made by a different model")
+        load_tensors(path, manifest, state, group)
     except (BadCheckpoint, UnsafeCheckpoint) as error:
         raise UserError(f"checkpoint {path} was not loaded: {error}; try another one of this run") from None
