@@ -408,7 +408,7 @@ def test_a_batch_that_ranks_cannot_share_is_told_once(recipe, tmp_path: Path) ->
         "error: data.batch: 3 samples cannot be shared evenly by 2 data-parallel ranks (shard 2); set data.batch=2"
         in told[0]
     )
-    assert not re.search(r'File ".*/vitrail/(?!__main__)', output), output
+    assert not re.search(r'File ".*/src/vitrail/(?!__main__)', output), output
     assert not (tmp_path / "run").exists()
 
 
