@@ -99,7 +99,7 @@ def write_binary(data: Path | None, out: Path) -> Path:
 
 
 class OutOfTime(Exception):
-    pass
+    """The rest is for the next call."""
 
 
 class Bench:

@@ -11,6 +11,7 @@
 - samples are in the units of the data: of an entry with statistics of its own, where a sample is made from its data
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Generate(Objective):
         self.classes: int | None = getattr(model, "classes", None)
         self.names = c.names or tuple(f"class {number}" for number in range(self.classes or 0))
         self.size = per_axis(model.shape, model.ndim)
+        self.pictured = 32 if model.ndim == 2 else 8
         known = tuple(c.variables or ())
         if c.condition and not known:
             raise UserError("objective.variables: name all variables of the data, where `condition` names some of them")
@@ -90,9 +92,9 @@ class Generate(Objective):
     ) -> None:
         self.value_range, self.decode = value_range, decode
 
+    @abstractmethod
     def even_times(self, way: Tensor) -> Tensor:
         """Times at shares [0, 1) of the way from noise to data, without the training's own preferences."""
-        raise NotImplementedError
 
     def check_sampling(self, settings: SamplingConfig, *, where: str = "") -> None:
         """Refuse settings that this model cannot be sampled with."""
@@ -113,10 +115,6 @@ class Generate(Objective):
             raise UserError(f"{where}{error}") from None
 
     # ------------------------------------------------------------ training
-
-    @property
-    def pictured(self) -> int:  # type: ignore[override]
-        return 32 if self.model.ndim == 2 else 8
 
     def tokens_per_sample(self) -> int:
         return encoder_of(self.model).count_tokens(self.size)

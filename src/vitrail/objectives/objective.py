@@ -44,7 +44,7 @@ class Objective(ABC):
     metrics: tuple[str, ...]  # what summarise() gives
     best_metric: ClassVar[str]  # the one that the best checkpoint is chosen by, unless the recipe names another
     larger_is_better: frozenset[str] = frozenset()  # those of the metrics that should grow; the others should shrink
-    pictured: ClassVar[int] = 3  # samples in a picture
+    pictured: int = 3  # samples in a picture
     needs_whole: bool = False  # loss() and measure() need the output for all tokens, not just a part's
     wants_average: ClassVar[bool] = False  # results of raw weights are much worse than those of their average (ema)
     decodes: ClassVar[bool] = False  # it makes latents, which the recipe's codec turns into pixels
