@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,22 @@ from typer.core import TyperCommand, TyperGroup
 
 import vitrail
 from vitrail.errors import RunFailed, UserError
+from vitrail.verbs.words import (
+    Json,
+    Overrides,
+    Plugins,
+    Run,
+    Trust,
+    is_chief,
+    load_plugins,
+    note,
+    print_rows,
+    print_tree,
+    read_pair,
+    read_sizes,
+    refuse_options,
+    tell,
+)
 
 INTERRUPTED = 130  # by the keyboard, twice in a training
 
@@ -31,14 +46,14 @@ class Verbs(TyperGroup):
             sys.stdout.flush()  # here, where a pipe that was closed can still be handled
             return result
         except UserError as error:
-            _tell(str(error))
+            tell(str(error))
             raise typer.Exit(1 if isinstance(error, RunFailed) else 2) from error
         except ModuleNotFoundError as error:
             if not error.name or error.name.partition(".")[0] == "vitrail":
                 raise
             from vitrail.recipe.kinds import remedy
 
-            _tell(f"{error.name} is not installed; {remedy(error.name)}")
+            tell(f"{error.name} is not installed; {remedy(error.name)}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
@@ -58,16 +73,6 @@ _SETTINGS: dict[str, Any] = {
 app = typer.Typer(cls=Verbs, **_SETTINGS)
 data = typer.Typer(**_SETTINGS)
 app.add_typer(data, name="data", help="Make a volume to try things on, or look at your own.")
-
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe; repeatable.", show_default=False)
-]
-Plugins = Annotated[
-    list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Import a module that adds kinds; repeatable.")
-]
-Trust = Annotated[bool, typer.Option("--trust", help="Let the codec run code that comes with its files.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 
 
 def console() -> None:
@@ -140,13 +145,13 @@ def train(
     with ready_to_stop(), tried_once():
         from vitrail.training.run import train as run_training
 
-        _load_plugins(plugin)
+        load_plugins(plugin)
         outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet, trust=trust)
         if outcome.code:
             end_for_good(outcome.code)
-    if _is_chief():
+    if is_chief():
         if outcome.code:
-            _note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")
+            note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")
         print(outcome.run_dir / "report.html")
     raise typer.Exit(outcome.code)
 
@@ -195,12 +200,12 @@ def evaluate(
     from vitrail.infer.quality import is_samples, quality
     from vitrail.training.run import evaluate as run_evaluation
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
     of_samples = {"--classifier": classifier, "--real": real, "--number": number, "--seed": seed, "--page": page}
     if is_samples(run):
-        _refuse_options(of_run, f"{run} is a folder of samples", "runs")
-        if not _is_chief():
+        refuse_options(of_run, f"{run} is a folder of samples", "runs")
+        if not is_chief():
             return
         from vitrail.infer.quality_report import table, write_page
 
@@ -208,17 +213,17 @@ def evaluate(
         if page is not None:
             write_page(found, page)
         if as_json:
-            _print_tree(found, as_json)
+            print_tree(found, as_json)
             return
         print(f"compared with {found['real']}\n")
-        _print_rows(table(found), as_json)
+        print_rows(table(found), as_json)
         for note in found["notes"]:
-            _note(f"note: {note}")
+            note(f"note: {note}")
         return
-    _refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
+    refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
     scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())
-    if _is_chief():
-        _print_tree(scores, as_json)
+    if is_chief():
+        print_tree(scores, as_json)
 
 
 @app.command(short_help="Write samples of a trained diffusion model.")
@@ -279,7 +284,7 @@ def sample(
     """
     from vitrail.infer.sample import sample_run
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     made = sample_run(
         run,
         checkpoint=checkpoint,
@@ -292,19 +297,19 @@ def sample(
         steps=steps,
         sampler=sampler,
         guidance=guidance,
-        interval=None if interval is None else _read_pair(interval, "--interval"),
+        interval=None if interval is None else read_pair(interval, "--interval"),
         seed=seed,
         batch=batch,
         weights=weights,
         format=format,
         latents=latents,
     )
-    if not _is_chief():
+    if not is_chief():
         return
-    for note in made["notes"]:
-        _note(f"note: {note}")
+    for line in made["notes"]:
+        note(f"note: {line}")
     if as_json:
-        _print_tree(made, as_json)
+        print_tree(made, as_json)
     else:
         print(made["out"])
 
@@ -326,7 +331,7 @@ def report(
 
     page = write_report(run)
     if as_json:
-        _print_tree({"report": str(page), **summary(run)}, as_json)
+        print_tree({"report": str(page), **summary(run)}, as_json)
     else:
         print(page)
 
@@ -365,13 +370,13 @@ def generate(
             raise UserError(f"{out} exists already, and --force replaces volumes only; choose another path")
         written = write_digits(out)
         if as_json:
-            _print_tree({"path": str(written), "kind": kind}, as_json)
+            print_tree({"path": str(written), "kind": kind}, as_json)
         else:
             print(written)
         return
     if out.exists() and not force:
         raise UserError(f"{out} exists already; choose another path, or replace it with --force")
-    sizes = _read_sizes(shape)
+    sizes = read_sizes(shape)
     from vitrail.data.generate import generate_em, write_ome_zarr
 
     volume = generate_em(sizes, seed)
@@ -385,7 +390,7 @@ def generate(
         "chunk": chunk,
     }
     if as_json:
-        _print_tree(made, as_json)
+        print_tree(made, as_json)
     else:
         print(out)
 
@@ -416,17 +421,17 @@ def inspect(
     from vitrail.data.inspect import picture as draw
     from vitrail.report.files import check_picture
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     if picture is not None:
         check_picture(picture)
     source, facts = look(path, kind=kind, settings=read_settings(settings or ()))
     if picture is not None:
         facts["picture"] = str(draw(source, picture, facts=facts))
     if as_json:
-        _print_tree(facts, as_json)
+        print_tree(facts, as_json)
         return
     warnings, recipe = facts.pop("warnings"), facts.pop("recipe")
-    _print_tree({name: value for name, value in facts.items() if value not in ([], {}, None)}, as_json)
+    print_tree({name: value for name, value in facts.items() if value not in ([], {}, None)}, as_json)
     notes = [f"note: {warning}" for warning in warnings]
     print("\n".join(["", *notes, *[""] * bool(notes), "in a recipe:", recipe]))
 
@@ -451,10 +456,10 @@ def preview(
     """
     from vitrail.training.diagnose import preview as draw
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     facts = draw(recipe, out, samples=samples, overrides=overrides or ())
     if as_json:
-        _print_tree(facts, as_json)
+        print_tree(facts, as_json)
     else:
         print(facts["picture"])
 
@@ -485,17 +490,17 @@ def bench_data(
     """
     from vitrail.training.diagnose import bench as measure
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     modes = [mode] if mode else ()
     found = measure(what, modes=modes, seconds=seconds, workers=workers or (), overrides=overrides or ())
-    if not _is_chief():
+    if not is_chief():
         return
     if as_json:
-        _print_tree(found, as_json)
+        print_tree(found, as_json)
         return
     for result in found["results"]:
         name = f"{result.pop('mode')} (workers {result.pop('workers')})"
-        _print_tree({name: result}, as_json)
+        print_tree({name: result}, as_json)
     print(f"\n{found['summary']}")
 
 
@@ -529,7 +534,7 @@ def encode(
     """
     from vitrail.infer.encode import encode as run_encoding
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     made = run_encoding(
         recipe,
         out,
@@ -541,8 +546,8 @@ def encode(
         overrides=overrides or (),
         quiet=quiet,
     )
-    if _is_chief():
-        _print_tree(made, as_json)
+    if is_chief():
+        print_tree(made, as_json)
 
 
 @data.command(short_help="Show how data are shared out over ranks.")
@@ -568,14 +573,14 @@ def balance(
     from vitrail.data.balance_report import compare, rows
     from vitrail.training.run import find_recipe
 
-    _load_plugins(plugin)
+    load_plugins(plugin)
     found = compare(find_recipe(recipe, overrides or ()), ranks)
     if as_json:
-        _print_tree(found, as_json)
+        print_tree(found, as_json)
         return
-    _print_rows(rows(found), as_json)
+    print_rows(rows(found), as_json)
     print()
-    _print_tree({name: found[name] for name in ("by_rank", "by_counter")}, as_json)
+    print_tree({name: found[name] for name in ("by_rank", "by_counter")}, as_json)
 
 
 @app.command(short_help="List the models and their sizes, or describe one.")
@@ -599,14 +604,14 @@ def models(
 
     if name is None:
         rows = [catalog.measure(entry) for entry in catalog.entries()]
-        _print_rows(rows, as_json)
+        print_rows(rows, as_json)
         return
     found = catalog.describe(name)
     if as_json:
-        _print_rows([row | {"about": found["about"], "keys": found["keys"]} for row in found["sizes"]], as_json)
+        print_rows([row | {"about": found["about"], "keys": found["keys"]} for row in found["sizes"]], as_json)
         return
     print(f"{found['model']}: {found['about']}\n")
-    _print_rows(found["sizes"], as_json)
+    print_rows(found["sizes"], as_json)
     print("\nkeys of `model` in a recipe, and their defaults:")
     for key, default in found["keys"].items():
         print(f"  {key}: {default}")
@@ -626,7 +631,7 @@ def doctor(as_json: Json = False) -> None:
 
     checks = machine.doctor()
     if as_json:
-        _print_tree({"environment": machine.environment(), "checks": checks}, as_json)
+        print_tree({"environment": machine.environment(), "checks": checks}, as_json)
     else:
         width = max(len(check["name"]) for check in checks)
         for check in checks:
@@ -750,10 +755,10 @@ def launch(
     }
     code = 0
     if submit:
-        _note(f"{script.name}: {script.world} rank{'s' * (script.world > 1)} ({script.layout})")
+        note(f"{script.name}: {script.world} rank{'s' * (script.world > 1)} ({script.layout})")
         code, facts["answer"] = jobs.submit(script, output, to_stderr=as_json)
     if as_json:
-        _print_tree(facts, as_json)
+        print_tree(facts, as_json)
     elif submit:
         print(facts["answer"], end="\n" if facts["answer"] else "")
     else:
@@ -788,123 +793,3 @@ def schema(
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); choose another path") from error
     print(out)
-
-
-# ---------------------------------------------------------------- words in, words out
-
-
-def _load_plugins(modules: list[str] | None) -> None:
-    from vitrail.recipe.kinds import load_plugin
-
-    for module in modules or ():
-        load_plugin(module)
-
-
-def _refuse_options(given: dict[str, Any], why: str, of: str) -> None:
-    """Options that would have no effect."""
-    for option, value in given.items():
-        if value not in (None, []):
-            raise UserError(f"{option}: {why}, and this is for {of}; leave it out")
-
-
-def _read_sizes(text: str) -> tuple[int, int, int]:
-    """Three numbers with commas; one number stands for a cube."""
-    words = text.split(",")
-    words = words * 3 if len(words) == 1 else words
-    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise UserError(f"--shape {text!r}: expected one whole number or three with commas, such as 128,128,192")
-    z, y, x = map(int, words)
-    return z, y, x
-
-
-def _read_pair(text: str, option: str) -> tuple[float, float]:
-    try:
-        first, second = map(float, text.split(","))
-    except ValueError:
-        raise UserError(f"{option} {text!r}: expected two numbers with a comma, such as 0.2,0.8") from None
-    return first, second
-
-
-def _is_chief() -> bool:
-    """Whether this process may print: alone, or the first of several."""
-    from vitrail.launch.world import is_chief
-
-    return is_chief()
-
-
-def _tell(message: str) -> None:
-    """An error on standard error, a line for each problem; said once, unless it is about one rank."""
-    from vitrail.training.failures import tell_launcher, was_said
-
-    if was_said(message):
-        return
-    tell_launcher(message)
-    if not _is_chief() and not message.startswith("rank "):
-        # Where the first rank has the same trouble it says so; launchers would end it if this one were quicker.
-        time.sleep(3)
-        message = _signed(message)
-    for line in message.splitlines():
-        _note(f"error: {line}")
-
-
-def _signed(message: str) -> str:
-    """The message of a rank that is not the first; one of each host is enough."""
-    from vitrail.launch.world import find_world
-
-    try:
-        world = find_world()
-    except UserError:  # what launchers say is the same on all ranks
-        return ""
-    return "" if world.local_rank else f"rank {world.rank}: {message}"
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """A table with a column for each key."""
-    import json
-
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    from vitrail.report.units import compact, count
-
-    show = {"parameters": count, "flops": compact}
-    cells = [[show.get(name, str)(value) for name, value in row.items()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(list(rows[0]), *cells, strict=True)]
-    for line in [list(rows[0]), *cells]:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _print_tree(tree: dict[str, Any], as_json: bool) -> None:
-    from vitrail.report.units import plain
-
-    if as_json:
-        import json
-
-        from vitrail.report.facts import strict
-
-        print(json.dumps(strict(tree), indent=2, allow_nan=False))
-        return
-
-    def show(value: Any) -> str:
-        if isinstance(value, dict):
-            return "; ".join(f"{name} {show(inner)}" for name, inner in value.items())
-        if isinstance(value, list):
-            return ", ".join(map(show, value)) or "none"
-        return plain(value, 6) if isinstance(value, float) else "none" if value is None else str(value)
-
-    def walk(tree: dict[str, Any], indent: str) -> None:
-        for name, value in tree.items():
-            if name == "histogram":  # for machines
-                continue
-            rows = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
-            print(f"{indent}{name}:", end="\n" if rows or isinstance(value, dict) else f" {show(value)}\n")
-            if isinstance(value, dict):
-                walk(value, indent + "  ")
-            for row in rows or ():
-                print(f"{indent}  {show(row)}")
-
-    walk(tree, "")
