@@ -1,7 +1,8 @@
 """The sampling of affine.py as one CUDA kernel: reads the data's own type, computes positions on the fly, writes once.
 
-Each program computes a small box of one channel of one sample, so that neighbouring voxels, however the crop is
-turned, come from the same lines of the cache. Images are volumes of one plane.
+Each program computes a small box of one channel of one sample, and the threads of a warp a smaller box in it, so that
+neighbouring voxels, however the crop is turned, come from the same lines of the cache. A box that lies inside its
+sample, which its corners tell, is read without mirroring. Images are volumes of one plane.
 """
 
 import math
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from vitrail.data.augment.geometry import Move
 
-BOX = {2: (1, 32, 32), 3: (4, 8, 32)}  # voxels of a program: whole lines of 128 bytes are written
+BOX = {2: (1, 32, 32), 3: (8, 8, 8)}  # voxels of a program
+WARP = {2: (1, 4, 8), 3: (2, 2, 8)}  # of the 32 threads that run together: whole sectors of 32 bytes are written
+WARPS = 4
 
 
 def fits(values: Tensor, crop: tuple[int, ...]) -> bool:
@@ -38,36 +41,43 @@ def launch(
     ndim = len(crop)
     device = values.device
     out = torch.empty(samples, channels, *crop, device=device, dtype=values.dtype if nearest else torch.float32)
-    table = torch.from_numpy(np.stack([_row(move) for move in moves])).to(device, non_blocking=True)
-    pad = [1] * (3 - ndim)
-    whole = torch.tensor([[*pad, *size, move.taps] for size, move in zip(sizes, moves, strict=True)], dtype=torch.int32)
-    nodes = _nodes(moves, ndim).to(device, non_blocking=True)
-    box = BOX[ndim]
+    # One table, as every copy to the device costs as much as the kernel of a small crop.
+    table = torch.from_numpy(np.stack([_row(*each) for each in zip(moves, sizes, strict=True)]))
+    nodes = _nodes(moves, ndim)
+    bend = nodes is not None
+    box, warp, pad = BOX[ndim], WARP[ndim], [1] * (3 - ndim)
     deep, high, wide = (*pad, *crop)
     boxes = [triton.cdiv(size, edge) for size, edge in zip((deep, high, wide), box, strict=True)]
     with torch.cuda.device_of(values):
+        table = table.to(device, non_blocking=True)
+        nodes = nodes.to(device, non_blocking=True) if nodes is not None else table
         _resample[(boxes[0] * boxes[1] * boxes[2], channels, samples)](
-            values, out, table, whole.to(device, non_blocking=True), nodes,
-            channels, *pad, *room, deep, high, wide, *nodes.shape[2:], 1.0 / step,
-            NDIM=ndim, CORNERS=2**ndim, BEND=len(nodes) > 0, NEAREST=nearest, DEEP=box[0], HIGH=box[1], WIDE=box[2],
+            values, out, table, nodes,
+            channels, *pad, *room, deep, high, wide, *(nodes.shape[2:] if bend else (1, 1, 1)), 1.0 / step,
+            NDIM=ndim, CORNERS=2**ndim, BEND=bend, NEAREST=nearest,
+            DEEP=box[0], HIGH=box[1], WIDE=box[2], WARP_Z=warp[0], WARP_Y=warp[1], WARP_X=warp[2], num_warps=WARPS,
         )  # fmt: skip
     return out
 
 
-def _row(move: Move) -> np.ndarray:
-    """Matrix and origin of a move as 12 numbers; of an image the first axis stays where it is."""
-    row = np.zeros((3, 4), np.float32)
+def _row(move: Move, size: Sequence[int]) -> np.ndarray:
+    """Matrix and origin of a move, the size of its sample and its taps; of an image the first axis stays as it is.
+
+    Sizes and taps are whole numbers far below 2^24, which float32 holds.
+    """
+    row = np.zeros((4, 4), np.float32)
     n = len(move.origin)
-    row[3 - n :, 3 - n : 3] = move.matrix
-    row[3 - n :, 3] = move.origin
+    row[3 - n : 3, 3 - n : 3] = move.matrix
+    row[3 - n : 3, 3] = move.origin
+    row[3] = [*[1] * (3 - n), *size, move.taps]
     return row.ravel()
 
 
-def _nodes(moves: Sequence[Move], ndim: int) -> Tensor:
-    """Bends [B, 3, *nodes], 0 where there is none; empty where no sample has one."""
+def _nodes(moves: Sequence[Move], ndim: int) -> Tensor | None:
+    """Bends [B, 3, *nodes], 0 where there is none; None where no sample has one."""
     shape = next((move.nodes.shape for move in moves if move.nodes is not None), None)
     if shape is None:
-        return torch.zeros(0, 3, 1, 1, 1)
+        return None
     nodes = np.zeros((len(moves), 3, *[1] * (3 - ndim), *shape[1:]), np.float32)
     for row, move in zip(nodes, moves, strict=True):
         if move.nodes is not None:
@@ -105,34 +115,89 @@ def _bend(nodes, z, y, x, mz, my, mx, inverse, valid):
 
 
 @triton.jit
+def _mean_inside(source, iz, iy, ix, wz, wy, wx, ry, rx, valid, CORNERS: tl.constexpr):
+    """Of the voxels around each position, all of which there are."""
+    nearest = source + (iz * ry + iy) * rx + ix
+    total = wx * 0.0
+    for corner in tl.static_range(CORNERS):
+        found = tl.load(nearest + (corner // 4 * ry + corner // 2 % 2) * rx + corner % 2, mask=valid, other=0)
+        total += _weight(wz, wy, wx, corner // 4, corner // 2 % 2, corner % 2) * found.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _mean_mirrored(source, iz, iy, ix, wz, wy, wx, ry, rx, sz, sy, sx, valid, CORNERS: tl.constexpr):
+    """Of the voxels around each position; beyond the sample those that lie as far inside it."""
+    total = wx * 0.0
+    for corner in tl.static_range(CORNERS):
+        z = _mirror(iz + corner // 4, sz)
+        y = _mirror(iy + corner // 2 % 2, sy)
+        x = _mirror(ix + corner % 2, sx)
+        found = tl.load(source + (z * ry + y) * rx + x, mask=valid, other=0)
+        total += _weight(wz, wy, wx, corner // 4, corner // 2 % 2, corner % 2) * found.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _weight(wz, wy, wx, dz: tl.constexpr, dy: tl.constexpr, dx: tl.constexpr):
+    """Of one of the voxels around a position that lies so far beyond the first of them."""
+    return (wz * dz + (1 - wz) * (1 - dz)) * (wy * dy + (1 - wy) * (1 - dy)) * (wx * dx + (1 - wx) * (1 - dx))
+
+
+@triton.jit
+def _reach(first, by_z, by_y, by_x, z, y, x, DEEP: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Least and greatest position along an axis of a sample, over a box of the crop and the taps of its voxels."""
+    least = first + by_z * (z - 0.5) + by_y * (y - 0.5) + by_x * (x - 0.5)
+    greatest = least + tl.maximum(by_z * DEEP, 0.0) + tl.maximum(by_y * HIGH, 0.0) + tl.maximum(by_x * WIDE, 0.0)
+    least += tl.minimum(by_z * DEEP, 0.0) + tl.minimum(by_y * HIGH, 0.0) + tl.minimum(by_x * WIDE, 0.0)
+    return least, greatest
+
+
+@triton.jit
 def _resample(
-    values, out, table, sizes, nodes,
+    values, out, table, nodes,
     channels, rz, ry, rx, cz, cy, cx, mz, my, mx, inverse,
     NDIM: tl.constexpr, CORNERS: tl.constexpr, BEND: tl.constexpr, NEAREST: tl.constexpr,
     DEEP: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    WARP_Z: tl.constexpr, WARP_Y: tl.constexpr, WARP_X: tl.constexpr,
 ):  # fmt: skip
     box = tl.program_id(0)
     channel = tl.program_id(1)
     sample = tl.program_id(2)
     across = (cx + WIDE - 1) // WIDE
     down = (cy + HIGH - 1) // HIGH
-    voxel = tl.arange(0, DEEP * HIGH * WIDE)
-    x = box % across * WIDE + voxel % WIDE
-    y = box // across % down * HIGH + voxel // WIDE % HIGH
-    z = box // (across * down) * DEEP + voxel // (WIDE * HIGH)
+    first_x = box % across * WIDE
+    first_y = box // across % down * HIGH
+    first_z = box // (across * down) * DEEP
+    # Places in the box: warp by warp, and in a warp a small box of its own.
+    lane = tl.arange(0, DEEP * HIGH * WIDE) % 32
+    warp = tl.arange(0, DEEP * HIGH * WIDE) // 32
+    x = first_x + warp % (WIDE // WARP_X) * WARP_X + lane % WARP_X
+    y = first_y + warp // (WIDE // WARP_X) % (HIGH // WARP_Y) * WARP_Y + lane // WARP_X % WARP_Y
+    z = first_z + warp // (WIDE // WARP_X * (HIGH // WARP_Y)) * WARP_Z + lane // (WARP_X * WARP_Y)
     valid = (x < cx) & (y < cy) & (z < cz)
 
-    row = table + sample * 12
-    size = sizes + sample * 4
-    sz = tl.load(size)
-    sy = tl.load(size + 1)
-    sx = tl.load(size + 2)
-    taps = tl.load(size + 3)
-    m00, m01, m02, first_z = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    m10, m11, m12, first_y = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
-    m20, m21, m22, first_x = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
+    row = table + sample * 16
+    m00, m01, m02, begin_z = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    m10, m11, m12, begin_y = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    m20, m21, m22, begin_x = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
+    sz = tl.load(row + 12).to(tl.int32)
+    sy = tl.load(row + 13).to(tl.int32)
+    sx = tl.load(row + 14).to(tl.int32)
+    taps = tl.load(row + 15).to(tl.int32)
     plane = (sample * channels + channel).to(tl.int64)
     source = values + plane * rz * ry * rx
+
+    least_z, greatest_z = _reach(begin_z, m00, m01, m02, first_z, first_y, first_x, DEEP, HIGH, WIDE)
+    least_y, greatest_y = _reach(begin_y, m10, m11, m12, first_z, first_y, first_x, DEEP, HIGH, WIDE)
+    least_x, greatest_x = _reach(begin_x, m20, m21, m22, first_z, first_y, first_x, DEEP, HIGH, WIDE)
+    # A voxel more on either side, for rounding and for the neighbours that a mean is taken with.
+    inside = (least_y >= 1) & (least_x >= 1) & (greatest_y < sy - 2) & (greatest_x < sx - 2)
+    if NDIM == 3:
+        inside = inside & (least_z >= 1) & (greatest_z < sz - 2)
+    if BEND:
+        inside = inside & (box < 0)  # how far a bend reaches is not known here
+
     count = taps * taps
     if NDIM == 3:
         count = count * taps
@@ -152,9 +217,9 @@ def _resample(
             oz += bz
             oy += by
             ox += bx
-        pz = first_z + m00 * oz + m01 * oy + m02 * ox
-        py = first_y + m10 * oz + m11 * oy + m12 * ox
-        px = first_x + m20 * oz + m21 * oy + m22 * ox
+        pz = begin_z + m00 * oz + m01 * oy + m02 * ox
+        py = begin_y + m10 * oz + m11 * oy + m12 * ox
+        px = begin_x + m20 * oz + m21 * oy + m22 * ox
         if NEAREST:
             iz = _mirror(tl.floor(pz + 0.5).to(tl.int32), sz)
             iy = _mirror(tl.floor(py + 0.5).to(tl.int32), sy)
@@ -163,22 +228,16 @@ def _resample(
             place = plane * cz * cy * cx + (z * cy + y) * cx + x
             tl.store(out + place, found, mask=valid)
         else:
-            fz = tl.floor(pz)
-            fy = tl.floor(py)
-            fx = tl.floor(px)
-            wz = pz - fz
-            wy = py - fy
-            wx = px - fx
-            for corner in tl.static_range(CORNERS):
-                dz = corner // 4
-                dy = corner // 2 % 2
-                dx = corner % 2
-                iz = _mirror(fz.to(tl.int32) + dz, sz)
-                iy = _mirror(fy.to(tl.int32) + dy, sy)
-                ix = _mirror(fx.to(tl.int32) + dx, sx)
-                found = tl.load(source + (iz * ry + iy) * rx + ix, mask=valid, other=0).to(tl.float32)
-                weight = (wz * dz + (1 - wz) * (1 - dz)) * (wy * dy + (1 - wy) * (1 - dy))
-                total += weight * (wx * dx + (1 - wx) * (1 - dx)) * found
+            iz = tl.floor(pz).to(tl.int32)
+            iy = tl.floor(py).to(tl.int32)
+            ix = tl.floor(px).to(tl.int32)
+            wz = pz - iz
+            wy = py - iy
+            wx = px - ix
+            if inside:
+                total += _mean_inside(source, iz, iy, ix, wz, wy, wx, ry, rx, valid, CORNERS)
+            else:
+                total += _mean_mirrored(source, iz, iy, ix, wz, wy, wx, ry, rx, sz, sy, sx, valid, CORNERS)
     if not NEAREST:
         place = plane * cz * cy * cx + (z * cy + y) * cx + x
         tl.store(out + place, total / count, mask=valid)
