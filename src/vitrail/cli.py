@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import vitrail
 from vitrail.errors import RunFailed, UserError
+from vitrail.verbs import bench, plan, tune
 from vitrail.verbs.words import (
     Json,
     Overrides,
@@ -314,24 +315,27 @@ def sample(
         print(made["out"])
 
 
-@app.command(short_help="Write the page of a run.")
+@app.command(short_help="Write the page of a run or of a bench.")
 def report(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON too.")] = False
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a bench.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON too.")] = False,
 ) -> None:
-    """Write the page of a run, whatever state the run is in, and print its path.
+    """Write the page of a run, whatever state the run is in, or of a bench, and print its path.
 
     \b
     vitrail report runs/demo-mae3d
     vitrail report runs/demo-mae3d --json
+    vitrail report runs/bench-demo-mae3d          what `vitrail bench --sweep` has measured so far
 
-    The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe, which opens offline.
-    With --json the facts are printed instead of the path, which is among them as "report".
+    The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe, which opens offline. That
+    of a bench has plots of its cells, which are also in RUN/plots as PNG and SVG. With --json the facts are printed
+    instead of the path, which is among them as "report".
     """
-    from vitrail.report import summary, write_report
+    from vitrail.report import bench_summary, is_bench, summary, write_bench_report, write_report
 
-    page = write_report(run)
+    page = write_bench_report(run) if is_bench(run) else write_report(run)
     if as_json:
-        print_tree({"report": str(page), **summary(run)}, as_json)
+        print_tree({"report": str(page), **(bench_summary(run) if is_bench(run) else summary(run))}, as_json)
     else:
         print(page)
 
@@ -618,15 +622,40 @@ def models(
 
 
 @app.command(short_help="Try what training needs on this machine.")
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine instead, for `vitrail plan --cluster FILE`.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --calibrate: the cluster file; else cluster.yaml here.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: fewer measurements.")] = False,
+    as_json: Json = False,
+) -> None:
     """Try what training needs on this machine: versions, devices, attention, process groups, disk, zarr.
 
     \b
     vitrail doctor
     vitrail doctor --json > doctor.json           to send along with a question
+    vitrail doctor --calibrate --out here.yaml    how fast products, attention, copies and collectives are here
+    torchrun --nproc-per-node 8 -m vitrail doctor --calibrate
 
-    Each check says ok, warn or fail, and what to do. Exits with 2 if one fails. Nothing is left behind.
+    Each check says ok, warn or fail, and what to do. Exits with 2 if one fails. Nothing is left behind but the cluster
+    file of --calibrate.
     """
+    if calibrate:
+        from vitrail.bench.calibrate import calibrate as measure
+        from vitrail.bench.calibrate import table
+
+        out = out or Path("cluster.yaml")
+        cluster = measure(out, quick, note if is_chief() else lambda line: None)
+        if is_chief():
+            print_rows(table(cluster), as_json)
+            note(f"written to {out}")
+        return
+    if out is not None or quick:
+        given = "--quick" if out is None else "--out"
+        raise UserError(f"{given}: checks write and measure nothing; add --calibrate, or leave {given} out")
     from vitrail.launch import machine
 
     checks = machine.doctor()
@@ -793,3 +822,7 @@ def schema(
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); choose another path") from error
     print(out)
+
+
+for verb in (plan, bench, tune):
+    verb.add(app)

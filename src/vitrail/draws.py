@@ -7,7 +7,7 @@ and every world size sees the same number.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _PIECE = 2**20  # normal numbers made at a time: what lies between stays small
 _MASK = 0xFFFFFFFF
+_FEW = 14  # counters: below that, a generator for each is as fast as the rounds of all at once
+_SMALL = 32  # blocks of four 64-bit numbers: a generator is faster for a counter that needs more
+# Philox4x64: factors of its two products, and what its two keys grow by from round to round.
+_FACTORS, _STEPS, _ROUNDS = (0xD2E7470EE14C6C93, 0xCA5A826395121157), (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B), 10
 
 
 def key(seed: int, purpose: str, *counters: int | str) -> int:
@@ -26,9 +30,67 @@ def key(seed: int, purpose: str, *counters: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def keys(seed: int, purpose: str, counters: Iterable[int], *more: int | str) -> np.ndarray:
+    """key(seed, purpose, counter, *more) of many counters [B], uint64."""
+    begin, digests = hashlib.blake2b(f"{seed}:{purpose}:".encode(), digest_size=8), bytearray()
+    end = "".join(f":{part}" for part in more)
+    for counter in counters:
+        one = begin.copy()
+        one.update(f"{counter}{end}".encode())
+        digests += one.digest()
+    return np.frombuffer(digests, "<u8") >> np.uint64(1)
+
+
 def stream(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     """An endless sequence of its own for each name: Philox takes the whole key, PyTorch's CPU generator 32 bits."""
     return np.random.Generator(np.random.Philox(key=key(seed, purpose, *counters)))
+
+
+def uniforms(
+    seed: int, purpose: str, counters: Sequence[int], number: int, dtype: type = np.float64, *, few: int = _FEW
+) -> np.ndarray:
+    """The first numbers in [0, 1) of the stream of each counter [B, number], as its generator would give them."""
+    halves = np.dtype(dtype).itemsize // 4
+    blocks = -(-number * halves // 8)
+    if len(counters) < few or blocks > _SMALL:
+        out: np.ndarray = np.empty((len(counters), number), dtype)
+        for row, counter in zip(out, counters, strict=True):
+            stream(seed, purpose, counter).random(out=row, dtype=dtype)
+        return out
+    bits = _philox(keys(seed, purpose, counters), blocks)
+    if halves == 2:
+        return (bits[:, :number] >> np.uint64(11)) * 2.0**-53
+    pairs = np.stack([bits & np.uint64(_MASK), bits >> np.uint64(32)], axis=2)  # the low half comes first
+    small = (pairs.reshape(len(bits), -1)[:, :number] >> np.uint64(8)).astype(np.float32)
+    return small * np.float32(2.0**-24)
+
+
+def between(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Numbers in [0, 1) as a generator's uniform(low, high) would give them."""
+    return low + (high - low) * numbers
+
+
+def _philox(secrets: np.ndarray, blocks: int) -> np.ndarray:
+    """What np.random.Philox gives first for each key: [B, 4 * blocks] uint64, all of them at once."""
+    number, low, half = len(secrets), np.uint64(_MASK), np.uint64(32)
+    factor = np.array(_FACTORS, np.uint64)[:, None]
+    factor_low, factor_high = factor & low, factor >> half
+    step = np.array(_STEPS, np.uint64)[:, None]
+    # Of the four words of a counter, those that are multiplied and the others, [2, B * blocks] each.
+    product, other = np.zeros((2, 2, number * blocks), np.uint64)
+    product[0] = np.tile(np.arange(1, blocks + 1, dtype=np.uint64), number)
+    key = np.zeros_like(product)
+    key[0] = np.repeat(secrets, blocks)
+    for _ in range(_ROUNDS):
+        # The high word of the product, by parts of 32 bits: none of these sums is beyond 64.
+        right, left = product & low, product >> half
+        middle = factor_high * right + (factor_low * right >> half)
+        more = factor_low * left + (middle & low)
+        high = factor_high * left + (middle >> half) + (more >> half)
+        product, other = high[::-1] ^ other ^ key, (product * factor)[::-1]
+        key = key + step
+    words = np.stack([product[0], other[0], product[1], other[1]], axis=1)
+    return words.reshape(number, 4 * blocks)
 
 
 class Draws:
@@ -42,10 +104,8 @@ class Draws:
         """Numbers in [0, 1), one table a sample [B, *shape]: drawn on the CPU, so that every device gets the same."""
         import torch
 
-        out = np.empty((len(self.counters), *shape), np.float32)
-        for row, counter in zip(out, self.counters, strict=True):
-            stream(self.seed, purpose, counter).random(out=row, dtype=np.float32)
-        return torch.from_numpy(out)
+        out = uniforms(self.seed, purpose, self.counters, math.prod(shape), np.float32)
+        return torch.from_numpy(out.reshape(len(self.counters), *shape))
 
     def normal(
         self, purpose: str, *shape: int, device: "torch.device | str | None" = None, rows: range | None = None
@@ -67,8 +127,9 @@ class Draws:
             places = torch.arange(rows.start * row, rows.stop * row, device=device)
         starts = whole * torch.arange(size[0] if whole else 1, device=device)
         places = (starts[:, None] + places).flatten()  # in the whole, whatever part of it is made
-        keys = [[key(self.seed, f"{purpose}/{name}", c) for c in self.counters] for name in ("radius", "angle")]
-        secrets = [torch.tensor(each, dtype=torch.int64).to(device)[:, None] for each in keys]
+        names = [f"{purpose}/{name}" for name in ("radius", "angle")]
+        both = np.stack([keys(self.seed, name, self.counters) for name in names]).astype(np.int64)
+        secrets = torch.from_numpy(both).to(device, non_blocking=True)[..., None]
         out = torch.empty(len(self.counters), len(places), device=device)
         across = max(1, min(len(places), _PIECE))
         down = max(1, _PIECE // across)

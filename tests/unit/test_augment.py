@@ -156,7 +156,7 @@ class _Jit:
         return self.function(*arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
             given = [_Pointer(a.numpy().reshape(-1)) if isinstance(a, torch.Tensor) else a for a in arguments]
             for program in itertools.product(*map(range, grid)):
                 sys.modules["triton.language"].program = program  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from vitrail.data.balance import Balanced, Shares, share, share_ranks
 from vitrail.data.balance_report import compare, rows
 from vitrail.data.mixture import Groups
 from vitrail.data.proof import TIMES, deal, prove, prove_crops, prove_tiles
-from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.sampler import Extent, Sampler, choose
 from vitrail.data.tiles import Tiles
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
@@ -140,6 +140,7 @@ def test_a_proof_finds_what_is_lost_and_doubled() -> None:
 def test_smaller_sets_are_used_again_and_told_of_exactly() -> None:
     shares = share([7, 3], [9, 9], 4, 3, totals=[63, 27])
     order = Balanced([entry(0, 7), entry(1, 3)], shares, batch=12)
+    assert choose(order, range(5, 60)) == [order(counter) for counter in range(5, 60)]
     seen = Counter((s.source, s.item, s.start) for s in map(order, range(order.epoch)))
     found = prove(order, 12, 4)
     for number in range(2):

@@ -13,7 +13,7 @@ from vitrail.data.augment import Augmenter
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
 from vitrail.data.mixture import Groups, group_entries, rotation
-from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.sampler import Extent, Sampler, choose
 from vitrail.data.source import Item
 from vitrail.errors import UserError
 from vitrail.recipe.sections import Augment, Data
@@ -148,6 +148,7 @@ def test_each_group_is_gone_through_without_gaps(shares: list[float], batch: int
         g, o = groups.places(counter)
         assert groups(counter) == orders[int(g)](int(o))
     assert groups.places(0)[1] == 0
+    assert choose(groups, counters[:20].tolist()) == [groups(counter) for counter in counters[:20].tolist()]
 
 
 def mixed(**values) -> Dataset:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vitrail.data.bad import Policy
 from vitrail.data.filter import Occupancy
-from vitrail.data.sampler import Extent, Sample, Sampler, permute
+from vitrail.data.sampler import Extent, Permutation, Sample, Sampler, choose, permute
 from vitrail.data.tiles import Tiles
 from vitrail.launch.world import World
 from vitrail.layers.parts import WHOLE
@@ -440,3 +440,43 @@ def test_the_reader_is_told_how_many_lanes_a_rank_sees(share: int, world: int, l
         loader = loader_of(sampler, share * world, rank, world, samples=samples)
         seen = {c % lanes for step in range(lanes) for c in loader.counters(step)}
         assert loader.reader.lanes == len(seen)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), first=st.integers(0, 2**40))
+def test_many_samples_at_once_are_those_of_each_counter(case, first: int) -> None:
+    extents, crop, options = case
+    counters = [first, first + 1, 7, *range(3 * options["lanes"]), first * 3]
+    together = Sampler(extents, crop, **options).choose(counters)
+    alone = Sampler(extents, crop, **options)
+    assert together == [alone(counter) for counter in counters]
+
+
+def test_whole_images_at_once_are_those_of_each_counter() -> None:
+    extents = [extent((8, 8), item=n) for n in range(700)] + [extent((12, 9), item=n, source=1) for n in range(40)]
+    both = [Sampler(extents, (8, 8), seed=3, lanes=5, orientations=range(8)) for _ in range(2)]
+    counters = range(1200, 1200 + both[0].epoch * 2)
+    assert choose(both[0], counters) == [both[1](counter) for counter in counters]
+    assert choose(lambda counter: both[1](counter), counters[:3]) == choose(both[0], counters[:3])  # any order will do
+    assert choose(both[0], []) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.one_of(st.integers(1, 3000), st.integers(2**31, 2**40)), secret=st.integers(0, 2**63 - 1))
+def test_permutations_of_many_numbers_are_those_of_each(size: int, secret: int) -> None:
+    index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
+    order, expected = Permutation(size, secret), [permute(number, size, secret) for number in index.tolist()]
+    for _ in range(2):  # hashes that are known, too
+        assert order(index).tolist() == expected
+
+
+def test_the_order_is_that_of_the_first_version() -> None:
+    extents = [extent((8, 8), item=n) for n in range(1000)]
+    sampler = Sampler(extents, (8, 8), seed=1, lanes=16, orientations=range(8))
+    assert [(s.item, s.orientation) for s in sampler.choose([0, 1, 999, 1000, 123456])] == [
+        (313, 1),
+        (339, 5),
+        (204, 3),
+        (667, 5),
+        (124, 4),
+    ]

@@ -87,6 +87,8 @@ def probed(loader: Any) -> Iterator[Probe]:
             note = None if own else _whole_chunks(source)
             part = "cut and copy" if own else "read and decode"
             replace(stack, source, "read", part, note)
+            if hasattr(source, "read_many"):
+                replace(stack, source, "read_many", part, None if own else lambda items, out: out.size)
             if getattr(source, "label_dtype", None) is not None:
                 replace(stack, source, "read_labels", part)
         timed_decode = probe.wrap("read and decode", ChunkReader.decode, lambda reader, *_: math.prod(reader.grid))
@@ -94,6 +96,7 @@ def probed(loader: Any) -> Iterator[Probe]:
         timed_wait = probe.wrap("wait for reads", Job.result)
         stack.enter_context(mock.patch.object(Job, "result", lambda self, *given: timed_wait(self, *given)))
         replace(stack, loader.reader, "read_into", "cut and copy")
+        replace(stack, loader.reader, "read_many", "cut and copy")
         replace(stack, loader.reader, "_read_layer", "cut and copy")
         replace(stack, loader, "_choose", "choose samples")
         replace(stack, loader, "_finish", "to the device")

@@ -6,6 +6,7 @@ share the sample, a slab of the turned crop. Augmentation happens on the device,
 
 Steps in a row whose samples come from the same blocks are begun together, where memory holds their batches: the reader
 then decodes each chunk once, right into all of them. While these batches are handed out, those after them are read.
+Small items that lie ready are copied many at once; after an error they are read one by one, as all others are.
 
 Bad data follow a policy: an error, or another sample in its place. Whatever a reading thread raises is raised where
 batches are asked for, and a read that does not end is named there after a while, instead of waited for.
@@ -16,8 +17,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +31,12 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import Buffers
 from vitrail.data.pool import Job, Pool, Several, Stopped
 from vitrail.data.reader import Place, Reader
-from vitrail.data.sampler import Order, Sample
+from vitrail.data.sampler import Order, Sample, choose
 from vitrail.layers.parts import Slab
 from vitrail.recipe.sections import Augment
 
 HANDFUL = 64 * 2**10  # bytes of samples that one thread reads before it asks for more
+MANY = 256 * 2**10  # bytes of samples that are copied at once
 
 _Ready = tuple[Batch, "torch.cuda.Event | None"]  # and when it is, on the device
 
@@ -143,6 +145,9 @@ class Loader:
 
     def _visits(self, first: int, last: int) -> "Iterator[list[_Step]]":
         """Steps that are begun together: all that have samples of some blocks, or one."""
+        if self.sampler.reuse == 1:  # no block serves two of them
+            yield from ([self._choose(self.counters(number))] for number in range(first, last))
+            return
         steps: list[_Step] = []
         before: set[Any] = set()  # blocks of the step before these
         for number in range(first, last):
@@ -164,7 +169,7 @@ class Loader:
         return visit if fits and all(reader.reads_together(s.source) for s in step.samples) else 1
 
     def _choose(self, counters: Sequence[int]) -> "_Step":
-        return _Step(list(counters), [self.sampler(counter) for counter in counters])
+        return _Step(list(counters), choose(self.sampler, counters))
 
     def _start(self, steps: "Sequence[_Step]", pool: Pool, *, whole: bool = False) -> "list[_Pending]":
         """Batches of some steps, on their way."""
@@ -181,6 +186,8 @@ class Loader:
                 jobs = [pool.submit(call, name) for call in calls]
                 shared |= dict.fromkeys(reads, jobs)
         for batch in pending:
+            if len(steps) == 1 and self._start_many(batch):
+                continue
             alone = [read for read in batch.reads if not shared.get(read)]
             for read in batch.reads:
                 read.shared = shared.get(read, [])
@@ -190,6 +197,20 @@ class Loader:
             for first in range(0, len(alone), handful):
                 _start_several(alone[first : first + handful], pool)
         return pending
+
+    def _start_many(self, pending: "_Pending") -> bool:
+        """Read whole items that are alike many at once, where that can be done."""
+        size = None if pending.slab is not None or not pending.samples else self.reader.reads_many(pending.samples)
+        if size is None:
+            return False
+        out = pending.host.numpy()[(slice(None), slice(None), *(slice(0, n) for n in size))]
+        each = max(1, MANY // max(1, out[0].nbytes))
+        for first in range(0, len(out), each):
+            some = slice(first, first + each)
+            call = partial(self.reader.read_many, pending.samples[some], out[some])
+            job = pending.pool.submit(call, partial(self.reader.name_of, pending.samples[first]))
+            pending.many.append((some, job))
+        return True
 
     def _prepare(self, step: "_Step", pool: Pool, together: int, *, whole: bool) -> "_Pending":
         """Memory for the batch of a step, and what is to be read into it."""
@@ -203,15 +224,9 @@ class Loader:
         size = room if slab is None else (math.prod(slab.shape),)
         host = self._host((len(samples), len(variables), *size), reader.dtype, self._values, together)
         labels: Tensor | None = None
-        rows: Sequence[np.ndarray | None] = [None] * len(samples)
         if reader.label_dtype is not None:
             labels = self._host((len(samples), *room), reader.label_dtype, self._labels, together)
-            rows = list(labels.numpy())
-        reads = [
-            _Read(self, pool, counter, sample, out, row, slab)
-            for counter, out, row, sample in zip(step.counters, host.numpy(), rows, samples, strict=True)
-        ]
-        return _Pending(step.counters, host, labels, slab, tuple(variables), reads)
+        return _Pending(self, pool, step.counters, list(samples), host, labels, slab, tuple(variables))
 
     def _room_of(self, samples: Sequence[Sample]) -> tuple[int, ...]:
         """What holds the windows of a batch: of whole images that of its own, as one panorama would enlarge them all.
@@ -220,7 +235,7 @@ class Loader:
         """
         if not self.reader.whole_images or self.policy.on_bad == "skip" or not samples:
             return self.room
-        sizes = [self.reader.size_of(s.source, s.item, s.window or self.reader.crop) for s in samples]
+        sizes = {layout.size for layout in self.reader.layouts(samples)}
         return tuple(max(along) for along in zip(*sizes, strict=True))
 
     def _host(self, shape: tuple[int, ...], dtype: np.dtype, buffers: Buffers, together: int) -> Tensor:
@@ -234,37 +249,31 @@ class Loader:
 
     def _finish(self, pending: "_Pending") -> Batch:
         reader = self.reader
-        for read in pending.reads:
-            read.wait_for_others(self.policy.limit)
-        samples = [read.result(self.policy.limit) for read in pending.reads]
-        self.samples = samples
+        self.samples = samples = pending.wait(self.policy.limit)
         if pending.labels is not None:
             labels: Tensor | None = pending.labels.to(self.device, non_blocking=True)
         elif reader.labelling is not None:
-            classes = [reader.item_label(sample) for sample in samples]
-            labels = torch.tensor(classes, dtype=torch.int64).to(self.device)
+            labels = torch.from_numpy(reader.item_labels(samples)).to(self.device, non_blocking=True)
         else:
             labels = None
-        items = [reader.sources[sample.source].items[sample.item] for sample in samples]
-        factors = [reader.factors(s.source, s.item, s.window or reader.crop) for s in samples]
-        scales = [[s / f for s, f in zip(i.scale, each, strict=True)] for i, each in zip(items, factors, strict=True)]
-        spacings = [
-            [s * f for s, f in zip(i.spacing, each, strict=True)] for i, each in zip(items, factors, strict=True)
-        ]
+        sources = [sample.source for sample in samples]
         statistics = None
         if self.statistics is not None:
-            rows = [self.statistics[sample.source] for sample in samples]
-            mean, std = (torch.stack(part).to(self.device) for part in zip(*rows, strict=True))
+            known = sorted(set(sources))
+            rows = torch.tensor([known.index(source) for source in sources])
+            tables = zip(*[self.statistics[source] for source in known], strict=True)
+            mean, std = (torch.stack(part)[rows].to(self.device, non_blocking=True) for part in tables)
             statistics = (mean, std)
+        layouts = reader.layouts(samples)
         raw = Raw(
             counters=pending.counters,
             values=pending.host.to(self.device, non_blocking=True),
             labels=labels,
-            sizes=[reader.size_of(s.source, s.item, s.window or reader.crop) for s in samples],
-            scales=[reader.kept(s.source, s.item, each) for s, each in zip(samples, scales, strict=True)],
-            spacings=[reader.kept(s.source, s.item, each) for s, each in zip(samples, spacings, strict=True)],
+            sizes=[layout.size for layout in layouts],
+            scales=[layout.scale for layout in layouts],
+            spacings=[layout.spacing for layout in layouts],
             orientations=[sample.orientation for sample in samples],
-            sources=[sample.source for sample in samples],
+            sources=sources,
             variables=pending.variables,
             slab=pending.slab,
             statistics=statistics,
@@ -303,12 +312,7 @@ class _Read:
         """After an error in what was read together, the sample is read by itself, and meets its own errors."""
         failed = False
         for job in self.shared:  # all of them: none may write to the row any more
-            try:
-                job.result(limit)
-            except (SlowRead, Stopped):
-                raise
-            except Exception:
-                failed = True
+            failed |= not _is_done(job, limit)
         if failed:
             _start_several([self], self.pool, urgent=True)
 
@@ -382,13 +386,45 @@ def _block_of(sample: Sample) -> Any:
     return (sample.source, sample.item, *[(b.start, b.stop) for b in sample.block])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
-    """A batch whose samples are still being read."""
+    """A batch whose samples are still being read: many at once, or each by itself or together with others."""
 
+    loader: Loader
+    pool: Pool
     counters: list[int]
+    samples: list[Sample]
     host: Tensor
     labels: Tensor | None  # of voxels
     slab: Slab | None
     variables: tuple[str, ...]
-    reads: list[_Read]
+    many: list[tuple[slice, Job]] = field(default_factory=list)  # and which rows of the batch they read
+
+    @cached_property
+    def reads(self) -> list[_Read]:
+        """What is to be read into each row."""
+        rows = [None] * len(self.samples) if self.labels is None else list(self.labels.numpy())
+        each = zip(self.counters, self.samples, self.host.numpy(), rows, strict=True)
+        return [_Read(self.loader, self.pool, *given, self.slab) for given in each]
+
+    def wait(self, limit: float) -> list[Sample]:
+        """The samples as they were read: some may stand for bad ones."""
+        if self.many and not (failed := [rows for rows, job in self.many if not _is_done(job, limit)]):
+            return self.samples
+        if self.many:  # none writes to the batch any more
+            for rows in failed:
+                _start_several(self.reads[rows], self.pool, urgent=True)
+        for read in self.reads:
+            read.wait_for_others(limit)
+        return [read.result(limit) for read in self.reads]
+
+
+def _is_done(job: Job, limit: float) -> bool:
+    """Whether a job has ended well, once it has ended."""
+    try:
+        job.result(limit)
+    except (SlowRead, Stopped):
+        raise
+    except Exception:  # samples are read by themselves, and meet their own errors
+        return False
+    return True

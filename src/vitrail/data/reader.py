@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +30,13 @@ from vitrail.data.chunk_layers import Layer, find_layers
 from vitrail.data.chunks import copy_part
 from vitrail.data.sampler import Sample
 from vitrail.data.shrink import fit_image, pool, pool_factors, whole_image_factors
-from vitrail.data.source import Source
+from vitrail.data.source import Item, Source
 from vitrail.errors import UserError
 
 # PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
 _HOST_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32", "bool": "uint8"}
 
+MOST_KEPT = 4096  # items, and layouts of their windows
 MUCH_MORE = 4  # times the bytes of the cache: below that, chunks that are met again by chance count
 
 
@@ -63,6 +64,14 @@ class Place(NamedTuple):
     out: np.ndarray  # [C, *S]
     sample: Sample
     window: tuple[slice, ...]  # of the crop
+
+
+class Layout(NamedTuple):
+    """What a window has become on the host, along the axes of a sample."""
+
+    size: tuple[int, ...]  # voxels
+    scale: tuple[float, ...]  # voxels of it to one of a sample
+    spacing: tuple[float, ...]  # physical size of a voxel
 
 
 class Reader:
@@ -94,6 +103,10 @@ class Reader:
         self._blocks: OrderedDict[tuple, tuple[Future[Block], int]] = OrderedDict()  # with their bytes
         self._bytes = 0
         self._buffers = Buffers()
+        # The latest items: some sources make one anew whenever it is asked for, and each is asked for several times.
+        self.item = lru_cache(maxsize=MOST_KEPT)(partial(_item, self.sources))
+        self._alike = [getattr(source, "alike", None) for source in self.sources]  # an item that is like all of them
+        self._layouts: dict[Any, Layout] = {}
         self._large: dict[int, bool] = {}  # sources of chunks, by number: whether they are larger than the cache by far
         self._lock = threading.Lock()
 
@@ -108,12 +121,65 @@ class Reader:
         """By how much a window of an item is pooled, along each axis of the item."""
         if self.whole_images:
             return whole_image_factors(window, self.crop)
-        return pool_factors(self.sources[source].items[item])
+        return pool_factors(self.item(source, item))
 
     def kept(self, source: int, item: int, values: Sequence[Any]) -> tuple[Any, ...]:
         """What belongs to the axes of a sample, out of one value an axis of its item."""
-        across = self.sources[source].items[item].slices
+        across = self.item(source, item).slices
         return tuple(value for axis, value in enumerate(values) if axis != across)
+
+    def layouts(self, samples: Sequence[Sample]) -> list[Layout]:
+        """What the windows of samples become; found out once for all that are alike."""
+        found = []
+        for s in samples:
+            item = self._alike[s.source] or self.item(s.source, s.item)
+            name = (s.window, item.scale, item.spacing, item.slices, self.whole_images)
+            layout = self._layouts.get(name)
+            if layout is None:
+                if len(self._layouts) >= MOST_KEPT:  # images of many sizes
+                    self._layouts = {}
+                window = s.window or self.crop
+                factors = self.factors(s.source, s.item, window)
+                scale, spacing = (
+                    self.kept(s.source, s.item, values)
+                    for values in (
+                        [each / f for each, f in zip(item.scale, factors, strict=True)],
+                        [each * f for each, f in zip(item.spacing, factors, strict=True)],
+                    )
+                )
+                layout = self._layouts[name] = Layout(self.size_of(s.source, s.item, window), scale, spacing)
+            found.append(layout)
+        return found
+
+    def reads_many(self, samples: Sequence[Sample]) -> tuple[int, ...] | None:
+        """The size of samples that can be read many at once, as whole items that are alike; None where they cannot."""
+        kinds = {(s.source, s.window or self.crop) for s in samples}
+        if self.fit is not None or self.label_dtype is not None or len({window for _, window in kinds}) != 1:
+            return None
+        for number, window in kinds:
+            source, item = self.sources[number], self._alike[number]
+            if item is None or not hasattr(source, "read_many") or self._in_blocks(number):
+                return None
+            if item.slices is not None or window != item.shape or max(self.factors(number, 0, window)) > 1:
+                return None
+        return window
+
+    def read_many(self, samples: Sequence[Sample], out: np.ndarray) -> None:
+        """Write samples into out [B, C, *size]; it tries once: after an error they are to be read one by one."""
+        sources = np.array([sample.source for sample in samples])
+        items = np.array([sample.item for sample in samples])
+        with np.errstate(over="ignore"):  # what is too large for the type is found below
+            for number in np.unique(sources).tolist():
+                here = np.flatnonzero(sources == number)
+                source: Any = self.sources[number]
+                if len(here) == len(samples):
+                    source.read_many(items, out)
+                else:
+                    some = np.empty((len(here), *out.shape[1:]), out.dtype)
+                    source.read_many(items[here], some)
+                    out[here] = some
+        if out.dtype.kind == "f" and not np.isfinite(out).all():
+            raise BadData("some value is NaN or infinite; read by itself, its sample tells where")
 
     def read_into(
         self,
@@ -134,7 +200,7 @@ class Reader:
             name = partial(self.name_of, sample)
             return read_again(lambda: source.read_into(sample.item, region, out), name, retries=self.retries)
         crop = self._cut(sample, window, whole)
-        item = self.sources[sample.source].items[sample.item]
+        item = self.item(sample.source, sample.item)
         if labels is not None:
             assert crop.labels is not None
             self._check_labels(crop.labels, sample)
@@ -180,17 +246,32 @@ class Reader:
 
     def item_label(self, sample: Sample) -> int:
         """The class of a sample's item, as a place in the names of the labelling."""
-        item = self.sources[sample.source].items[sample.item]
+        item = self.item(sample.source, sample.item)
         if item.label is None:
             raise UserError(f"{item.name} has no class; give every item one, or leave it out")
         return self._classes[sample.source][item.label]
+
+    def item_labels(self, samples: Sequence[Sample]) -> np.ndarray:
+        """The classes of the samples' items [B], int64."""
+        sources = np.array([sample.source for sample in samples], np.int64)
+        labels = np.empty(len(samples), np.int64)
+        for number in np.unique(sources).tolist():
+            here, source = np.flatnonzero(sources == number), self.sources[number]
+            some = [samples[row] for row in here.tolist()]
+            at_once = getattr(source, "labels_of", None)
+            known = None if at_once is None else at_once(np.array([sample.item for sample in some]))
+            if known is None:
+                labels[here] = [self.item_label(sample) for sample in some]
+            else:
+                labels[here] = np.array(self._classes[number])[known]
+        return labels
 
     def name_of(self, sample: Sample) -> str:
         """Where a sample lies, for errors."""
         source = self.sources[sample.source]
         sizes = sample.window or self.crop
         places = [f"{a} {s} to {s + n - 1}" for a, s, n in zip(source.axes, sample.start, sizes, strict=True)]
-        return f"{source.items[sample.item].name} (voxels {', '.join(places)})"
+        return f"{self.item(sample.source, sample.item).name} (voxels {', '.join(places)})"
 
     def voxel_bytes(self, source: Source) -> int:
         """Bytes of one voxel of a source with all that is read of it."""
@@ -244,7 +325,7 @@ class Reader:
         if out.dtype.kind == "f" or self.fit is not None:
             return False
         shrunk = max(self.factors(sample.source, sample.item, sample.window or self.crop)) > 1
-        return self.sources[sample.source].items[sample.item].slices is None and not shrunk
+        return self.item(sample.source, sample.item).slices is None and not shrunk
 
     def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...], *, retries: int) -> Block:
         """A window of the sample's item: voxels of one region, labels of another."""
@@ -286,7 +367,7 @@ class Reader:
         if wrong.any():
             where = tuple(np.argwhere(wrong)[0])
             value, position = int(crop[where]), [int(s + w) for s, w in zip(sample.start, where, strict=True)]
-            name = self.sources[sample.source].items[sample.item].name
+            name = self.item(sample.source, sample.item).name
             raise BadData(
                 f"{name}: label {value} at voxel {position} of the region that is read, but the "
                 f"{len(names)} classes are 0 ({names[0]}) to {len(names) - 1} ({names[-1]}); "
@@ -338,6 +419,10 @@ class Reader:
                 break
             self._bytes -= self._blocks.pop(name)[1]
         return self._bytes + size <= self.cache_bytes
+
+
+def _item(sources: Sequence[Source], source: int, item: int) -> Item:
+    return sources[source].items[item]
 
 
 def _value_bytes(source: Source) -> int:

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from vitrail.data.filter import NothingLeft, Occupancy
-from vitrail.draws import key
+from vitrail.draws import key, keys
 
 TRIES = 64  # places in a block that are looked at for one with enough in it
+ROUNDS = 4  # of a permutation
+MOST_KEPT = 16  # bits of the numbers that a permutation keeps its hashes of
 
 
 class Sample(NamedTuple):
@@ -61,6 +63,21 @@ class Order(Protocol):
     def epoch(self) -> int: ...  # samples of one pass
 
     def __call__(self, counter: int, attempt: int = 0) -> Sample: ...
+
+
+def choose(order: Order, counters: Sequence[int]) -> list[Sample]:
+    """The samples of many counters: all at once where an order can, or those can that it shares counters out to."""
+    many: Any = order
+    if hasattr(order, "choose"):
+        return many.choose(counters)
+    if not hasattr(order, "places"):
+        return [order(counter) for counter in counters]
+    orders, own = many.places(np.asarray(counters, np.int64))
+    samples: dict[int, Sample] = {}
+    for number in np.unique(orders).tolist():
+        rows = np.flatnonzero(orders == number)
+        samples |= zip(rows.tolist(), choose(many.orders[number], own[rows].tolist()), strict=True)
+    return [samples[row] for row in range(len(counters))]
 
 
 class Bounds(NamedTuple):
@@ -122,7 +139,16 @@ class Sampler:
             math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, window, strict=True))
             for (_, window), (cuts, _) in alike.items()
         )  # in voxels
-        self._latest: dict[tuple[int, int], Bounds] = {}  # of blocks: each is asked for `reuse` times
+        # The latest blocks, by visit and by number: each is asked for `reuse` times.
+        self._latest: dict[tuple[int, int], Bounds] = {}
+        self._known: dict[int, tuple[Bounds, tuple[slice, ...]]] = {}  # with their voxels
+        self._passes: dict[int, tuple[Permutation, float]] = {}  # the latest, with their phases
+        # Items that are taken whole, by their cuts: the voxels of their one block.
+        self._whole = {
+            id(cuts): tuple(slice(0, size) for size in window)
+            for (_, window), (cuts, _) in alike.items()
+            if all(c[-1] == 1 for c in cuts)
+        }
 
     def weight_of(self, extent: int) -> float:
         """The crops' worth of places of an extent, times its weight or share."""
@@ -140,12 +166,42 @@ class Sampler:
         pass_number, visit = divmod(turn // self.reuse * self.lanes + lane, self.visits)
         if attempt:  # from anywhere: what cannot be read is often the whole block
             visit = key(self.seed, "substitute", counter, attempt) % self.visits
-        which, low, high = self._block(pass_number, visit)
-        extent, window = self.extents[which], self.windows[which]
-        start = self._start(which, low, high, counter, attempt)
-        voxels = tuple(slice(lo, hi - 1 + c) for lo, hi, c in zip(low, high, window, strict=True))
+        bounds = self._block(pass_number, visit)
+        extent, window = self.extents[bounds.extent], self.windows[bounds.extent]
+        start, voxels = self._start(*bounds, counter, attempt), self._voxels(bounds)
         orientation = self.orientations[key(self.seed, "orientation", counter) % len(self.orientations)]
         return Sample(extent.source, extent.item, voxels, start, orientation, window, attempt)
+
+    def choose(self, counters: Sequence[int]) -> list[Sample]:
+        """The samples of many counters, the same as one by one; fast where items are taken whole."""
+        turns, lanes = np.divmod(np.asarray(counters, np.int64), self.lanes)
+        passes, visits = np.divmod(turns // self.reuse * self.lanes + lanes, self.visits)
+        blocks = np.empty_like(visits)
+        for number in np.unique(passes).tolist():
+            blocks[passes == number] = self._find_blocks(number, visits[passes == number])
+        which = np.searchsorted(self.first, blocks, side="right") - 1
+        codes = [self.orientations[0]] * len(counters)
+        if len(self.orientations) > 1:
+            drawn = keys(self.seed, "orientation", counters) % np.uint64(len(self.orientations))
+            codes = [self.orientations[place] for place in drawn.tolist()]
+        samples = []
+        for counter, number, block, code in zip(counters, which.tolist(), blocks.tolist(), codes, strict=True):
+            extent, window = self.extents[number], self.windows[number]
+            voxels = self._whole.get(id(self.cuts[number]))
+            if voxels is not None:
+                start = (0,) * len(window)  # the only place there is
+            else:
+                found = self._known.get(block)
+                if found is None:
+                    bounds = self._bounds(number, block)
+                    found = bounds, self._voxels(bounds)
+                    if len(self._known) >= 2 * self.lanes:
+                        self._known = {}
+                    self._known[block] = found
+                (_, low, high), voxels = found
+                start = self._start(number, low, high, counter, 0)
+            samples.append(Sample(extent.source, extent.item, voxels, start, code, window))
+        return samples
 
     def _block(self, pass_number: int, visit: int) -> Bounds:
         found = self._latest.get((pass_number, visit))
@@ -156,14 +212,29 @@ class Sampler:
         return found
 
     def _find_block(self, pass_number: int, visit: int) -> Bounds:
-        shuffled = permute(visit, self.visits, key(self.seed, "pass", pass_number))
-        phase = key(self.seed, "phase", pass_number) / 2**63
-        place = (shuffled + phase) / self.visits * self.cumulative[-1]
-        flat = min(int(np.searchsorted(self.cumulative, place, side="right")), self._last)
+        block = int(self._find_blocks(pass_number, np.array([visit]))[0])
+        return self._bounds(int(np.searchsorted(self.first, block, side="right")) - 1, block)
 
-        which = int(np.searchsorted(self.first, flat, side="right")) - 1
+    def _find_blocks(self, pass_number: int, visits: np.ndarray) -> np.ndarray:
+        """The numbers of the blocks of some visits, among those of all extents."""
+        found = self._passes.get(pass_number)
+        if found is None:
+            order = Permutation(self.visits, key(self.seed, "pass", pass_number))
+            found = order, key(self.seed, "phase", pass_number) / 2**63
+            # A new one: other threads may be looking at the old.
+            self._passes = {n: p for n, p in self._passes.items() if n == pass_number - 1} | {pass_number: found}
+        order, phase = found
+        places = (order(visits) + phase) / self.visits * self.cumulative[-1]
+        return np.minimum(np.searchsorted(self.cumulative, places, side="right"), self._last)
+
+    def _voxels(self, bounds: Bounds) -> tuple[slice, ...]:
+        """What holds every window of a block."""
+        window = self.windows[bounds.extent]
+        return tuple(slice(lo, hi - 1 + c) for lo, hi, c in zip(bounds.low, bounds.high, window, strict=True))
+
+    def _bounds(self, which: int, block: int) -> Bounds:
         cuts = self.cuts[which]
-        cell = np.unravel_index(flat - self.first[which], [len(c) - 1 for c in cuts])
+        cell = np.unravel_index(block - self.first[which], [len(c) - 1 for c in cuts])
         low = tuple(int(c[i]) for c, i in zip(cuts, cell, strict=True))
         high = tuple(int(c[i + 1]) for c, i in zip(cuts, cell, strict=True))
         return Bounds(which, low, high)
@@ -256,12 +327,55 @@ def _filled(occupancy: Occupancy, window: tuple[int, ...], cuts: list[np.ndarray
 
 def permute(index: int, size: int, secret: int) -> int:
     """A keyed permutation of range(size): four Feistel rounds, walking until the value falls inside."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    if size == 1:
+        return 0
+    half = half_bits(size)
     low_bits = (1 << half) - 1
     while True:
         left, right = index >> half, index & low_bits
-        for round_number in range(4):
+        for round_number in range(ROUNDS):
             left, right = right, left ^ (key(secret, "feistel", round_number, right) & low_bits)
         index = left << half | right
         if index < size:
             return index
+
+
+def half_bits(size: int) -> int:
+    """Half of the bits of the numbers below a size."""
+    return max(1, ((size - 1).bit_length() + 1) // 2)
+
+
+class Permutation:
+    """permute() of many numbers: rounds hash half of the bits alone, so that few hashes serve them all and are kept."""
+
+    def __init__(self, size: int, secret: int):
+        self.size, self.secret = size, secret
+        self.half = half_bits(size)
+        self._known: dict[int, np.ndarray] = {}  # by round: hashes [2^half], -1 where not known yet
+
+    def __call__(self, index: np.ndarray) -> np.ndarray:
+        """Places of some numbers, each below the size."""
+        found, open_ = index.astype(np.int64), np.arange(len(index))
+        while len(open_):
+            left, right = found[open_] >> self.half, found[open_] & ((1 << self.half) - 1)
+            for number in range(ROUNDS):
+                left, right = right, left ^ self._hash(number, right)
+            found[open_] = left << self.half | right
+            open_ = open_[found[open_] >= self.size]
+        return found
+
+    def _hash(self, number: int, values: np.ndarray) -> np.ndarray:
+        """The low bits of key(secret, "feistel", round, value)."""
+        if self.half > MOST_KEPT:
+            return self._hash_anew(number, values)
+        known = self._known.get(number)
+        if known is None:
+            known = self._known[number] = np.full(1 << self.half, -1, np.int32)
+        new = values[known[values] < 0]
+        if len(new):
+            known[new] = self._hash_anew(number, new)
+        return known[values]
+
+    def _hash_anew(self, number: int, values: np.ndarray) -> np.ndarray:
+        bits = keys(self.secret, f"feistel:{number}", values.tolist())
+        return (bits & np.uint64((1 << self.half) - 1)).astype(np.int64)

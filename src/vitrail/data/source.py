@@ -78,6 +78,22 @@ class LabelledSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class ManySource(Source, Protocol):
+    """A source of small items that are all alike and lie ready, so that many of them are copied at once."""
+
+    @property
+    def alike(self) -> Item: ...  # what all items have in common: all but name and label
+
+    def read_many(self, items: np.ndarray, out: np.ndarray) -> None:
+        """Whole items into out [B, C, *shape], of the source's type or a wider one."""
+        ...
+
+    def labels_of(self, items: np.ndarray) -> np.ndarray | None:
+        """The classes of items [B]; None where some have none."""
+        ...
+
+
 def resolve_region(
     axes: Sequence[str], shape: Sequence[int], region: Mapping[str, Sequence[float]] | None
 ) -> tuple[slice, ...]:

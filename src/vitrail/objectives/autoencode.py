@@ -84,7 +84,7 @@ class Autoencode(Objective):
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         error = output.float() - targets.values
         each = error.square() if self.config.loss == "mse" else error.abs()
-        return Loss(each.sum(), torch.tensor(float(each.numel()), device=each.device))
+        return Loss(each.sum(), torch.full((), float(each.numel()), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         loss, truth = self.loss(output, targets), targets.values.double()

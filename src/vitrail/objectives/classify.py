@@ -78,21 +78,21 @@ class Classify(Objective):
         rate = getattr(self.model, "head_dropout", 0.0)
         if rate and not evaluating:
             kept = draws.uniform("head_dropout", encoder_of(self.model).width) >= rate
-            inputs["head_dropout"] = (kept / (1 - rate)).to(batch.values.device)  # [B, D]
+            inputs["head_dropout"] = (kept / (1 - rate)).to(batch.values.device, non_blocking=True)  # [B, D]
         labels = check_labels(batch.labels, self.model.classes)
         return inputs, labels if batch.soft is None or evaluating else batch.soft  # [B], or [B, classes] of mixed ones
 
     def loss(self, output: Tensor, targets: Tensor) -> Loss:
         smoothing = self.config.smoothing
         total = functional.cross_entropy(output.float(), targets, reduction="sum", label_smoothing=smoothing)
-        return Loss(total, torch.tensor(float(len(targets)), device=output.device))
+        return Loss(total, torch.full((), float(len(targets)), device=output.device))
 
     def measure(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
         output = output.double()
         sums = {
             "loss": functional.cross_entropy(output, targets, reduction="sum"),
             "accuracy": (output.argmax(dim=1) == targets).sum(),
-            "count": torch.tensor(float(len(targets)), device=output.device),
+            "count": torch.full((), float(len(targets)), device=output.device),
         }
         if "top5" in self.metrics:
             sums["top5"] = (output.topk(5, dim=1).indices == targets[:, None]).sum()

@@ -149,26 +149,30 @@ class Generate(Objective):
         exchange: Exchange | None = None,
     ) -> tuple[dict[str, Any], Targets]:
         data, given = self.fields(batch)
+
+        def sent(table: Tensor) -> Tensor:  # without waiting for what the device is at
+            return table.to(data.device, non_blocking=True)
+
         # Held-out samples have the counters of training samples, but share no noise with them.
-        device, use = data.device, "valid/" if evaluating else ""
+        use = "valid/" if evaluating else ""
         uniform, quarter = draws.uniform(f"{use}times", 1)[:, 0], quarters(draws) if evaluating else None
         times = self.process.draw_times(uniform) if quarter is None else self.even_times((quarter + uniform) / QUARTERS)
-        weights = self.process.weights(times, self.predict).float().to(device)
+        weights = sent(self.process.weights(times, self.predict).float())
         size = tuple(data.shape[2:]) if batch.slab is None else batch.slab.size
         rows = None if batch.slab is None else batch.slab.rows
-        noise = draws.normal(f"{use}noise", data.shape[1], *size, device=device, rows=rows)
-        told, times = self.process.told(times).to(device), times.to(device)
+        noise = draws.normal(f"{use}noise", data.shape[1], *size, device=data.device, rows=rows)
+        told, times = sent(self.process.told(times)), sent(times)
         labels = None
         if self.classes is not None:
             labels = check_labels(batch.labels, self.classes)
             if not evaluating:
-                hidden = draws.uniform("label_dropout", 1)[:, 0]
+                hidden = sent(draws.uniform("label_dropout", 1)[:, 0])
                 labels = drop_labels(labels, hidden, self.model.label_dropout, self.classes)
         noisy = self.process.mix(data, noise, times)
         inputs, tokens = self.inputs(noisy, given, told, labels, part, names=batch.variables, slab=batch.slab)
         wanted = self.process.target(data, noise, times, self.predict)
         values = self.in_tokens(wanted, tokens, part)
-        quarter = None if quarter is None else quarter.to(device)
+        quarter = None if quarter is None else sent(quarter)
         return inputs, Targets(values, weights, quarter, inputs.get("valid"))
 
     def inputs(

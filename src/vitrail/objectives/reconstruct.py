@@ -198,7 +198,7 @@ class Reconstruct(Objective):
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         squared = (output.float() - targets.values).square()
         if targets.valid is None:
-            return Loss(squared.sum(), torch.tensor(float(squared.numel()), device=squared.device))
+            return Loss(squared.sum(), torch.full((), float(squared.numel()), device=squared.device))
         squared = torch.where(targets.valid.unsqueeze(-1), squared, 0.0)
         return Loss(squared.sum(), targets.valid.sum() * float(squared.shape[-1]))
 

@@ -115,7 +115,7 @@ class Segment(Objective):
         each = segmentation_loss(
             logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, ignore=c.ignore
         )
-        return Loss(each.sum(), torch.tensor(float(len(each)), device=each.device))
+        return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         loss = self.loss(output, targets)

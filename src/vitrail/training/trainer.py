@@ -87,10 +87,10 @@ class Trainer:
 
         gradients = self.flow.gradients
         gradients.add_up()
-        wishes = torch.tensor([float(reason == stop_wish) for reason in STOP_REASONS], dtype=torch.float64)
+        wishes = [float(reason == stop_wish) for reason in STOP_REASONS]
         numbers = torch.stack([t.to(self.place.device) for t in (loss_sum, count, gradients.squares())])
-        found = torch.tensor(bad, dtype=torch.float64)
-        table = torch.cat([numbers, found.to(numbers.device), wishes.to(numbers.device)])
+        more = torch.tensor([*bad, *wishes], dtype=torch.float64)
+        table = torch.cat([numbers, more.to(numbers.device, non_blocking=True)])
         dist.all_reduce(table)
         loss_sum_all, count_all, squares_all, skipped, filled, *wished = table.tolist()
 
@@ -129,7 +129,7 @@ class Trainer:
         inputs, targets = self.objective.prepare(micro, draws, part=self.flow.part, exchange=self.flow.exchange)
         drop_path = drop_path_table(draws, self.drop_path_rates)
         if drop_path is not None:
-            inputs["drop_path"] = drop_path.to(self.place.device)
+            inputs["drop_path"] = drop_path.to(self.place.device, non_blocking=True)
         return inputs, targets
 
     def _judge(self, output: torch.Tensor, targets: Any) -> Loss:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.data.augment.geometry import Move
+from vitrail.data.augment.geometry import Move, Moves
 
 BOX = {2: (1, 32, 32), 3: (8, 8, 8)}  # voxels of a program
 WARP = {2: (1, 4, 8), 3: (2, 2, 8)}  # of the 32 threads that run together: whole sectors of 32 bytes are written
@@ -42,7 +42,8 @@ def launch(
     device = values.device
     out = torch.empty(samples, channels, *crop, device=device, dtype=values.dtype if nearest else torch.float32)
     # One table, as every copy to the device costs as much as the kernel of a small crop.
-    table = torch.from_numpy(np.stack([_row(*each) for each in zip(moves, sizes, strict=True)]))
+    moves = Moves.of(moves)
+    table = torch.from_numpy(_table(moves, sizes))
     nodes = _nodes(moves, ndim)
     bend = nodes is not None
     box, warp, pad = BOX[ndim], WARP[ndim], [1] * (3 - ndim)
@@ -60,28 +61,27 @@ def launch(
     return out
 
 
-def _row(move: Move, size: Sequence[int]) -> np.ndarray:
-    """Matrix and origin of a move, the size of its sample and its taps; of an image the first axis stays as it is.
+def _table(moves: Moves, sizes: Sequence[Sequence[int]]) -> np.ndarray:
+    """[B, 16] matrix and origin of each move, the size of its sample and its taps; images have a first axis of one.
 
     Sizes and taps are whole numbers far below 2^24, which float32 holds.
     """
-    row = np.zeros((4, 4), np.float32)
-    n = len(move.origin)
-    row[3 - n : 3, 3 - n : 3] = move.matrix
-    row[3 - n : 3, 3] = move.origin
-    row[3] = [*[1] * (3 - n), *size, move.taps]
-    return row.ravel()
+    n = moves.origin.shape[1]
+    rows = np.zeros((len(moves), 4, 4), np.float32)
+    rows[:, 3 - n : 3, 3 - n : 3], rows[:, 3 - n : 3, 3] = moves.matrix, moves.origin
+    rows[:, 3, : 3 - n], rows[:, 3, 3 - n : 3], rows[:, 3, 3] = 1, sizes, moves.taps
+    return rows.reshape(len(rows), 16)
 
 
-def _nodes(moves: Sequence[Move], ndim: int) -> Tensor | None:
+def _nodes(moves: Moves, ndim: int) -> Tensor | None:
     """Bends [B, 3, *nodes], 0 where there is none; None where no sample has one."""
-    shape = next((move.nodes.shape for move in moves if move.nodes is not None), None)
-    if shape is None:
+    if moves.nodes is None:
         return None
+    shape = next(own.shape for own in moves.nodes if own is not None)
     nodes = np.zeros((len(moves), 3, *[1] * (3 - ndim), *shape[1:]), np.float32)
-    for row, move in zip(nodes, moves, strict=True):
-        if move.nodes is not None:
-            row[3 - ndim :] = move.nodes.reshape(ndim, *row.shape[1:])
+    for row, own in zip(nodes, moves.nodes, strict=True):
+        if own is not None:
+            row[3 - ndim :] = own.reshape(ndim, *row.shape[1:])
     return torch.from_numpy(nodes)
 
 

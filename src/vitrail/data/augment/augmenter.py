@@ -2,7 +2,8 @@
 
 Sections are spoilt in the window; then the crop is cut from it in one pass (orientation, flip, rotation, scale, shear,
 bend and what is left of a wanted voxel size in one matrix); then blur, gamma, contrast, brightness, noise and colour;
-then samples are mixed. Where nothing but orientations is asked for, values keep their type and every intensity.
+then samples are mixed. Where nothing but orientations is asked for, values keep their type and every intensity; where
+flips come to it and windows are crops, nothing is resampled either.
 """
 
 from typing import Any, Literal
@@ -13,10 +14,10 @@ from torch import Tensor
 from vitrail.data.augment.affine import resample, resample_labels
 from vitrail.data.augment.artefacts import spoil
 from vitrail.data.augment.colour import jitter
-from vitrail.data.augment.geometry import Geometry
+from vitrail.data.augment.geometry import Geometry, Moves
 from vitrail.data.augment.intensity import change_intensity, changes_intensity
 from vitrail.data.augment.mix import mix
-from vitrail.data.augment.orientations import orient
+from vitrail.data.augment.orientations import flip_some, orient
 from vitrail.data.augment.raw import Raw
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.source import Item
@@ -44,10 +45,10 @@ class Augmenter:
         self._check()
         self.geometry = Geometry(settings, self.crop, self.axes, seed)
         c = settings
+        changes = bool(changes_intensity(c) or c.sections or c.jitter)
+        self._only_flips = self.geometry.only_flips and not changes  # but for samples that are mixed
         # Whether samples are needed whole, whatever their window: for anything but turns by whole voxels.
-        self.resamples = bool(
-            self.geometry.moves or changes_intensity(c) or c.sections or c.jitter or c.mixup or c.cutmix
-        )
+        self.resamples = bool(self.geometry.moves or changes or c.mixup or c.cutmix)
 
     def window(self, item: Item, crop: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Voxels of an item that one sample is cut from, for the worst draw; 1 across slices."""
@@ -61,17 +62,21 @@ class Augmenter:
 
     def __call__(self, raw: Raw) -> Batch:
         codes = raw.orientations or [0] * len(raw.counters)
-        if not self.resamples and not self._differs(raw):
+        differs = self._differs(raw)
+        if not self.resamples and not differs:
             labels = raw.labels
             if labels is not None and self.labels == "voxel":
                 labels = orient(labels[:, None], codes)[:, 0]
             values = orient(raw.values, codes, raw.slab)
             return Batch(raw.counters, values, labels, raw.variables, raw.slab, raw.statistics)
         assert raw.slab is None, "samples that are resampled are read whole"
-        if raw.values.device.type != "cpu" or len(raw.counters) == 1:
-            values, labels = self._change(raw, codes)
+        if self._only_flips and not differs:
+            values, labels = self._flip(raw, codes)
+        elif raw.values.device.type != "cpu" or len(raw.counters) == 1:
+            values, labels = self._change(raw, self._draw(raw, codes))
         else:  # one by one: vectorised loops of the CPU round by the place of a number in its tensor
-            parts = [self._change(raw.narrow(i, i + 1), codes[i : i + 1]) for i in range(len(raw.counters))]
+            moves = self._draw(raw, codes)
+            parts = [self._change(raw.narrow(i, i + 1), moves[i : i + 1]) for i in range(len(raw.counters))]
             values = torch.cat([part[0] for part in parts])
             labels = raw.labels if self.labels != "voxel" else torch.cat([part[1] for part in parts])  # type: ignore[misc]
         soft = None
@@ -81,11 +86,25 @@ class Augmenter:
             values, soft = mix(values, labels, raw.counters, self.settings, self.seed, self.num_classes, raw.statistics)
         return Batch(raw.counters, values, labels, raw.variables, None, raw.statistics, soft)
 
-    def _change(self, raw: Raw, codes: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Everything but mixing; values become float32."""
-        c, n, number = self.settings, len(self.crop), len(raw.counters)
-        sizes = raw.sizes or [tuple(raw.values.shape[2:])] * number
+    def _flip(self, raw: Raw, codes: list[int]) -> tuple[Tensor, Tensor | None]:
+        """What _change() gives where crops are flipped and turned alone, without sampling them."""
+        flips = self.geometry.draw_flips(raw.counters) & self.geometry.draw_chance(raw.counters)[:, None]  # [B, n]
+        values, labels = orient(flip_some(raw.values, flips), codes).float(), raw.labels
+        if labels is not None and self.labels == "voxel":
+            labels = orient(flip_some(labels[:, None], flips), codes)[:, 0]
+        return values, labels
+
+    def _draw(self, raw: Raw, codes: list[int]) -> Moves:
+        n, number = len(self.crop), len(raw.counters)
         scales, spacings = raw.scales or [(1.0,) * n] * number, raw.spacings or [(1.0,) * n] * number
+        return self.geometry.draw_many(raw.counters, self._sizes(raw), spacings, scales, codes)
+
+    def _sizes(self, raw: Raw) -> list[tuple[int, ...]]:
+        return raw.sizes or [tuple(raw.values.shape[2:])] * len(raw.counters)
+
+    def _change(self, raw: Raw, moves: Moves) -> tuple[Tensor, Tensor | None]:
+        """Everything but mixing; values become float32."""
+        c, sizes = self.settings, self._sizes(raw)
         voxels = raw.labels if self.labels == "voxel" else None
         if c.sections is not None or changes_intensity(c):
             mean, std = self._statistics(raw)
@@ -96,7 +115,6 @@ class Augmenter:
                 sample = raw.values[i][(slice(None), *inside)]
                 own = None if voxels is None else voxels[i][inside]
                 spoil(sample, own, c.sections, axis, seed=self.seed, counter=counter, mean=mean[i], std=std[i])
-        moves = [self.geometry.draw(*drawn) for drawn in zip(raw.counters, sizes, spacings, scales, codes, strict=True)]
         step = self.geometry.step
         values = resample(raw.values, moves, sizes, self.crop, step=step)
         labels = raw.labels if voxels is None else resample_labels(voxels, moves, sizes, self.crop, step=step)
@@ -111,7 +129,7 @@ class Augmenter:
         """Whether windows are no crops: items at another voxel size than wanted, or of which more was read."""
         room = self.crop if raw.slab is not None else tuple(raw.values.shape[2:])
         sizes = {room, *map(tuple, raw.sizes)} if raw.slab is None else {room}
-        return sizes != {self.crop} or any(factor != 1 for scale in raw.scales for factor in scale)
+        return sizes != {self.crop} or any(factor != 1 for scale in {*map(tuple, raw.scales)} for factor in scale)
 
     def _statistics(self, raw: Raw) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation [B, C] that changes are relative to, on the host."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.draws import stream
+from vitrail.draws import between, uniforms
 from vitrail.errors import UserError
 
 GREY = np.array([0.299, 0.587, 0.114])  # how bright red, green and blue look
@@ -37,11 +37,10 @@ def jitter(
             f"{', '.join(variables) or 'no names'}; name them so with `variables`, or leave jitter out"
         )
     places = torch.tensor([variables.index(name) for name in ("red", "green", "blue")], device=values.device)
-    drawn = [_draw(settings, seed, counter) for counter in counters]
     colours = values.index_select(1, places)  # [B, 3, *S]
     flat = colours.flatten(2)
     brightness, contrast, matrix = (
-        torch.tensor(np.stack(part), dtype=torch.float32, device=values.device) for part in zip(*drawn, strict=True)
+        torch.from_numpy(part).float().to(values.device, non_blocking=True) for part in _draw(settings, seed, counters)
     )
     flat = flat * brightness.view(-1, 1, 1)
     grey = torch.tensor(GREY, dtype=torch.float32, device=values.device) @ flat.mean(2, keepdim=True)  # [B, 1]
@@ -52,13 +51,14 @@ def jitter(
     return values.index_copy(1, places, flat.view_as(colours))
 
 
-def _draw(settings: Any, seed: int, counter: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Factor of brightness, factor of contrast, and the matrix of saturation and hue."""
-    numbers = stream(seed, "augment.jitter", counter).uniform(-1, 1, 4)
-    limits = (settings.brightness, settings.contrast, settings.saturation)
-    brightness, contrast, saturation = (max(0.0, 1 + most * n) for most, n in zip(limits, numbers[:3], strict=True))
-    angle = 2 * math.pi * settings.hue * numbers[3]
-    turn = np.eye(3)
-    turn[1:, 1:] = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
-    pull = saturation * np.eye(3) + (1 - saturation) * np.outer(np.ones(3), GREY)
-    return np.array(brightness), np.array(contrast), np.linalg.inv(_YIQ) @ turn @ _YIQ @ pull
+def _draw(settings: Any, seed: int, counters: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Factors of brightness and of contrast [B], and the matrices of saturation and hue [B, 3, 3]."""
+    numbers = between(uniforms(seed, "augment.jitter", counters, 4), -1, 1)
+    limits = np.array([settings.brightness, settings.contrast, settings.saturation])
+    brightness, contrast, saturation = np.maximum(0.0, 1 + limits * numbers[:, :3]).T
+    angles = (2 * math.pi * settings.hue * numbers[:, 3]).tolist()
+    turn = np.tile(np.eye(3), (len(counters), 1, 1))
+    turn[:, 1:, 1:] = [[[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]] for a in angles]
+    pulled = saturation[:, None, None]
+    pull = pulled * np.eye(3) + (1 - pulled) * np.outer(np.ones(3), GREY)
+    return brightness.copy(), contrast.copy(), np.linalg.inv(_YIQ) @ turn @ _YIQ @ pull

@@ -5,18 +5,21 @@
 - the window holds every draw: the worst box of all of them, cut to the item; beyond it the sample is mirrored
 - the crop lies anywhere in the window that its own draw leaves room for
 - a draw that only flips keeps whole voxels, so that every intensity is kept
+- the moves of a batch are computed together: small images come faster than Python could move them one by one
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from vitrail.data.augment.orientations import orientations
-from vitrail.draws import stream
+from vitrail.draws import between, stream, uniforms
 
 MOST_TAPS = 8  # of an axis: images that shrink more than that lose detail anyway
+BOXES = 10  # that are tried before the whole image is taken
 
 
 class Move(NamedTuple):
@@ -26,6 +29,39 @@ class Move(NamedTuple):
     origin: np.ndarray  # [n] position of the crop's first voxel, in voxels of the window
     taps: int = 1  # positions along each axis that one voxel is the mean of
     nodes: np.ndarray | None = None  # [n, *nodes] of the bend, in voxels of the crop
+
+
+class Moves(Sequence[Move]):
+    """The moves of a batch, as tables."""
+
+    def __init__(
+        self, matrix: np.ndarray, origin: np.ndarray, taps: np.ndarray, nodes: Sequence[np.ndarray | None] | None = None
+    ):
+        self.matrix, self.origin, self.taps = matrix, origin, taps  # [B, n, n], [B, n], [B]
+        self.nodes = nodes  # of each sample, where some are bent
+
+    @classmethod
+    def of(cls, moves: Sequence[Move]) -> "Moves":
+        """Any moves as tables."""
+        if isinstance(moves, cls):
+            return moves
+        matrix, origin = (np.stack(part) for part in ([m.matrix for m in moves], [m.origin for m in moves]))
+        nodes = [move.nodes for move in moves]
+        taps = np.array([move.taps for move in moves])
+        return cls(matrix, origin, taps, nodes if any(node is not None for node in nodes) else None)
+
+    def __len__(self) -> int:
+        return len(self.taps)
+
+    @overload
+    def __getitem__(self, index: int) -> Move: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Moves": ...
+    def __getitem__(self, index: int | slice) -> "Move | Moves":
+        nodes = None if self.nodes is None else self.nodes[index]
+        if isinstance(index, slice):
+            return Moves(self.matrix[index], self.origin[index], self.taps[index], nodes)  # type: ignore[arg-type]
+        return Move(self.matrix[index], self.origin[index], int(self.taps[index]), nodes)  # type: ignore[arg-type]
 
 
 class Geometry:
@@ -38,7 +74,9 @@ class Geometry:
         c = settings
         # Voxels from one node of a bend to the next: so few that lines between nodes are as good as the curve.
         self.step = int(np.clip((min(crop) - 1) // c.elastic.grid // 4, 1, 8)) if c.elastic else 1
-        self.moves = bool(self.flips or c.rotate or c.scale or c.shear or c.elastic or c.resized_crop)
+        resamples = bool(c.rotate or c.scale or c.shear or c.elastic or c.resized_crop)
+        self.moves = resamples or bool(self.flips)
+        self.only_flips = not resamples  # whole voxels, where a window is the crop
 
     def window(self, shape: Sequence[int], spacing: Sequence[float], scale: Sequence[float]) -> tuple[int, ...]:
         """Voxels of an item for one sample, for the worst draw."""
@@ -54,28 +92,60 @@ class Geometry:
     def draw(
         self, counter: int, size: Sequence[int], spacing: Sequence[float], scale: Sequence[float], code: int
     ) -> Move:
-        c, n, crop = self.settings, len(self.crop), np.asarray(self.crop, np.float64)
-        room, step = np.asarray(size, np.float64), np.asarray(spacing, np.float64)
-        random = self.moves and self._stream("chance", counter).random() < c.chance
-        turn = self._turn(counter) if random else np.eye(n)
-        permutation, flips = orientations(self.crop)[code]
-        oriented = np.zeros((n, n))
-        for axis, along in enumerate(permutation):
-            oriented[along, axis] = -1.0 if axis in flips else 1.0
-        box = None if c.resized_crop is None else self._box(counter, room)
-        stretch = np.asarray(scale, np.float64) if box is None else box[1] / crop
-        matrix = turn * step / step[:, None] * stretch @ oriented
-        nodes = self._nodes(counter) if random and c.elastic else None
+        return self.draw_many([counter], [size], [spacing], [scale], [code])[0]
 
-        if box is not None:
-            centre = box[0] + box[1] / 2 - 0.5
+    def draw_many(
+        self,
+        counters: Sequence[int],
+        sizes: Sequence[Sequence[int]],
+        spacings: Sequence[Sequence[float]],
+        scales: Sequence[Sequence[float]],
+        codes: Sequence[int],
+    ) -> Moves:
+        """The moves of samples; each is a function of its own counter, window and orientation alone."""
+        c, n, crop = self.settings, len(self.crop), np.asarray(self.crop, np.float64)
+        # [B, n]
+        room, step, scale = (np.asarray(each, np.float64).reshape(-1, n) for each in (sizes, spacings, scales))
+        random = self.draw_chance(counters)  # [B]
+        turn = np.tile(np.eye(n), (len(counters), 1, 1))
+        if random.any():
+            turn[random] = self._turns([counters[row] for row in np.flatnonzero(random).tolist()])
+        boxes = None if c.resized_crop is None else self._boxes(counters, room)
+        stretch = scale if boxes is None else boxes[1] / crop
+        oriented = _turns_of(self.crop)[np.asarray(codes, np.int64)]
+        matrix = turn * step[:, None] / step[:, :, None] * stretch[:, None] @ oriented
+        nodes = None
+        if c.elastic and random.any():
+            nodes = [self._nodes(counter) if bent else None for counter, bent in zip(counters, random, strict=True)]
+
+        if boxes is not None:
+            centre = boxes[0] + boxes[1] / 2 - 0.5
+            taps = np.clip(np.ceil(stretch.max(axis=1) - 0.01), 1, MOST_TAPS).astype(np.int64)
         else:
-            centre = self._centre(counter, room, matrix, stretch, bend=0.0 if nodes is None else self.amplitude)
-        taps = 1 if box is None else int(np.clip(math.ceil(stretch.max() - 0.01), 1, MOST_TAPS))
-        return Move(matrix, centre - matrix @ ((crop - 1) / 2), taps, nodes)
+            centre = self._centres(counters, room, matrix, stretch, bent=random if c.elastic else None)
+            taps = np.ones(len(counters), np.int64)
+        return Moves(matrix, centre - matrix @ ((crop - 1) / 2), taps, nodes)
+
+    def draw_chance(self, counters: Sequence[int]) -> np.ndarray:
+        """Which samples are moved at random, [B]."""
+        chance = self.settings.chance if self.moves else 0.0
+        if 0 < chance < 1:
+            return self._uniforms("chance", counters, 1)[:, 0] < chance
+        return np.full(len(counters), chance > 0)
+
+    def draw_flips(self, counters: Sequence[int]) -> np.ndarray:
+        """Which axes of moved samples are flipped, [B, n]."""
+        axes = np.array([name in self.flips for name in self.axes])
+        if not axes.any():
+            return np.zeros((len(counters), len(axes)), bool)
+        return (self._uniforms("flip", counters, len(axes)) < 0.5) & axes
 
     def _stream(self, purpose: str, counter: int) -> np.random.Generator:
         return stream(self.seed, f"augment.{purpose}", counter)
+
+    def _uniforms(self, purpose: str, counters: Sequence[int], number: int) -> np.ndarray:
+        """The first numbers of the streams of counters, [B, number]."""
+        return uniforms(self.seed, f"augment.{purpose}", counters, number)
 
     def _turned(self, half: np.ndarray) -> np.ndarray:
         """Half a box that holds a box of these halves, however it is turned."""
@@ -91,24 +161,31 @@ class Geometry:
             out.append(own * math.cos(tilt) + across * math.sin(tilt))
         return np.asarray(out)
 
-    def _turn(self, counter: int) -> np.ndarray:
-        """Flip, scale, shear, then rotate, in physical space."""
+    def _turns(self, counters: Sequence[int]) -> np.ndarray:
+        """Flip, scale, shear, then rotate, in physical space: [B, n, n]."""
         c, n = self.settings, len(self.crop)
-        signs = np.where(self._stream("flip", counter).random(n) < 0.5, -1.0, 1.0)
-        matrix = np.diag([s if name in self.flips else 1.0 for s, name in zip(signs, self.axes, strict=True)])
+        matrix = np.eye(n) * np.where(self.draw_flips(counters), -1.0, 1.0)[:, None]
         if c.scale:
-            matrix = matrix / math.exp(self._stream("scale", counter).uniform(*np.log(c.scale)))
+            drawn = between(self._uniforms("scale", counters, 1)[:, 0], *np.log(c.scale)).tolist()
+            matrix = matrix / np.array([math.exp(each) for each in drawn])[:, None, None]
         if c.shear:
-            angles = np.radians(self._stream("shear", counter).uniform(-c.shear, c.shear, (n, n)))
-            matrix = (np.eye(n) + np.triu(np.tan(angles), 1)) @ matrix
+            drawn = between(self._uniforms("shear", counters, n * n), -c.shear, c.shear).reshape(-1, n, n)
+            matrix = (np.eye(n) + np.triu(np.tan(np.radians(drawn)), 1)) @ matrix
         if c.rotate:
-            matrix = self._rotation(counter) @ matrix
+            matrix = self._rotations(counters) @ matrix
         return matrix
 
+    def _rotations(self, counters: Sequence[int]) -> np.ndarray:
+        if len(self.crop) == 3:
+            return np.stack([self._rotation(counter) for counter in counters])
+        drawn = between(self._uniforms("rotate", counters, 1)[:, 0], -self.settings.rotate, self.settings.rotate)
+        angles = [math.radians(each) for each in drawn.tolist()]
+        # 1 - (1 - cos), as a rotation about an axis of space has it.
+        return np.array([[[1 - (1 - math.cos(a)), -math.sin(a)], [math.sin(a), 1 - (1 - math.cos(a))]] for a in angles])
+
     def _rotation(self, counter: int) -> np.ndarray:
+        """Of a volume."""
         numbers, limit = self._stream("rotate", counter), self.settings.rotate
-        if len(self.crop) == 2:
-            return _about(np.array([1.0, 0.0, 0.0]), numbers.uniform(-limit, limit))[1:, 1:]
         if self.settings.rotate_axes:
             matrix = np.eye(3)
             for name in self.settings.rotate_axes:
@@ -120,31 +197,57 @@ class Geometry:
             return _about(np.asarray(axis), math.degrees(2 * math.atan2(math.hypot(*axis), w)))
         return _about(numbers.standard_normal(3), numbers.uniform(-limit, limit))
 
-    def _box(self, counter: int, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Start and size of a box of the window, of the wanted share and ratio of sides; whole where none fits."""
-        c, numbers = self.settings.resized_crop, self._stream("resized_crop", counter)
-        for _ in range(10):
-            share = numbers.uniform(*c.scale) * room.prod()
-            ratios = np.concatenate([[0.0], numbers.uniform(math.log(c.ratio[0]), math.log(c.ratio[1]), len(room) - 1)])
-            sides = share ** (1 / len(room)) * np.exp(ratios - ratios.mean())
-            if (sides <= room).all():
-                return numbers.random(len(room)) * (room - sides), sides
-        sides = np.asarray(self.crop) * (room / self.crop).min()
-        return (room - sides) / 2, sides
+    def _boxes(self, counters: Sequence[int], room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and sizes [B, n] of boxes of the windows, of the wanted share and sides; whole where none fits."""
+        c, n = self.settings.resized_crop, len(self.crop)
+        sides = np.asarray(self.crop) * (room / self.crop).min(axis=1, keepdims=True)
+        starts = (room - sides) / 2
+        left = np.arange(len(counters))  # those without a box that fits
+        numbers = self._uniforms("resized_crop", counters, 2 * n)  # of a first box, which mostly fits
+        for attempt in range(BOXES):
+            if not len(left):
+                break
+            if attempt == 1:
+                some = [counters[row] for row in left.tolist()]
+                numbers = np.zeros((len(counters), (BOXES + 1) * n))
+                numbers[left] = self._uniforms("resized_crop", some, (BOXES + 1) * n)
+            drawn, inside = numbers[left, attempt * n :], room[left]
+            shares = between(drawn[:, 0], *c.scale) * inside.prod(axis=1)
+            ratios = between(drawn[:, :n], math.log(c.ratio[0]), math.log(c.ratio[1]))
+            ratios[:, 0] = 0.0
+            lengths = np.array([share ** (1 / n) for share in shares.tolist()])
+            tried = lengths[:, None] * np.exp(ratios - ratios.mean(axis=1, keepdims=True))
+            fits = (tried <= inside).all(axis=1)
+            sides[left[fits]] = tried[fits]
+            starts[left[fits]] = (drawn[:, n : 2 * n] * (inside - tried))[fits]
+            left = left[~fits]
+        return starts, sides
 
-    def _centre(
-        self, counter: int, room: np.ndarray, matrix: np.ndarray, stretch: np.ndarray, *, bend: float
+    def _centres(
+        self,
+        counters: Sequence[int],
+        room: np.ndarray,
+        matrix: np.ndarray,
+        stretch: np.ndarray,
+        bent: np.ndarray | None,
     ) -> np.ndarray:
-        """Position of the crop's middle: anywhere that leaves the draw inside the window."""
+        """Positions of the crops' middles [B, n]: anywhere that leaves the draw inside the window."""
         crop = np.asarray(self.crop, np.float64)
-        half = np.abs(matrix) @ ((crop - 1) / 2 + bend)
+        half = np.abs(matrix) @ ((crop - 1) / 2)
+        whole = (matrix == np.round(matrix)).all(axis=(1, 2))
+        if bent is not None and self.amplitude:
+            half = np.where(bent[:, None], np.abs(matrix) @ ((crop - 1) / 2 + self.amplitude), half)
+            whole &= ~bent
         spare = room - 1 - 2 * half
         # A draw that leaves the item anyway lies where an unturned crop would.
         spare = np.where(spare >= 0, spare, np.maximum(0, room - 1 - stretch * (crop - 1)))
-        places = self._stream("place", counter).random(len(crop)) if self.moves else np.full(len(crop), 0.5)
-        if not bend and np.array_equal(matrix, np.round(matrix)):  # whole voxels: a start among the spare + 1 there are
-            return np.minimum(np.floor(places * (spare + 1)), spare) + half + np.minimum(0, (room - 1 - 2 * half) // 2)
-        return (room - 1) / 2 + (places - 0.5) * spare
+        # Where nothing is spare, any number gives the same place.
+        places = (
+            self._uniforms("place", counters, len(crop)) if self.moves and spare.any() else np.full_like(spare, 0.5)
+        )
+        # Whole voxels: a start among the spare + 1 there are.
+        start = np.minimum(np.floor(places * (spare + 1)), spare) + half + np.minimum(0, (room - 1 - 2 * half) // 2)
+        return np.where(whole[:, None], start, (room - 1) / 2 + (places - 0.5) * spare)
 
     def _nodes(self, counter: int) -> np.ndarray:
         """The bend at every few voxels of the crop: a cubic B-spline of random points, which never exceeds them."""
@@ -173,3 +276,14 @@ def _about(axis: np.ndarray, degrees: float) -> np.ndarray:
     cross = np.array([[0, -c, b], [c, 0, -a], [-b, a, 0]])
     angle = math.radians(degrees)
     return np.eye(3) + math.sin(angle) * cross + (1 - math.cos(angle)) * cross @ cross
+
+
+@cache
+def _turns_of(crop: tuple[int, ...]) -> np.ndarray:
+    """The matrices of all orientations, [codes, n, n]."""
+    codes = orientations(crop)
+    matrices = np.zeros((len(codes), len(crop), len(crop)))
+    for matrix, (permutation, flips) in zip(matrices, codes, strict=True):
+        for axis, along in enumerate(permutation):
+            matrix[along, axis] = -1.0 if axis in flips else 1.0
+    return matrices

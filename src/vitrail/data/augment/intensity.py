@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.data.augment.affine import mirror
 from vitrail.data.augment.noise import add_noise
-from vitrail.draws import key, stream
+from vitrail.draws import between, keys, uniforms
 
 SPREAD = 3.0  # standard deviations on either side of the mean that gamma's range covers
 
@@ -30,13 +30,13 @@ def change_intensity(
     ones = [1] * (values.ndim - 2)
 
     def draw(purpose: str, low: float, high: float) -> np.ndarray:  # [B, C]
-        return np.stack([stream(seed, f"augment.{purpose}", n).uniform(low, high, channels) for n in counters])
+        return between(uniforms(seed, f"augment.{purpose}", counters, channels), low, high)
 
     def shaped(table: np.ndarray | Tensor) -> Tensor:  # [B, C, 1...]
         return torch.as_tensor(table, dtype=torch.float32).to(values.device).view(*table.shape, *ones)
 
     if c.blur:
-        widths = [stream(seed, "augment.blur", n).uniform(*c.blur) for n in counters]
+        widths = between(uniforms(seed, "augment.blur", counters, 1)[:, 0], *c.blur).tolist()
         values = blur(values, widths, range(2, values.ndim))
     middle, spread = shaped(mean), shaped(std)
     if c.gamma:
@@ -52,7 +52,7 @@ def change_intensity(
         values.add_(shaped(draw("brightness", -c.brightness, c.brightness)) * spread)
     if c.noise:
         strength = torch.from_numpy(draw("noise", 0.0, c.noise)).float() * std
-        add_noise(values, [key(seed, "augment.noise voxels", counter) for counter in counters], strength)
+        add_noise(values, keys(seed, "augment.noise voxels", counters).tolist(), strength)
     return values
 
 

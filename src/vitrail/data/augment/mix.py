@@ -39,16 +39,13 @@ def mix(
     shape = tuple(values.shape[2:])
     boxes: dict[int, tuple[slice, ...]] = {}
     blend, own = [], []  # share of the sample itself in its voxels, where it is blended; and in its class
+    drawn = {pair: _draw(settings, seed, pair, shape) for pair in {counter // 2 for counter in counters}}
     for place, counter in enumerate(counters):
-        numbers = stream(seed, "augment.mix", counter // 2)
-        cut = settings.cutmix and (not settings.mixup or numbers.random() < 0.5)
-        alpha = settings.cutmix if cut else settings.mixup
-        share = float(numbers.beta(alpha, alpha))
-        blend.append(1.0 if cut else share)
-        if cut:
-            boxes[place] = box = _box(numbers, shape, 1 - share)
-            share = 1 - float(np.prod([(b.stop - b.start) / n for b, n in zip(box, shape, strict=True)]))
+        share, box = drawn[counter // 2]
+        blend.append(share if box is None else 1.0)
         own.append(share)
+        if box is not None:
+            boxes[place] = box
     other = values.index_select(0, partners)
     if statistics is not None:
         mean, std = (s.to(values).view(*s.shape, *[1] * len(shape)) for s in statistics)  # [B, C, 1, ...]
@@ -61,6 +58,18 @@ def mix(
     weights = torch.tensor(own, device=values.device)[:, None]
     classes = torch.nn.functional.one_hot(labels.long(), num_classes).float()
     return mixed, weights * classes + (1 - weights) * classes.index_select(0, partners)
+
+
+def _draw(settings: Any, seed: int, pair: int, shape: tuple[int, ...]) -> tuple[float, tuple[slice, ...] | None]:
+    """How much of itself a sample keeps, and the box that comes from its partner, if it is one."""
+    numbers = stream(seed, "augment.mix", pair)
+    cut = settings.cutmix and (not settings.mixup or numbers.random() < 0.5)
+    alpha = settings.cutmix if cut else settings.mixup
+    share = float(numbers.beta(alpha, alpha))
+    if not cut:
+        return share, None
+    box = _box(numbers, shape, 1 - share)
+    return 1 - float(np.prod([(b.stop - b.start) / n for b, n in zip(box, shape, strict=True)])), box
 
 
 def _box(numbers: np.random.Generator, shape: tuple[int, ...], share: float) -> tuple[slice, ...]:

@@ -3,6 +3,7 @@
 import itertools
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,11 +39,26 @@ def orient(values: Tensor, codes: list[int], slab: Slab | None = None) -> Tensor
     if not any(codes):
         return values
     size = tuple(values.shape[2:]) if slab is None else slab.size
-    turned = []
-    for sample, code in zip(values, codes, strict=True):
+    rows: dict[int, list[int]] = {}
+    for row, code in enumerate(codes):
+        rows.setdefault(code, []).append(row)
+    turned = values.new_empty(*values.shape[:2], *(size if slab is None else slab.shape))
+    for code, own in rows.items():  # all that turn alike at once
         permutation, flips = orientations(size)[code]
+        index = torch.tensor(own).to(values.device, non_blocking=True)
+        some = values.index_select(0, index)
         if slab is not None:
-            sample = sample.unflatten(1, [w.stop - w.start for w in window(code, slab)])
-        sample = sample.permute(0, *[axis + 1 for axis in permutation])
-        turned.append(sample.flip([axis + 1 for axis in flips]) if flips else sample)
-    return torch.stack(turned)
+            some = some.unflatten(2, [w.stop - w.start for w in window(code, slab)])
+        some = some.permute(0, 1, *[axis + 2 for axis in permutation])
+        turned.index_copy_(0, index, some.flip([axis + 2 for axis in flips]) if flips else some)
+    return turned
+
+
+def flip_some(values: Tensor, flips: np.ndarray) -> Tensor:
+    """Flip those axes of each sample of [B, C, *S] that a table [B, n] names."""
+    for axis, chosen in enumerate(flips.T):
+        if chosen.any():
+            mask = torch.from_numpy(chosen.copy()).to(values.device, non_blocking=True)
+            mask = mask.view(-1, *[1] * (values.ndim - 1))
+            values = torch.where(mask, values.flip(axis + 2), values)
+    return values

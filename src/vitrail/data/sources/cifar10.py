@@ -45,6 +45,7 @@ class Cifar10Source:
         self.config = settings
         files = self._list_files()
         self.records = [self._map(path) for path in files]
+        self.alike = whole_item("", SHAPE[1:], None)
         self._names = [base_name(path) for path in files]
         self._firsts = np.cumsum([0, *(len(records) for records in self.records)])
         self.class_names = self._read_names(parent(files[0]))
@@ -68,6 +69,20 @@ class Cifar10Source:
         file, row = self._place(self.kept[item])
         pixels = self.records[file][row, 1:].reshape(SHAPE)
         return np.ascontiguousarray(pixels[self._channels, top:bottom, left:right])
+
+    def read_many(self, items: np.ndarray, out: np.ndarray) -> None:
+        """Whole images into out [B, C, y, x]."""
+        numbers = self.kept[items]
+        files = np.searchsorted(self._firsts, numbers, side="right") - 1
+        for file in np.unique(files).tolist():
+            here = np.flatnonzero(files == file)
+            records = np.take(np.asarray(self.records[file]), numbers[here] - self._firsts[file], axis=0)
+            pixels = records[:, 1:].reshape(-1, *SHAPE)
+            out[here] = pixels if self._channels == [0, 1, 2] else pixels[:, self._channels]
+
+    def labels_of(self, items: np.ndarray) -> np.ndarray:
+        """The classes of images [B]."""
+        return self._labels[self.kept[items]]
 
     def describe(self) -> dict[str, Any]:
         return {

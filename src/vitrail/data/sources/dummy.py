@@ -68,7 +68,8 @@ class DummySource:
         self.label_dtype: np.dtype | None = np.dtype("uint8" if settings.classes <= 256 else "int32")
         self.label_names = dict(enumerate(self.class_names))
         self._voxels: np.ndarray | None = None  # labels, made when they are first asked for
-        kept = keep_share(settings, LazySequence(settings.items, str))
+        self.alike = whole_item("", self.shape, None)
+        self._kept = kept = keep_share(settings, LazySequence(settings.items, str))
         self.items = LazySequence(
             len(kept), lambda item: whole_item(str(kept[item]), self.shape, int(kept[item]) % settings.classes)
         )
@@ -77,6 +78,14 @@ class DummySource:
         """[C, *spatial] of a window, without a copy."""
         bounds = normalize_window(self.shape, region)
         return self._values[(slice(None), *(slice(*b) for b in bounds))]
+
+    def read_many(self, items: np.ndarray, out: np.ndarray) -> None:
+        """The values once for each item, [B, C, *spatial]."""
+        out[...] = self._values
+
+    def labels_of(self, items: np.ndarray) -> np.ndarray:
+        """The classes of items [B]."""
+        return self._kept[items] % self.config.classes
 
     def read_labels(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         """The labels of a window, [*spatial]."""
