@@ -31,6 +31,10 @@ VERBS = (
     "data encode",
     "data balance",
     "doctor",
+    "plan",
+    "bench",
+    "tune",
+    "launch",
     "schema",
 )
 HEAVY = ("torch", "numpy", "matplotlib", "zarr", "tensorstore", "yaml", "rich", "PIL", "jinja2")

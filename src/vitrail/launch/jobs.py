@@ -78,6 +78,7 @@ class Job:
     overrides: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     trust: bool = False  # of the code that comes with a codec
+    words: tuple[str, ...] = ()  # module and arguments to run instead of a training of the recipe
     nodes: int = 1
     ranks_per_node: int | None = None
     cpus_per_rank: int | None = None
@@ -195,8 +196,10 @@ def check_machine(tree: Any, name: str) -> Machine:
 # ---------------------------------------------------------------- scripts
 
 
-def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[str] = ()) -> Script:
-    """Check the recipe against nodes and ranks, and write the script that trains it; `written_by` are the arguments."""
+def write_script(
+    job: Job, *, folder: Path | None = None, verb: str = "launch", written_by: Sequence[str] = ()
+) -> Script:
+    """Check the recipe against nodes and ranks, and write its script; `verb` and `written_by` are the command line."""
     refuse_strangers(job)
     machine = load_machine(job.machine)
     recipe = read_recipe(job)
@@ -237,9 +240,8 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
         )
     python = shlex.quote(job.python or ("python" if job.container else sys.executable))
     plugins = [word for plugin in job.plugins for word in ("--plugin", plugin)]
-    arguments = shlex.join(
-        ["vitrail", "train", job.recipe, *job.overrides, *plugins, *(["--trust"] if job.trust else [])]
-    )
+    training = ["vitrail", "train", job.recipe, *job.overrides, *plugins, *(["--trust"] if job.trust else [])]
+    arguments = shlex.join(job.words or training)
     here = folder or Path.cwd()
     outside = paths_outside(recipe, job, here) if kind else []
     prefix = container_prefix(job, kind, gpus, environment, outside)
@@ -253,7 +255,7 @@ def write_script(job: Job, *, folder: Path | None = None, written_by: Sequence[s
     text = render(
         f"{job.launcher}.sh",
         title=f"{name}: {where} ({machine.about or job.machine})",
-        written_by=" ".join(describe_command(["vitrail", "launch", *written_by]).split()),
+        written_by=" ".join(describe_command(["vitrail", verb, *written_by]).split()),
         name=name,  # letters, digits, dots and dashes: the same in #SBATCH and in a shell
         nodes=job.nodes,
         ranks_per_node=ranks,

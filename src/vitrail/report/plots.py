@@ -57,7 +57,7 @@ def loss_curve(lines: Sequence[Line]) -> str | None:
     if broken:
         ax.plot([], [], "|", color=RED, label="not finite")
     _put_legend(ax, place="best")
-    return _save(figure)
+    return save_svg(figure)
 
 
 def eval_against_mean(lines: Sequence[Line]) -> str | None:
@@ -83,7 +83,7 @@ def eval_against_mean(lines: Sequence[Line]) -> str | None:
     ax.set_ylim(0, 1.45 * max(values + variances, default=1.0) or 1.0)
     ax.set_ylabel("squared value", color=FAINT)
     _put_legend(ax)
-    return _save(figure)
+    return save_svg(figure)
 
 
 def score(lines: Sequence[Line]) -> str | None:
@@ -108,7 +108,7 @@ def score(lines: Sequence[Line]) -> str | None:
     ax.plot(step, value, "o", color=ORANGE, markersize=7, fillstyle="none", label=words, zorder=4)
     ax.set_ylabel(f"{label}, {'higher' if larger else 'lower'} is better", color=FAINT, parse_math=False)
     _put_legend(ax, place="best")
-    return _save(figure)
+    return save_svg(figure)
 
 
 def class_scores(lines: Sequence[Line]) -> str | None:
@@ -132,7 +132,7 @@ def class_scores(lines: Sequence[Line]) -> str | None:
     ax.set_ylim(0, 1.02)
     ax.set_ylabel("Dice", color=FAINT)
     _put_legend(ax, columns=2, size=7, place="best")
-    return _save(figure)
+    return save_svg(figure)
 
 
 def learning_rate(lines: Sequence[Line]) -> str | None:
@@ -166,7 +166,7 @@ def throughput(lines: Sequence[Line]) -> str | None:
     low.plot(*_thin(wait_steps, [100 * w for w in waits]), color=ORANGE, linewidth=1)
     low.set_ylim(0, max(10.0, 112 * max(waits, default=0.0)))
     low.set_ylabel("wait, %", color=FAINT)
-    return _save(figure)
+    return save_svg(figure)
 
 
 def activations(lines: Sequence[Line]) -> str | None:
@@ -192,7 +192,7 @@ def activations(lines: Sequence[Line]) -> str | None:
         ax.set_xlabel("layer, counted from 0", color=FAINT, labelpad=1)
     else:
         _draw_heat(figure, ax, rows[:: math.ceil(len(rows) / 200)], names)
-    return _save(figure)
+    return save_svg(figure)
 
 
 def histogram(counts: Sequence[float], edges: Sequence[float]) -> str | None:
@@ -208,7 +208,7 @@ def histogram(counts: Sequence[float], edges: Sequence[float]) -> str | None:
     ax.stairs([100 * c / total for c in counts], list(edges), color=BLUE, linewidth=1)
     ax.set_xlabel("value", color=FAINT, labelpad=1)
     ax.set_ylabel("share of voxels, %", color=FAINT)
-    return _save(figure)
+    return save_svg(figure)
 
 
 # The curves of the page, in reading order: name, and what makes the picture.
@@ -245,7 +245,7 @@ def _draw_field(
         _scale_losses(ax, values)
     if from_zero:
         ax.set_ylim(0, 1.15 * max(values) or 1.0)
-    return _save(figure)
+    return save_svg(figure)
 
 
 def _draw_heat(figure: Figure, ax: Axes, rows: Sequence[Line], names: Sequence[str]) -> None:
@@ -274,7 +274,7 @@ def _draw_heat(figure: Figure, ax: Axes, rows: Sequence[Line], names: Sequence[s
     bar.outline.set_visible(False)
     bar.ax.tick_params(which="both", labelsize=7, length=2, color=LINE, labelcolor=FAINT)
     for axis_setter in (bar.ax.yaxis.set_major_formatter, bar.ax.yaxis.set_minor_formatter):
-        axis_setter(FuncFormatter(_label))
+        axis_setter(FuncFormatter(tick_label))
 
 
 def _make_axes(title: str, lines: Sequence[Line], rows: int = 1) -> tuple[Figure, Axes]:
@@ -293,7 +293,7 @@ def _make_axes(title: str, lines: Sequence[Line], rows: int = 1) -> tuple[Figure
         ax.tick_params(which="both", colors=LINE, labelcolor=FAINT, labelsize=_FONT, length=3)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=_ROUND, min_n_ticks=1))
         ax.yaxis.set_major_locator(MaxNLocator(5 if rows == 1 else 4 - row, steps=_ROUND))
-        ax.yaxis.set_major_formatter(FuncFormatter(_label))
+        ax.yaxis.set_major_formatter(FuncFormatter(tick_label))
         ax.yaxis.label.set_fontsize(_FONT)
         ax.xaxis.label.set_fontsize(_FONT)
         if row < rows - 1:
@@ -304,12 +304,12 @@ def _make_axes(title: str, lines: Sequence[Line], rows: int = 1) -> tuple[Figure
     last = figure.axes[-1]
     last.set_xlabel("step", color=FAINT, labelpad=1)
     if lines:
-        last.xaxis.set_major_formatter(FuncFormatter(_label))
+        last.xaxis.set_major_formatter(FuncFormatter(tick_label))
     figure.suptitle(title, fontsize=10, color=INK, weight="bold", x=0.012, ha="left")
     return figure, figure.axes[0]
 
 
-def _label(value: float, _: Any = None) -> str:
+def tick_label(value: float, _: Any = None) -> str:
     """A tick without idle zeros: 0.5, 250, 1.25k."""
     power = 0 if abs(value) < 1000 else min(int(math.log10(abs(value)) // 3), 4)
     return f"{value / 1000**power:.4g}{('', 'k', 'M', 'G', 'T')[power]}"
@@ -324,7 +324,7 @@ def _scale_losses(ax: Axes, values: Sequence[float]) -> None:
     ax.set_yscale("log")
     decades = math.log10(max(values) / min(values))
     ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0,) if decades > 3 else (1.0, 2.0, 5.0)))
-    ax.yaxis.set_major_formatter(FuncFormatter(_label))
+    ax.yaxis.set_major_formatter(FuncFormatter(tick_label))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -394,7 +394,7 @@ def _shade(colours: str, place: float) -> Any:
     return colormaps[colours](place)
 
 
-def _save(figure: Figure) -> str:
+def save_svg(figure: Figure) -> str:
     """The picture as SVG text, the same bytes for the same numbers."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -33,7 +33,9 @@ from vitrail.recipe.sections import Parallel
 from vitrail.report.files import check_picture
 from vitrail.report.units import plain
 from vitrail.training.collective import on_chief
+from vitrail.training.guards import Watchdog
 from vitrail.training.run import fitting, joined
+from vitrail.training.session import SLOW_PHASE
 from vitrail.training.setup import DataParts, Place, build_model, complete, make_loader, make_sampler, open_data
 from vitrail.training.trainer import Trainer, timed
 from vitrail.training.waiting import OPENING
@@ -72,13 +74,20 @@ class Opened:
 @contextmanager
 def opened(recipe: Any, overrides: Sequence[str] = ()) -> Iterator[Opened]:
     """The data and the objective of a recipe, in a layout that fits here."""
-    recipe = fitting(find_recipe(recipe, overrides), overrides)
+    with opened_as_is(fitting(find_recipe(recipe, overrides), overrides)) as (parts, _):
+        yield parts
+
+
+@contextmanager
+def opened_as_is(recipe: Recipe) -> Iterator[tuple[Opened, Watchdog]]:
+    """The same in the layout and the types of the recipe and no others, with what watches over the ranks."""
     with joined(recipe) as (place, watchdog):
         beat = partial(watchdog.beat, 0, "opening the data", allowance=OPENING)
         data = open_data(recipe, place, None, beat=beat)
+        watchdog.beat(0, "start", allowance=SLOW_PHASE)
         recipe = complete(recipe, data)
         objective = recipe.objective.build(recipe.model, data.statistics)
-        yield Opened(recipe, place, data, objective, make_sampler(recipe, data))
+        yield Opened(recipe, place, data, objective, make_sampler(recipe, data)), watchdog
 
 
 def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequence[str] = ()) -> dict[str, Any]:

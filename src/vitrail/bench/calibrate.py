@@ -1,0 +1,167 @@
+"""`vitrail doctor --calibrate`: measures this machine and writes the cluster file that the planner reads.
+
+- one process measures its device; several (torchrun, srun, mpirun) measure their links, too
+- what cannot be measured here (links of one process, gaps of the allocator) comes from the known cluster with the same
+  device, where there is one, and the file says so
+"""
+
+import platform
+import resource
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vitrail.bench.links import measure_links
+from vitrail.bench.probe import Points, Probe, rising
+from vitrail.cost.cluster import Cluster, Curve, Device, list_clusters, load_cluster, write_cluster
+from vitrail.cost.flops import peak_tflops
+from vitrail.errors import UserError
+from vitrail.launch.machine import cpu_model, memory_bytes
+from vitrail.launch.world import connect, find_world, share_of_cores
+
+GIB = 2**30
+Tell = Callable[[str], None]
+
+
+def calibrate(out: Path | None = None, quick: bool = False, tell: Tell = lambda line: None) -> Cluster:
+    """Measure on every rank that this was started on; the first one writes the file, if one is named."""
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        raise UserError(f"--out: {out} exists or has no folder; give the path of a new file, such as my_cluster.yaml")
+    began, world = time.monotonic(), find_world()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", world.device_index(torch.cuda.device_count())) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    connect(world, device.type, timeout=timedelta(minutes=10))
+    try:
+        if not on_gpu:
+            torch.set_num_threads(share_of_cores(world))
+        probe = make_probe(device, quick)
+        known = known_cluster(device_name(device))
+        tell(f"measuring {device_name(device)}{f' on {world.size} ranks' if world.size > 1 else ''}")
+        measured = measure_device(probe, known, tell)
+        inside, between, told = measure_links(world, device, known, quick, tell)
+        if world.size > 1:
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    per_node = world.local_size if world.size > 1 or not on_gpu else torch.cuda.device_count()
+    cluster = Cluster(
+        name="calibrated" if out is None else out.stem,
+        device=measured,
+        gpus_per_node=per_node,
+        nodes=max(1, world.size // world.local_size),
+        inside=inside,
+        between=between,
+        source=f"Measured by `vitrail doctor --calibrate` on {device_name(device) if on_gpu else cpu_model()}; {told}.",
+        overlap=known.overlap if known else 0.9 if on_gpu else 0.0,
+        price=known.price if known else None,
+        measured={
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cuda": str(torch.version.cuda or torch.version.hip or "none"),
+            "ranks": str(world.size),
+            "seconds": f"{time.monotonic() - began:.0f}",
+        },
+    )
+    if out is not None and world.chief:
+        write_cluster(cluster, out)
+    return cluster
+
+
+def make_probe(device: torch.device, quick: bool) -> Probe:
+    if device.type == "cuda":
+        return Probe(device, 3, 0.03, 0.1) if quick else Probe(device, 5, 0.15, 0.5)
+    return Probe(device, 3, 0.02, 0.05) if quick else Probe(device, 5, 0.1, 0.4)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def known_cluster(name: str) -> Cluster | None:
+    """A cluster of this package with such a device; a CPU is like no other."""
+    clusters = (load_cluster(known) for known in list_clusters())
+    return None if name == "cpu" else next((one for one in clusters if one.device.name == name), None)
+
+
+# ---------------------------------------------------------------- one device
+
+
+def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
+    name, on_gpu = device_name(probe.device), probe.on_gpu
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # before anything is measured
+    tell("  matrix products")
+    half, single = probe.products(torch.bfloat16), probe.products(torch.float32)
+    tell("  attention")
+    attention = probe.attention(torch.bfloat16 if on_gpu else torch.float32)
+    tell("  convolutions, copies and launches")
+    convolutions = probe.convolutions(torch.bfloat16 if on_gpu else torch.float32)
+    best = {"bf16": max(rate for _, rate in half), "fp32": max(rate for _, rate in single)}
+    peaks = {**best, **{kind: 1e12 * peak for kind, peak in (known.device.tflops if known else {}).items()}}
+    if (told := peak_tflops(name)) is not None:
+        peaks["bf16"] = 1e12 * told
+    # The planner takes half of the bf16 rate for attention in fp32, which is what a CPU computes in.
+    in_half = peaks["bf16"] if on_gpu else peaks["bf16"] / 2
+    bandwidth, launch = probe.bandwidth(), probe.launch()
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info(probe.device)
+        reserve = max(0, total - free - torch.cuda.memory_reserved(probe.device))
+    else:
+        total, reserve = memory_bytes(), rss
+    return Device(
+        name=name,
+        memory_gib=round(total / GIB, 2),
+        tflops={kind: _short(peak / 1e12) for kind, peak in peaks.items()},
+        bandwidth_gb_s=_short(bandwidth / 1e9),
+        gemm=_curve(half, peaks["bf16"]),
+        gemm_fp32=_curve(single, peaks["fp32"]),
+        attention={way: _curve(points, in_half) for way, points in attention.items()},
+        convolution=_curve(convolutions, peaks["bf16" if on_gpu else "fp32"]),
+        launch_us=_short(1e6 * launch),
+        reserve_gib=_short(reserve / GIB),
+        fragmentation=known.device.fragmentation if known else 1.05 if on_gpu else 1.0,
+    )
+
+
+def _curve(points: Points, peak: float) -> Curve:
+    return tuple((x, _short(rate / peak)) for x, rate in rising(points))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def table(cluster: Cluster) -> list[dict[str, Any]]:
+    """One row a fact, for people."""
+    device = cluster.device
+    peak = device.tflops["bf16"]
+    rows = [
+        ("device", f"{cluster.nodes} x {cluster.gpus_per_node} x {device.name}, {device.memory_gib:.1f} GiB"),
+        ("bf16 peak", f"{peak:.4g} TFLOP/s"),
+        ("matrix products, bf16", _best(device.gemm, peak)),
+        ("matrix products, fp32", _best(device.gemm_fp32, device.tflops["fp32"])),
+        ("attention, forward", _best(device.attention["forward"], peak)),
+        ("attention, backward", _best(device.attention["backward"], peak)),
+        ("convolutions", _best(device.convolution, peak if device.name != "cpu" else device.tflops["fp32"])),
+        ("memory", f"{device.bandwidth_gb_s:.4g} GB/s"),
+        ("kernel launch", f"{device.launch_us:.3g} us"),
+        ("taken by libraries", f"{device.reserve_gib:.3g} GiB"),
+        ("links inside a node", f"{cluster.inside.gb_s:.4g} GB/s, {cluster.inside.latency_us:.3g} us"),
+        ("links between nodes", f"{cluster.between.gb_s:.4g} GB/s, {cluster.between.latency_us:.3g} us"),
+    ]
+    return [{"what": what, "found": found} for what, found in rows]
+
+
+def _best(curve: Curve, peak: float) -> str:
+    share = max(y for _, y in curve)
+    return f"up to {share * peak:.4g} TFLOP/s ({share:.0%})"

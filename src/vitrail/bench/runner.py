@@ -1,0 +1,242 @@
+"""Runs the cells of a sweep one after the other, or writes a job script for each; what is done stays done.
+
+- every cell has processes of its own (cell.py); its result is on the disk before the next one begins
+- a call that is repeated goes on where the last one was stopped; cells that failed are tried again with `again`
+- after a batch that ran out of memory larger ones with the same other keys are skipped
+- a stop (Ctrl-C, SIGTERM, SIGUSR1, or the time given) ends the cell that runs, whose result is then missing
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vitrail.bench import sweep as sweeps
+from vitrail.bench.cell import forget, read_notes, read_result, run_cell
+from vitrail.bench.facts import SCHEMA, alone, describe
+from vitrail.bench.results import Results
+from vitrail.bench.sweep import Cell
+from vitrail.launch.world import usable_cores
+from vitrail.recipe import Recipe
+from vitrail.recipe.find import find_recipe
+from vitrail.report.facts import strict
+from vitrail.report.units import duration, plain
+
+LIMIT = 1800.0  # seconds that a cell may take
+
+
+class Stopped(Exception):
+    """A wish to stop; what is done is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How cells are measured."""
+
+    windows: int = 5
+    steps: int | None = None
+    warm_up: int | None = None
+    plugins: tuple[str, ...] = ()
+    limit: float = LIMIT  # seconds of a cell
+    skip: bool = True
+    again: bool = False  # try those that failed once more
+    most_seconds: float | None = None  # of the whole call: no cell begins later
+    start_with: str | None = None  # the words before a cell's own, which start its ranks, instead of torchrun
+
+
+@dataclass
+class Sweep:
+    """A recipe, what is swept, and where the results go."""
+
+    recipe: Any
+    overrides: Sequence[str]
+    cells: list[Cell]
+    folder: Path
+    options: Options
+    asked: dict[str, Any]  # for sweep.json
+    recipes: dict[str, Recipe]
+    tell: Callable[[str], None] = field(default=lambda line: None)
+
+    def run(self) -> list[dict[str, Any]]:
+        """Measure what is missing; the newest result of each cell."""
+        began, times = time.monotonic(), []
+        with Results(self.folder) as results, stoppable():
+            results.agree(self.asked)
+            self.collect(results)
+            todo = [cell for cell in self.cells if self.is_open(cell, results)]
+            if len(todo) < len(self.cells):
+                self.tell(f"{len(self.cells) - len(todo)} of {len(self.cells)} cells have a result already")
+            for number, cell in enumerate(todo, 1):
+                limit = self.options.most_seconds
+                if limit is not None and time.monotonic() - began >= limit:
+                    raise Stopped(f"the time is up, and {len(todo) - number + 1} cells are missing")
+                ahead = f"[{number}/{len(todo)}] {cell.name}"
+                earlier = sweeps.too_large(cell, results.newest) if self.options.skip else None
+                if earlier is not None:
+                    error = f"{earlier} ran out of memory, and this batch is larger"
+                    result = self.finish(cell, {"status": "skipped", "error": error}, 0.0)
+                    if results.newest.get(cell.name, {}).get("status") != "skipped":
+                        results.add(result)
+                    self.tell(f"{ahead}: skipped, {error}")
+                    continue
+                start = time.monotonic()
+                result = self.finish(cell, self.measure(cell, results.folder), time.monotonic() - start)
+                times.append(time.monotonic() - start)
+                results.add(result)
+                left = statistics.fmean(times) * (len(todo) - number)
+                self.tell(f"{ahead}: {summarise(result)}" + (f"; about {duration(left)} left" if left else ""))
+            newest = results.newest
+            return [newest[cell.name] for cell in self.cells if cell.name in newest]
+
+    def is_open(self, cell: Cell, results: Results) -> bool:
+        status = results.newest.get(cell.name, {}).get("status")
+        return status not in ("ok", "oom") and (status != "failed" or self.options.again)
+
+    def measure(self, cell: Cell, folder: Path) -> dict[str, Any]:
+        ranks, nodes, threads = cell.ranks, cell.nodes, None
+        if cell.mode == "compute" and ranks * nodes > 1:  # as many cores as one of the ranks would have
+            ranks, nodes, threads = 1, 1, max(1, usable_cores() // ranks)
+        words = self.options.start_with
+        if words is not None:
+            for name, number in (("nodes", nodes), ("ranks", ranks), ("world", nodes * ranks)):
+                words = words.replace(f"{{{name}}}", str(number))
+        order = self.order(cell, watched=words is None)
+        log = folder / "logs" / f"{cell.file}.log"
+        starter = None if words is None else shlex.split(words)
+        return run_cell(order, ranks, log=log, limit=self.options.limit, threads=threads, starter=starter)
+
+    def order(self, cell: Cell, *, watched: bool) -> dict[str, Any]:
+        """What the processes of a cell are told."""
+        more: list[str] = []
+        if cell.mode == "compute":
+            more = alone(self.recipes[cell.name], cell.ranks * cell.nodes)
+        options = self.options
+        return {
+            "recipe": self.recipe,
+            "overrides": [*self.overrides, *cell.overrides, *more],
+            "plugins": list(options.plugins),
+            "mode": cell.mode,
+            "windows": options.windows,
+            "steps": options.steps,
+            "warm_up": options.warm_up,
+            "name": cell.name,
+            "keys": cell.keys,
+            "out": str((self.folder / "cells" / f"{cell.file}.json").resolve()),
+            "watched": watched,
+        }
+
+    def finish(self, cell: Cell, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """A result with all that is known of its cell, whatever became of it."""
+        known = {"schema": SCHEMA, "name": cell.name, "keys": cell.keys, "mode": cell.mode}
+        if result["status"] != "ok":
+            recipe = find_recipe(self.recipe, self.order(cell, watched=False)["overrides"])
+            gpus, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks * cell.nodes, cell.nodes)
+            known |= describe(recipe, gpus=gpus, nodes=nodes, on_gpu=_on_gpu(recipe))
+            known |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+        return strict(known | result | {"name": cell.name, "keys": cell.keys, "seconds": seconds})
+
+    def collect(self, results: Results) -> None:
+        """Take in what jobs have left in cells/, of this grid or of an earlier one."""
+        folder = self.folder / "cells"
+        for path in sorted(folder.glob("*.json")):
+            result = read_result(path)
+            if result is not None:
+                results.add(result)
+                forget(path)
+        for cell in self.cells:
+            out = folder / f"{cell.file}.json"
+            notes = read_notes(out)
+            if notes:
+                worst = next((note for note in notes if note["status"] == "oom"), notes[0])
+                results.add(self.finish(cell, worst, 0.0))
+                forget(out)
+
+
+def plan_sweep(
+    recipe: Any,
+    overrides: Sequence[str] = (),
+    *,
+    sweep: Sequence[str] = (),
+    mode: str = "real",
+    ranks: int = 1,
+    nodes: int = 1,
+    out: str | Path | None = None,
+    options: Options | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Sweep:
+    """Check all that was asked for; nothing is written yet."""
+    options = options or Options()
+    base = find_recipe(recipe, overrides)
+    if isinstance(recipe, str | Path):
+        recipe = str(recipe)
+    else:  # a tree or a Recipe, which goes into a file for the processes of a cell
+        recipe, overrides = base.to_tree(), ()
+    cells = sweeps.read_cells(sweep, mode=mode, ranks=ranks, nodes=nodes)
+    recipes = sweeps.check_cells(recipe, overrides, cells)
+    for cell in cells:
+        if cell.mode == "compute":
+            alone(recipes[cell.name], cell.ranks * cell.nodes)
+    folder = Path(out) if out is not None else Path("runs", f"bench-{base.run.name}")
+    values: dict[str, list[Any]] = {}
+    for cell in cells:
+        for key, value in cell.keys.items():
+            if value not in (known := values.setdefault(key, [])):
+                known.append(value)
+    asked = {
+        "schema": SCHEMA,
+        "recipe": recipe if isinstance(recipe, str) else base.run.name,
+        "overrides": list(overrides),
+        "sweep": values,
+        "mode": mode,
+        "ranks": ranks,
+        "nodes": nodes,
+        "windows": options.windows,
+        "steps": options.steps,
+        "cells": [cell.name for cell in cells],
+        "tree": base.to_tree(),
+    }
+    return Sweep(recipe, overrides, cells, folder, options, asked, recipes, tell)
+
+
+def summarise(result: dict[str, Any]) -> str:
+    """A result in a few words."""
+    took = f" ({duration(result['seconds'])})"
+    if result["status"] != "ok":
+        what = {"oom": "out of memory", "failed": "failed", "skipped": "skipped"}[result["status"]]
+        return f"{what}: {' '.join(str(result['error']).split())[:200]}{took}"
+    step = result["step_seconds"]
+    words = [f"{plain(step['median'], 3)} s a step", f"{plain(result['samples_per_s'], 3)} samples/s"]
+    words += [f"MFU {100 * result['mfu']:.1f} %"] if result.get("mfu") else []
+    return ", ".join([*words, f"{result['memory']['allocated_gib']:.3g} GiB"]) + took
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Signals that ask for a stop raise Stopped."""
+
+    def leave(number: int, _frame: Any) -> None:
+        raise Stopped(f"stopped by {signal.Signals(number).name}")
+
+    main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if main else ()
+    previous = {number: signal.signal(number, leave) for number in asked}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _on_gpu(recipe: Recipe) -> bool:
+    import torch
+
+    return recipe.run.device != "cpu" and torch.cuda.is_available()

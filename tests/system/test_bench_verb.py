@@ -1,0 +1,84 @@
+"""`vitrail bench` as a person meets it: sentences for wrong input, one measurement, and the modes side by side."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT, run, torchrun, vitrail
+
+from vitrail import cli
+
+TOY = str(ROOT / "configs" / "ablate" / "dit_toy.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sweep", "data.batc=1,2"], "did you mean 'batch'"),
+        (["--sweep", "parallel.strategy=DDPP"], "did you mean 'DDP'"),
+        (["--sweep", "parallel.tensor=4"], "does not divide the 1 ranks"),
+        (["--ranks", "2", "data.batch=3"], "batch"),
+        (["--mode", "rael"], "did you mean 'real'"),
+        (["--sweep", "nodes=1,2"], "--jobs"),
+        (["--nodes", "2"], "--jobs"),
+        (["--time", "20m"], "--time: no jobs are written"),
+        (["--jobs", "slurm", "--start-with", "srun"], "leave it or --jobs out"),
+        (["--mode", "syn", "--mode", "io", "--sweep", "mode=io"], "leave one of them out"),
+        (["--limit", "soon"], "--limit"),
+        (["--ranks", "2", "parallel.tensor=2", "--mode", "compute"], "part of a sample"),
+        (["--jobs", "mpi", "--time", "20m"], "means nothing to mpi"),
+        (["nothing.here=1"], "unknown key"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_leaves_nothing(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", TOY, *words])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2, error
+    assert said in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("runs/*/results.jsonl"))
+
+
+def test_jobs_are_written_for_every_cell(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", TOY, "--sweep", "nodes=1,2", "--jobs", "slurm", "--machine", "dgx", "--time", "20m"])
+    told = capsys.readouterr()
+    assert not ended.value.code, told.err
+    assert told.out.split() == [f"runs/bench-ablate-dit-toy/jobs/nodes={n}.sh" for n in (1, 2)]
+    assert "#SBATCH --ntasks-per-node=8" in Path(told.out.split()[1]).read_text()
+
+
+@pytest.mark.slow
+def test_modes_side_by_side_and_under_a_launcher(tmp_path: Path) -> None:
+    few = ("--windows", "2", "--steps", "2", "--warm-up", "1", "--json")
+    modes = [word for mode in ("real", "syn", "io", "compute") for word in ("--mode", mode)]
+    code, output = vitrail("bench", TOY, "--ranks", "2", *modes, *few, "--out", tmp_path / "bench")
+    assert code == 0, output
+    told = json.loads(output[output.index("{") :])
+    assert [(found["mode"], found["status"]) for found in told["results"]] == [
+        ("real", "ok"),
+        ("syn", "ok"),
+        ("io", "ok"),
+        ("compute", "ok"),
+    ]
+    assert [found["gpus"] for found in told["results"]] == [2, 2, 2, 1]
+    assert [found["batch_per_rank"] for found in told["results"]] == [8, 8, 8, 8]
+    assert told["summary"]
+    code, output = run(*torchrun(2, "-m", "vitrail", "bench", TOY, "parallel.strategy=DDP", *few), cwd=tmp_path)
+    assert code == 0, output
+    assert '"strategy": "DDP"' in output
+    assert not (tmp_path / "runs").exists()
+    words = f"{sys.executable} -m torch.distributed.run --no-python --standalone --nproc-per-node {{world}}"
+    nodes = ("--nodes", "2", "--start-with", words, "--out", tmp_path / "two")
+    code, output = vitrail("bench", TOY, "--mode", "syn", *nodes, *few)
+    assert code == 0, output
+    assert json.loads(output[output.index("{") :])["results"][0]["gpus"] == 2
+    code, output = run(*torchrun(2, "-m", "vitrail", "bench", TOY, "--sweep", "data.batch=8"), cwd=tmp_path)
+    assert code != 0
+    assert "--sweep: processes that a launcher has started" in output

@@ -1,0 +1,177 @@
+"""One recipe measured in this process: the numbers belong together, and measuring leaves no trace in the trainer."""
+
+import contextlib
+import statistics
+import types
+
+import pytest
+import torch
+from support import ROOT
+
+from vitrail.bench import bench, check_mode
+from vitrail.bench import measure as measuring
+from vitrail.bench.facts import alone, describe, name_recompute
+from vitrail.bench.numbers import spread
+from vitrail.bench.split import Marks, covered, is_collective, marked
+from vitrail.errors import UserError
+from vitrail.recipe import load_recipe
+from vitrail.recipe.sections import Recompute
+
+TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
+MAE = {
+    "run": {"name": "toy-mae", "steps": 5, "device": "cpu"},
+    "model": {
+        "kind": "mae",
+        "ndim": 3,
+        "encoder": {"width": 24, "depth": 2, "heads": 2, "patch": 4},
+        "mask": {"kind": "random", "ratio": 0.75},
+        "decoder": {"kind": "self", "width": 16, "depth": 1, "heads": 2},
+    },
+    "data": {"train": [{"kind": "dummy", "shape": [16, 16, 16], "channels": 1}], "crop": 16, "batch": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def alone_here(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_the_numbers_of_a_result_belong_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = bench(TOY, ["run.device=cpu", "data.micro_batch=4"], mode="syn", windows=4, steps=3, warm_up=2)
+    assert not list(tmp_path.iterdir())  # no run folder
+    assert (found["status"], found["mode"], found["model"], found["size"]) == ("ok", "syn", "dit", "0.5B/2")
+    assert (found["gpus"], found["nodes"], found["strategy"], found["precision"]) == (1, 1, "FULL_SHARD", "fp32")
+    assert (found["batch"], found["batch_per_rank"], found["tokens_all"], found["warm_up"]) == (8, 8, 16, 2)
+    assert found["layout"] == {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1}
+    assert len(found["windows"]) == 4
+    step = found["step_seconds"]
+    assert step["median"] == pytest.approx(statistics.median(found["windows"]))
+    assert min(found["windows"]) <= step["low"] <= step["median"] <= step["high"] <= max(found["windows"])
+    assert found["samples_per_s"] == pytest.approx(8 / step["median"])
+    assert found["images_per_s"] == found["samples_per_s"]
+    assert found["tokens_per_s"]["all"] == pytest.approx(16 * found["samples_per_s"])
+    model = load_recipe(TOY)
+    assert found["parameters"] > 100_000
+    assert model.run.name == found["recipe"]
+    split = found["split"]
+    assert split["communication"] is None
+    assert all(split[part] > 0 for part in ("forward", "backward", "optimizer"))
+    assert found["tflops"] > 0
+    assert found["mfu"] is found["hfu"] is found["energy_j"] is None  # unknown for a CPU
+    assert found["memory"]["per_rank"] == [found["memory"]["allocated_gib"]]
+    assert found["loss"] > 0
+    assert {"device", "torch", "python", "vitrail", "commit"} <= set(found["environment"])
+
+
+def test_tokens_that_are_hidden_are_counted_apart_and_volumes_are_no_images():
+    found = bench(MAE, mode="real", windows=2, steps=2)
+    assert (found["tokens_all"], found["tokens_visible"]) == (64, 16)
+    assert found["tokens_per_s"]["visible"] * 4 == pytest.approx(found["tokens_per_s"]["all"])
+    assert found["images_per_s"] is None
+    assert 0 < found["split"]["data"] <= max(found["windows"])
+    assert found["warm_up"] >= 4  # batches that were read while nothing was computed do not count
+    assert load_recipe(MAE).parallel.strategy is None
+    assert found["strategy"] == "FULL_SHARD"
+
+
+def test_loading_alone_builds_no_model(monkeypatch):
+    monkeypatch.setattr(measuring, "build_model", None)
+    found = bench(MAE, mode="io", windows=2, steps=3)
+    assert found["samples_per_s"] > 0
+    assert found["split"]["forward"] is found["tflops"] is found["loss"] is None
+    assert found["parameters"] > 1000
+
+
+def test_modes_and_numbers_are_checked(monkeypatch):
+    with pytest.raises(UserError, match="did you mean 'compute'"):
+        check_mode("comput")
+    for options, words in (
+        ({"windows": 0}, "windows: 0 must be at least 1"),
+        ({"steps": 0}, "steps: 0"),
+        ({"warm_up": -1}, "warm_up"),
+    ):
+        with pytest.raises(UserError, match=words):
+            bench(TOY, **options)
+    monkeypatch.setattr(measuring, "find_world", lambda: types.SimpleNamespace(size=2))
+    with pytest.raises(UserError, match="one rank alone"):
+        bench(TOY, mode="compute")
+
+
+def test_one_rank_alone_takes_the_work_of_one_of_several():
+    recipe = load_recipe(TOY, ["parallel.strategy=HYBRID_SHARD", "parallel.group=2", "data.batch=32"])
+    changed = load_recipe(recipe.to_tree(), alone(recipe, 4))
+    assert (changed.data.batch, changed.parallel.strategy, changed.parallel.group) == (8, "NO_SHARD", None)
+    with pytest.raises(UserError, match="tensor 2 computes a part of a sample"):
+        alone(load_recipe(TOY, ["parallel.tensor=2"]), 4)
+
+
+def test_facts_are_known_before_the_data_are():
+    recipe = load_recipe(MAE, ["model.encoder={size: B/4}", "data.batch=4/rank", "parallel.recompute={every: 2}"])
+    found = describe(recipe, gpus=4, nodes=2, on_gpu=True)
+    assert (found["size"], found["batch"], found["batch_per_rank"], found["recompute"]) == ("B/4", 16, 4, "every=2")
+    assert (found["precision"], found["compile"], found["layout"]["shard"]) == ("bf16", True, 4)
+    mixed = describe(load_recipe(MAE, ["parallel.shard=2", "parallel.replicate=2"]), gpus=4, nodes=1, on_gpu=False)
+    assert (mixed["strategy"], mixed["size"], mixed["precision"]) == (None, None, "fp32")
+
+
+def test_warm_up_ends_when_steps_are_steady(monkeypatch):
+    monkeypatch.setattr(measuring, "share_json", lambda value, group: value)
+    place = types.SimpleNamespace(control=None)
+
+    def steps_taken(times, lead=0, wanted=None):
+        times = iter(times)
+        clock = types.SimpleNamespace(work=types.SimpleNamespace(lead=lead), last=0.0)
+        clock.take = lambda count: [(next(times), 0.0) for _ in range(count)]
+        return len(measuring._warm_up(clock, wanted, place))
+
+    slow_start = [9.0, 3.0, 1.0, 1.0, 1.05, *[1.0] * 30]
+    assert steps_taken(slow_start) == 5
+    assert steps_taken(slow_start, lead=8) == 8
+    assert steps_taken(slow_start, wanted=2) == 2
+    assert steps_taken([1.0, 2.0] * 30) == measuring.MOST_WARM
+
+
+def test_marks_stand_between_the_parts_of_a_step_and_go_away():
+    calls = []
+
+    class Gradients:
+        def add_up(self):
+            calls.append("add up")
+
+    class Trainer:
+        place = types.SimpleNamespace(device=torch.device("cpu"))
+
+        def __init__(self):
+            self.flow = types.SimpleNamespace(gradients=Gradients(), pipeline=None)
+
+        def _prepare(self, micro):
+            return micro
+
+        def _judge(self, output, targets):
+            return output + targets
+
+    trainer, marks = Trainer(), Marks(torch.device("cpu"))
+    with contextlib.suppress(ZeroDivisionError), marked(trainer, marks):
+        assert trainer._prepare(3) == 3
+        assert trainer._judge(1, 2) == 3
+        trainer.flow.gradients.add_up()
+        raise ZeroDivisionError
+    assert [part for part, _ in marks.points] == ["forward", "backward", "optimizer"]
+    assert calls == ["add up"]
+    assert "_prepare" not in vars(trainer)
+    assert "add_up" not in vars(trainer.flow.gradients)
+
+
+def test_small_sums():
+    assert spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+    assert covered([]) == 0
+    assert is_collective("ncclDevKernel_AllGather_RING_LL(x)", True)
+    assert not is_collective("nccl:all_gather", True)  # the same again, as its caller sees it
+    assert is_collective("gloo:all_reduce", False)
+    assert name_recompute("full") == "full"
+    assert name_recompute(Recompute(every=2)) == "every=2"
+    assert name_recompute(Recompute(keep=("qkv", "fc1"))) == "keep=qkv+fc1"

@@ -1,0 +1,268 @@
+"""The folder of a benchmark, how a cell ended, and the order in which a sweep runs; nothing is measured here."""
+
+import csv
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT
+
+from vitrail.bench import cell as cells
+from vitrail.bench import explain as explaining
+from vitrail.bench import runner
+from vitrail.bench.results import Results, read_results
+from vitrail.errors import RunFailed, UserError
+
+TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
+OK = {
+    "status": "ok",
+    "error": None,
+    "step_seconds": {"median": 0.5, "low": 0.4, "high": 0.6},
+    "samples_per_s": 16.0,
+    "mfu": None,
+    "memory": {"allocated_gib": 1.0},
+}
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_results_survive_a_torn_line(tmp_path):
+    with Results(tmp_path) as results:
+        results.add({"name": "a", "status": "failed", "keys": {"data.batch": "8/rank"}, "windows": [1, 2]})
+    with open(tmp_path / "results.jsonl", "ab") as file:
+        file.write(b'{"name": "b", "sta')
+    assert [result["name"] for result in read_results(tmp_path)] == ["a"]
+    with Results(tmp_path) as results:
+        results.add({"name": "a", "status": "ok", "keys": {"data.batch": "8/rank"}, "split": {"data": 0.1}})
+        assert results.newest["a"]["status"] == "ok"
+    assert [result["status"] for result in read_results(tmp_path)] == ["failed", "ok"]
+    (row,) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
+    assert row == {"name": "a", "status": "ok", "keys.data.batch": "8/rank", "split.data": "0.1"}
+
+
+def test_only_one_works_in_a_folder(tmp_path):
+    with Results(tmp_path), pytest.raises(UserError, match="another benchmark is at work"):
+        Results(tmp_path)
+    Results(tmp_path).close()
+
+
+def plan(tmp_path, *sweep, overrides=(), **options):
+    return runner.plan_sweep(
+        str(TOY), overrides, sweep=sweep, mode="syn", out=tmp_path, options=runner.Options(**options)
+    )
+
+
+def test_another_grid_adds_cells_and_another_recipe_is_refused(tmp_path):
+    for sweep, overrides in ((("data.batch=8/rank",), ()), (("data.batch=16/rank", "model.patch=2,4"), ())):
+        with Results(tmp_path) as results:
+            results.agree(plan(tmp_path, *sweep, overrides=overrides).asked)
+    told = json.loads((tmp_path / "sweep.json").read_text())
+    assert told["sweep"] == {"data.batch": ["8/rank", "16/rank"], "model.patch": [2, 4]}
+    assert told["cells"] == ["batch=8/rank", "batch=16/rank,patch=2", "batch=16/rank,patch=4"]
+    with Results(tmp_path) as results, pytest.raises(UserError, match=r"run.seed: 0 became 1.*another folder"):
+        results.agree(plan(tmp_path, overrides=["run.seed=1"]).asked)
+
+
+# ---------------------------------------------------------------- how a cell ended
+
+
+def test_running_out_of_memory_is_told_from_other_failures():
+    def chained(first: Exception) -> Exception:
+        try:
+            raise RunFailed("rank 1 failed") from first
+        except RunFailed as error:
+            return error
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
+        chained(torch.OutOfMemoryError("CUDA out of memory")),
+    ):
+        assert cells.ran_out(error), error
+    for error in (
+        RuntimeError("shape mismatch"),
+        RunFailed("rank 1 is gone: it was killed, ran out of memory or crashed"),
+        UserError("data.batch: too large"),
+    ):
+        assert not cells.ran_out(error), error
+
+
+def test_the_end_of_a_cell_is_judged_by_files_then_by_its_code(tmp_path):
+    out, log = tmp_path / "a.json", tmp_path / "a.log"
+
+    def judge(code, text="", **notes):
+        log.write_text(text)
+        for rank, note in notes.items():
+            (tmp_path / f"a.{rank}.note").write_text(json.dumps(dict(zip(("status", "error"), note, strict=True))))
+        found = cells.judge(code, out, log)
+        cells.forget(out)
+        return found["status"], found["error"]
+
+    assert judge(-9) == ("oom", cells.KILLED)
+    torchrun = "Root Cause (first observed failure):\n  rank : 1\n  exitcode  : -9 (pid: 7)\n"
+    ended = ("failed", "rank 0 ended because rank 1 is gone")
+    assert judge(1, torchrun, rank0=ended) == ("oom", cells.KILLED)
+    assert judge(1, rank0=ended, rank1=("oom", "CUDA out of memory")) == ("oom", "CUDA out of memory")
+    assert judge(1, rank0=ended, rank1=("failed", "ValueError: x")) == ("failed", "ValueError: x")
+    assert judge(-11)[0] == "failed"
+    assert "SIGSEGV" in judge(-11)[1]
+    assert judge(2, "noise\nerror: data.batch: 3 is wrong\n") == ("failed", "data.batch: 3 is wrong")
+    assert "left no word" in judge(1)[1]
+    (tmp_path / "ab.rank0.note").write_text('{"status": "oom", "error": "of another cell"}')
+    assert judge(1)[0] == "failed"
+    out.write_text(json.dumps(OK))
+    assert cells.judge(1, out, log)["notes"] == ["its processes ended with 1 after it was measured"]
+
+
+def child(monkeypatch, tmp_path: Path, script: str) -> Path:
+    """A program in the place of Python."""
+    path = tmp_path / "child"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(path))
+    return path
+
+
+def test_a_cell_that_hangs_is_ended_and_one_that_is_killed_ran_out_of_memory(monkeypatch, tmp_path):
+    order = {"out": str(tmp_path / "a.json")}
+    child(monkeypatch, tmp_path, "sleep 60 & echo $! > pid; wait")
+    monkeypatch.chdir(tmp_path)
+    found = cells.run_cell(order, 1, log=tmp_path / "a.log", limit=0.5)
+    assert found == {"status": "failed", "error": "it took longer than the limit of 0 s, and was ended"}
+    sleeper = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{sleeper}").exists() or "Z" in Path(f"/proc/{sleeper}/stat").read_text().split()[2]
+    child(monkeypatch, tmp_path, "kill -9 $$")
+    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10)["status"] == "oom"
+    child(monkeypatch, tmp_path, f"echo '{json.dumps(OK)}' > a.json")
+    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10) == OK
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_ranks_may_be_started_by_other_words(monkeypatch, tmp_path):
+    program = child(
+        monkeypatch, tmp_path, f"echo \"$A $@\" > words; echo '{json.dumps(OK)}' > bench/cells/nodes=2.json"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = runner.Options(start_with="env A={world} nice -n 1")
+    sweep = runner.plan_sweep(str(TOY), sweep=["nodes=2"], mode="syn", ranks=2, out="bench", options=options)
+    (found,) = sweep.run()
+    assert found["status"] == "ok"
+    assert (tmp_path / "words").read_text().split()[:3] == ["4", "-m", "vitrail.bench.cell"]  # no torchrun before it
+    assert program.exists()
+
+
+# ---------------------------------------------------------------- the order of a sweep
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Cells are not measured, but end as a test says: by name, or with OK."""
+    state = {"ends": {}, "names": []}
+
+    def measure(self, cell, folder):
+        state["names"].append(cell.name)
+        end = state["ends"].get(cell.name, OK)
+        if callable(end):
+            end()
+        return dict(end)
+
+    monkeypatch.setattr(runner.Sweep, "measure", measure)
+    return state
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, measured):
+    grid = ("data.batch=8/rank,16/rank,32/rank", "model.patch=2,4")
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(5)
+
+    measured["ends"] = {
+        "batch=8/rank,patch=4": {"status": "failed", "error": "no"},
+        "batch=16/rank,patch=2": {"status": "oom", "error": "no memory"},
+        "batch=16/rank,patch=4": stop,
+    }
+    with pytest.raises(runner.Stopped, match="SIGTERM"):
+        plan(tmp_path, *grid).run()
+    assert [r["status"] for r in read_results(tmp_path)] == ["ok", "failed", "oom"]
+    measured["ends"], measured["names"] = {}, []
+    found = plan(tmp_path, *grid).run()
+    assert measured["names"] == ["batch=16/rank,patch=4", "batch=32/rank,patch=4"]
+    assert [r["status"] for r in found] == ["ok", "failed", "oom", "ok", "skipped", "ok"]
+    skipped = found[4]
+    assert skipped["error"] == "batch=16/rank,patch=2 ran out of memory, and this batch is larger"
+    assert skipped["batch_per_rank"] == 32
+    assert skipped["strategy"] == "FULL_SHARD"
+    assert skipped["schema"] == 1
+    measured["names"] = []
+    assert len(plan(tmp_path, *grid).run()) == 6
+    assert measured["names"] == []
+    plan(tmp_path, *grid, again=True, skip=False).run()
+    assert measured["names"] == ["batch=8/rank,patch=4", "batch=32/rank,patch=2"]
+    with pytest.raises(runner.Stopped, match="the time is up, and 1 cells are missing"):
+        plan(tmp_path, "data.batch=64/rank", most_seconds=0.0).run()
+
+
+def test_what_jobs_leave_is_taken_in_and_missing_cells_get_scripts(tmp_path, measured):
+    from vitrail.bench.jobs import write_jobs
+
+    sweep = runner.plan_sweep(
+        str(TOY), sweep=["nodes=1,2,4"], mode="syn", ranks=2, out=tmp_path, options=runner.Options(steps=3)
+    )
+    scripts = write_jobs(sweep, "slurm", machine="generic", time="20m")
+    assert [path.name for path in scripts] == ["nodes=1.sh", "nodes=2.sh", "nodes=4.sh"]
+    text = scripts[2].read_text()
+    assert "#SBATCH --nodes=4" in text
+    assert f"-m vitrail.bench.cell {tmp_path}/jobs/nodes=4.order" in text
+    assert "vitrail train" not in text
+    order = json.loads((tmp_path / "jobs" / "nodes=4.order").read_text())
+    assert order["keys"] == {"nodes": 4}
+    assert not order["watched"]
+    Path(order["out"]).write_text(json.dumps(OK | {"name": "nodes=4", "keys": {"nodes": 4}}))
+    note = tmp_path / "cells" / "nodes=2.rank3.note"
+    note.write_text('{"status": "oom", "error": "CUDA out of memory"}')
+    assert [path.name for path in write_jobs(sweep, "slurm", machine="generic", time="20m")] == ["nodes=1.sh"]
+    found = {result["name"]: result for result in read_results(tmp_path)}
+    assert {name: result["status"] for name, result in found.items()} == {"nodes=2": "oom", "nodes=4": "ok"}
+    assert found["nodes=2"]["gpus"] == 4
+    assert not note.exists()
+    for launcher in ("torchrun", "mpi"):
+        (script,) = write_jobs(sweep, launcher, machine="generic")
+        assert "vitrail.bench.cell" in script.read_text()
+
+
+# ---------------------------------------------------------------- the sentence
+
+
+def result(mode, seconds, *, data=0.0, gpus=1):
+    return {
+        "status": "ok",
+        "mode": mode,
+        "gpus": gpus,
+        "windows": [seconds * 0.99, seconds * 1.01],
+        "step_seconds": {"median": seconds},
+        "samples_per_s": 32 / seconds,
+        "split": {"data": data, "forward": seconds / 4, "backward": seconds / 2, "communication": None},
+    }
+
+
+def test_the_difference_between_modes_is_one_sentence():
+    real, syn, io = result("real", 1.0, data=0.58), result("syn", 0.42), result("io", 0.9)
+    said = explaining.explain([real, syn, io])
+    assert said.startswith("58 % of the step waits for data; a step takes 1 s with real data and 0.42 s with one batch")
+    assert "raise data.workers" in said
+    assert explaining.explain([real]) == "58 % of the step waits for data"
+    said = explaining.explain([result("syn", 1.0, gpus=4), result("compute", 0.75)])
+    assert said.startswith("25 % of a step is communication and waiting for other ranks")
+    assert "this may be chance" in explaining.explain([result("real", 1.0), result("syn", 1.0)])
+    assert explaining.explain([result("syn", 1.0)]) == "backward takes 67 % of a step"
+    assert explaining.explain([result("real", 0.5), result("syn", 1.0)]).startswith("no verdict")
+    assert explaining.explain([{"status": "oom", "mode": "real"}]) == ""

@@ -1,0 +1,80 @@
+"""The comparison of planner and measurement runs from end to end, on small models, in several sittings."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+
+from vitrail.cost.complete import complete
+from vitrail.recipe import load_recipe
+
+
+@pytest.fixture(scope="module")
+def planner() -> Any:
+    spec = importlib.util.spec_from_file_location("planner", ROOT / "benchmarks/planner.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["planner"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["planner"]
+
+
+def test_cells_are_as_promised(planner: Any) -> None:
+    cells = [cell for cell in planner.cells() if not cell.name.startswith("fit")]
+    assert len(cells) >= 24
+    assert len({cell.name for cell in cells}) == len(cells)
+    for model in (
+        "vit",
+        "mae self",
+        "mae cross",
+        "mae linear",
+        "mae3d self",
+        "mae3d cross",
+        "unetr",
+        "dit",
+        "adaptive",
+    ):
+        assert any(cell.name.startswith(model) for cell in cells), model
+    assert 1 <= sum(cell.compile for cell in cells) <= len(cells) / 3
+    assert {str(cell.recompute)[:8] for cell in cells} >= {"none", "full", "{'every'", "{'keep':"}
+    for cell in planner.cells():
+        complete(load_recipe(cell.tree()))
+
+
+def test_measured_in_sittings_and_compared(planner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--steps", "1", "--out", str(tmp_path), "--only", "vit", "mae3d"]
+    assert planner.main([*words, "--minutes", "1e-9", "--only", "vit"]) == 75
+    assert planner.main(words) == 0
+    stored = json.loads((tmp_path / "planner_quick.json").read_text())
+    dates = {name: cell["date"] for name, cell in stored["measured"].items()}
+    assert set(dates) == {"vit", "vit, full", "mae3d"}
+    assert planner.main([*words, "--predict", "--cluster", "laptop"]) == 0
+    again = json.loads((tmp_path / "planner_quick.json").read_text())
+    assert {name: cell["date"] for name, cell in again["measured"].items()} == dates
+    assert again["summary"]["time_error"]["cells"] == 3
+    page = (tmp_path / "planner_quick.md").read_text()
+    assert page.count("| yes | yes |") == 3
+    assert "| vit, full | 0." in page
+
+
+def test_errors_and_fits(planner: Any) -> None:
+    measured = {"status": "ok", "retries": 0, "allocated_gib": 10.0, "reserved_gib": 11.0}
+    measured["step_seconds"] = {"median": 0.1}
+    predicted = {"memory_gib": 9.0, "reserved_gib": 11.0, "step_seconds": 0.12, "fits": True, "limited_by": "x"}
+    rows = []
+    for name, one in (("a", measured), ("b", {"status": "oom", "retries": 0}), ("c", {"status": "failed"})):
+        compared = planner.compare(one, predicted, 100.0)
+        rows.append({"cell": name, "measured": one, "predicted": predicted, "compared": compared})
+    assert rows[0]["compared"]["memory_error"] == pytest.approx(-0.1)
+    assert rows[0]["compared"]["time_error"] == pytest.approx(0.2)
+    told = planner.summary(rows)
+    assert told["memory_error"] == {"mean": pytest.approx(0.1), "worst": pytest.approx(0.1), "cells": 1}
+    assert told["fits_wrong"] == ["b"]
+    result = {"machine": {"device": "d", "torch": "t"}, "cluster": "c", "summary": told, "rows": rows}
+    assert "| b | out of memory | 9.00 |" in planner.page(result)

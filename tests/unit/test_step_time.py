@@ -1,0 +1,159 @@
+"""Seconds of a step: by hand where that is easy, else how they change with the layout."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vitrail.cost.cluster import Cluster, Device, Link
+from vitrail.cost.flops import Flops
+from vitrail.cost.roofline import seconds_of
+from vitrail.cost.step import StepTime, step_time
+from vitrail.cost.trace import Op, Segment, Work
+from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.recipe.sections import Parallel, Prefetch
+
+DEVICE = Device(
+    name="made up",
+    memory_gib=80,
+    tflops={"bf16": 100.0, "fp32": 20.0, "float8": 200.0},
+    bandwidth_gb_s=1000,
+    gemm=((1e9, 0.5),),
+    gemm_fp32=((1e9, 0.5),),
+    attention={"forward": ((1024, 0.4),), "backward": ((1024, 0.2),)},
+    convolution=((1e9, 0.1),),
+    launch_us=10,
+    reserve_gib=1,
+)
+CLUSTER = Cluster(
+    name="made up",
+    device=DEVICE,
+    gpus_per_node=8,
+    nodes=1024,
+    inside=Link(5, 100),
+    between=Link(10, 5),
+    overlap=1.0,
+    source="a test",
+)
+GEMM = Op("gemm", 5e11, 1e6, (4096, 4096, 14901))  # 10 ms in bf16
+ATTENTION = Op("attention", 4e11, 1e6, (1, 8, 1024, 1024, 128))
+
+
+def work(*, depth: int = 20, parameters: int = 10_000_000, kernels: int = 1, again: bool = False) -> Work:
+    """Blocks of one product and one attention forward: 20 ms forward, 40 backward."""
+    forward = (dataclasses.replace(GEMM, kernels=kernels), ATTENTION)
+    backward = (GEMM, GEMM, dataclasses.replace(ATTENTION, flops=4e11))
+    block = Segment("blocks", depth, parameters, forward, backward, forward if again else (), 0, 0)
+    head = Segment("head", 1, 1_000_000, (), (), (), 0, 0, gathered=False)
+    return Work((block, head), 0, (), 0, 32, Flops(), 1024)
+
+
+def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, **keys: Any) -> StepTime:
+    micro_batches, compute = keys.pop("micro_batches", 1), keys.pop("compute", "bf16")
+    parallel = Parallel(**keys)
+    layout = layout_of(parallel, gpus)
+    return step_time(
+        of or work(),
+        cluster,
+        gpus=gpus,
+        layout=layout,
+        parallel=parallel,
+        compute=compute,
+        micro_batches=micro_batches,
+    )
+
+
+def test_roofline_by_hand() -> None:
+    copy = Op("memory", 0, 1e9)
+    spent = seconds_of((GEMM, ATTENTION, copy), DEVICE, "bf16", "forward")
+    assert spent == pytest.approx({"matrix products": 0.01, "attention": 0.01, "memory bandwidth": 0.001})
+    assert seconds_of((GEMM,), DEVICE, "fp32", "forward").total == pytest.approx(0.05)
+    assert seconds_of((GEMM,), DEVICE, "float8", "forward").total == pytest.approx(0.005)
+    thin = Op("gemm", 1e6, 1e9)  # waits for its bytes
+    assert seconds_of((thin,), DEVICE, "bf16", "forward") == pytest.approx({"memory bandwidth": 0.001})
+    narrow = dataclasses.replace(ATTENTION, shape=(1, 8, 1024, 1024, 16))  # padded to 64
+    assert seconds_of((narrow,), DEVICE, "bf16", "backward").total == pytest.approx(0.08)
+
+
+def test_one_gpu_is_its_computation() -> None:
+    time = step()
+    assert time.seconds == pytest.approx(20 * (0.02 + 0.04), rel=0.02)
+    assert time.communication == time.exposed == time.bubble == 0
+    assert time.optimizer == pytest.approx(201e6 * 28 / 1e12)
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert step(of=work(again=True)).seconds == pytest.approx(time.seconds + 20 * 0.02, rel=0.01)
+    assert step(micro_batches=4).seconds == pytest.approx(4 * time.seconds, rel=0.05)
+
+
+def test_launches_are_a_floor() -> None:
+    time = step(of=work(kernels=100_000))
+    assert time.seconds == pytest.approx(time.host, rel=0.01)
+    assert time.limited_by == "kernel launches"
+    assert step().host < step().seconds
+
+
+def test_sharding_hides_until_it_cannot() -> None:
+    one, node = step(), step(8, strategy="FULL_SHARD")
+    assert node.communication > 0
+    assert node.exposed < 0.1 * node.communication
+    assert node.seconds < 1.02 * one.seconds
+    large = step(8192, strategy="FULL_SHARD")  # the ring's latency: 20 blocks x 3 x 8191 hops
+    assert large.seconds > 2 * one.seconds
+    assert large.limited_by == "network between nodes"
+    hybrid = step(8192, strategy="HYBRID_SHARD", group=8)
+    assert hybrid.seconds < 0.6 * large.seconds
+    assert step(8192, strategy="DDP").seconds < large.seconds
+
+
+def test_overlap_is_paid_for() -> None:
+    half = dataclasses.replace(CLUSTER, overlap=0.5)
+    free, paid = step(8, strategy="FULL_SHARD"), step(8, strategy="FULL_SHARD", cluster=half)
+    hidden = free.communication - free.exposed
+    assert paid.seconds == pytest.approx(free.seconds + 0.5 * hidden, rel=1e-3)
+
+
+def test_prefetch_and_what_is_not_freed() -> None:
+    model = work(parameters=100_000_000)
+    keys = {"of": model, "strategy": "FULL_SHARD"}
+    late = step(64, prefetch=Prefetch(backward=0), **keys)
+    early = step(64, **keys)
+    assert late.seconds > early.seconds
+    assert late.communication == pytest.approx(early.communication)
+    kept = step(64, of=model, strategy="SHARD_GRAD_OP")
+    assert kept.communication == pytest.approx(early.communication * 3 / 4, rel=0.01)  # 2 + 4 bytes, not 2 + 2 + 4
+    many = step(64, of=model, strategy="SHARD_GRAD_OP", micro_batches=4)
+    assert many.communication < 4 * kept.communication  # gathered once
+
+
+def test_replicas_exchange_once_a_step() -> None:
+    once, four = (step(64, strategy="DDP", micro_batches=m) for m in (1, 4))
+    assert four.communication == pytest.approx(once.communication)
+    small = dataclasses.replace(CLUSTER, between=Link(1000, 5))
+    each = step(512, strategy="DDP", cluster=small)
+    buckets = step(512, strategy="DDP", bucket_mib=400, cluster=small)
+    assert buckets.communication < each.communication  # fewer, larger messages
+
+
+def test_tensor_parallelism_waits_inside_blocks() -> None:
+    near, far = step(8, tensor=8), step(64, tensor=64)
+    assert near.exposed > 0
+    assert far.exposed > near.exposed
+    assert near.exposed == pytest.approx(step(8, of=work(again=True), tensor=8).exposed * 2 / 3, rel=0.05)
+
+
+def test_context_parallelism_trades_heads_or_passes_keys() -> None:
+    traded, ring = step(8, context=8), step(8, context=8, ulysses=1)
+    assert traded.exposed > 0
+    assert ring.communication != traded.communication
+
+
+def test_pipelines_have_a_bubble() -> None:
+    few, many = (step(4, pipeline=4, micro_batches=m) for m in (4, 32))
+    assert few.bubble / few.seconds > 0.4
+    assert many.bubble / many.seconds < 0.1
+    assert step(4, pipeline=4, micro_batches=4, schedule="interleaved").bubble < few.bubble
+
+
+def test_layouts_are_never_larger_than_the_world() -> None:
+    with pytest.raises(AssertionError):
+        step_time(work(), CLUSTER, gpus=4, layout=Layout(8, 1, False), parallel=Parallel(), compute="bf16")
