@@ -320,6 +320,15 @@ def test_a_range_is_a_scaling_curve(tmp_path) -> None:
     assert strong["efficiency"][-1] < 1
 
 
+def test_numbers_that_cannot_be_used_are_left_out_of_a_curve(tmp_path) -> None:
+    few = {"data__batch": 16, "model__heads": 3, "model__width": 768, "model__depth": 4}
+    page = call(tmp_path, "--cluster", "dgx_a100", "--gpus", "8..128", **few)
+    assert "128 GPUs are left out: data.batch: 16 samples cannot be shared evenly" in page
+    assert "strong scaling (one batch for all), against 8 GPUs" in page
+    with pytest.raises(UserError, match="cannot be shared evenly"):
+        call(tmp_path, "--cluster", "dgx_a100", "--gpus", "128..256", **few)
+
+
 @pytest.mark.parametrize(
     ("words", "changes", "sentence"),
     [

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitrail.cost import trace as tracing
 from vitrail.cost.samples import build_objective, prepare
 from vitrail.cost.trace import Work, trace
+from vitrail.errors import UserError
 from vitrail.layers.backends import use_backend
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
@@ -280,3 +281,15 @@ def test_errors_say_what_to_do() -> None:
         trace(config, objective, samples=1, compute="bf16", pipeline_rank=(0, 99))
     with pytest.raises(ValueError, match="no tokens that ranks could share"):
         trace(*CASES["autoencoder"], samples=1, compute="bf16", context=2)
+
+
+def test_what_needs_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.objectives.classify import Classify
+
+    def loss(self: Any, output: torch.Tensor, targets: Any) -> Any:
+        return output.sum().item()
+
+    monkeypatch.setattr(Classify, "loss", loss)
+    config = replace(CASES["vit"][0], classes=11)  # not traced before
+    with pytest.raises(UserError, match=r"model 'vit' with objective 'classify' cannot be traced .* meta device"):
+        trace(config, ClassifyConfig(), samples=1, compute="bf16")

@@ -55,7 +55,11 @@ def main(arguments: Sequence[str]) -> int:
             write_whole(out, json.dumps(result, allow_nan=False).encode())
     except Exception as error:
         wrong = isinstance(error, UserError) and not isinstance(error, RunFailed)  # what the user asked for
-        text = {"status": "oom" if ran_out(error) else "failed", "error": summary(error)[:1000], "wrong_input": wrong}
+        text: dict[str, Any] = {
+            "status": "oom" if ran_out(error) else "failed",
+            "error": summary(error)[:1000],
+            "wrong_input": wrong,
+        }
         with contextlib.suppress(Exception):  # a device that broke may not tell its name
             import torch
 

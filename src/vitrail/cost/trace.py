@@ -1,51 +1,38 @@
-"""What one training step of a model computes and keeps on one rank."""
+"""What one training step of a model computes and keeps on one rank, from a run of its parts on the meta device.
 
-from dataclasses import dataclass
+- the model is the real one, prepared as parallelize() prepares it: pieces, recomputation, compilation; its inputs come
+  from the objective's own prepare(), and its loss is run, too
+- equal blocks are run once. Eager blocks keep what autograd keeps; compiled ones what the compiler's partitioner keeps
+- parameters are in the compute type, as they are gathered; float8 is traced as bf16
+- of several tensor ranks one is traced with its heads and channels, of several context ranks one with its tokens and
+  the keys of all; a pipeline is cut where its stages cost the same
+- costs are straight lines in the number of samples, so that two traces serve all numbers but the smallest
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+
+from vitrail.cost import fused, norm_op
+from vitrail.cost import samples as inputs_of
+from vitrail.cost.attention_op import TracedSequence, attend_with
 from vitrail.cost.flops import Flops
+from vitrail.cost.recorder import Op, Run, record
+from vitrail.cost.split import split_block
+from vitrail.cost.work import Segment, Work, between, stage_of
+from vitrail.errors import UserError
+from vitrail.models.inputs import encoder_of
 from vitrail.recipe.sections import Chunk
 
+__all__ = ["Compute", "Op", "Segment", "Work", "trace", "trace_model"]
+
 Compute = Literal["bf16", "fp32", "float8"]
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation, or a fused group of them."""
-
-    kind: Literal["gemm", "attention", "convolution", "memory"]  # memory: bound by bandwidth
-    flops: float
-    bytes: float  # read and written
-    shape: tuple[int, ...] = ()  # gemm (m, n, k); attention (batch, heads, queries, keys, head width)
-    kernels: int = 1  # launches
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A repeated block, or what lies outside blocks."""
-
-    name: str
-    count: int  # equal ones in a row
-    parameters: int  # of one, on this rank after tensor parallelism, before sharding
-    forward: tuple[Op, ...]
-    backward: tuple[Op, ...]
-    again: tuple[Op, ...]  # what recomputation repeats
-    saved: int  # bytes that one keeps for its backward
-    peak: int  # bytes that one needs for a moment besides
-    gathered: bool = True  # its parameters are gathered as one group by FSDP
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one rank computes for one micro-batch."""
-
-    segments: tuple[Segment, ...]
-    inputs: int  # bytes of a micro-batch on the device
-    loss: tuple[Op, ...]
-    loss_peak: int
-    samples: int  # of a micro-batch
-    flops: Flops  # of one sample
-    tokens: int  # all of a sample
+FEW, BASE = 1, (8, 64)  # numbers of samples that are traced themselves, and those that others follow from
 
 
 def trace(
@@ -62,4 +49,216 @@ def trace(
     pipeline_rank: tuple[int, int] = (0, 1),
     average: bool = False,
 ) -> Work:
-    raise NotImplementedError
+    """The work of one rank for a micro-batch of so many samples; `model` and `objective` are the recipe's configs.
+
+    Settings that the model cannot have are ValueErrors. `average` changes nothing here: averages are of parameters.
+    """
+    if samples < 1:
+        raise ValueError(f"samples {samples} must be at least 1")
+    options = _Options(compute, recompute, compiled, chunk, tensor, context)
+    work = _work_of(_Same(model), _Same(objective), samples, options)
+    return work if pipeline_rank[1] == 1 else stage_of(work, *pipeline_rank)
+
+
+@dataclass(frozen=True)
+class _Options:
+    compute: Compute
+    recompute: Any
+    compiled: bool
+    chunk: Chunk
+    tensor: int
+    context: int
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+class _Same:
+    """A config as a key: configs may hold what has no hash."""
+
+    def __init__(self, config: Any):
+        self.config, self.text = config, repr(config)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.text == other.text
+
+
+@lru_cache(maxsize=4096)
+def _work_of(model: _Same, objective: _Same, samples: int, options: _Options) -> Work:
+    if samples <= FEW or samples in BASE:
+        return _traced(model, objective, samples, options)
+    low, high = (_work_of(model, objective, base, options) for base in BASE)
+    share = (samples - BASE[0]) / (BASE[1] - BASE[0])
+    found = between(low, high, share)
+    return _traced(model, objective, samples, options) if found is None else replace(found, samples=samples)
+
+
+def _traced(model: _Same, objective: _Same, samples: int, options: _Options) -> Work:
+    try:
+        return _trace(model, objective, samples, options)
+    except (UserError, ValueError):
+        raise
+    except Exception as error:
+        kinds = f"model {model.config.kind!r} with objective {objective.config.kind!r}"
+        raise UserError(
+            f"{kinds} cannot be traced without data: {type(error).__name__}: {error}; what they do in prepare(), "
+            "forward() and loss() must work on PyTorch's meta device, which has shapes and no values"
+        ) from error
+
+
+def _trace(model: _Same, objective: _Same, samples: int, options: _Options) -> Work:
+    built = inputs_of.build_objective(objective.config, model.config)
+    parts = options.tensor * options.context
+    if parts > 1 and not hasattr(encoder_of(model.config), "tokens"):
+        raise ValueError(f"{model.config.kind} has no tokens that ranks could share; set tensor and context to 1")
+    inputs, targets, raw = inputs_of.prepare(objective.config, built, model.config, samples, parts)
+
+    def loss(output: Tensor) -> Tensor:
+        if parts > 1 and built.needs_whole:
+            output = built.join([output] * parts, targets)
+        return built.loss(output, targets).sum
+
+    return trace_model(
+        model.config,
+        inputs,
+        loss,
+        samples=samples,
+        options=options,
+        flops=built.flops,
+        tokens=built.tokens_per_sample(),
+        held=inputs_of.bytes_of(targets),
+        raw=raw,
+    )
+
+
+def trace_model(
+    config: Any,
+    inputs: dict[str, Any],
+    loss: Callable[[Tensor], Tensor],
+    *,
+    samples: int,
+    options: _Options | None = None,
+    flops: Callable[[Any], Flops] | None = None,
+    tokens: int = 0,
+    held: int = 0,
+    raw: int = 0,
+    **settings: Any,
+) -> Work:
+    """The work of a model on these inputs, which are on the meta device; `held` and `raw` are bytes beside them."""
+    defaults: dict[str, Any] = {"compute": "bf16", "recompute": "none", "compiled": False, "chunk": Chunk()}
+    c = options or _Options(**(defaults | {"tensor": 1, "context": 1} | settings))
+    with torch.device("meta"):
+        model = config.build()
+    count = model.flops() if flops is None else flops(model)
+    kept = _prepare(model, c)
+    side = model.derive({name: value for name, value in inputs.items() if name != "x"})
+    held += inputs_of.bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
+    segments, output = _segments(model, inputs["x"], side, kept)
+    last = record(loss, output.shape, output.dtype)
+    return Work(
+        segments=tuple(segments),
+        inputs=held + raw,
+        loss=(*last.forward, *last.backward),
+        loss_peak=last.saved + max(last.peak, last.forward_peak),
+        samples=samples,
+        flops=count,
+        tokens=tokens,
+        raw=raw,
+    )
+
+
+def _prepare(model: Any, c: _Options) -> dict[nn.Module, Any]:
+    """As parallelize() does it, for one rank; what each block keeps."""
+    from vitrail.parallel import chunk, recompute
+
+    blocks = model.blocks()
+    plan = recompute.plan(blocks, c.recompute, pieces=c.chunk.mlp is not None)
+    model.to(torch.float32 if c.compute == "fp32" else torch.bfloat16)
+    sequence = TracedSequence(context=c.context, tensor=c.tensor)
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = attend_with(c.context, plain=c.compute == "fp32")
+        if hasattr(module, "sequence"):
+            module.sequence = sequence
+    if c.tensor > 1:
+        for block in blocks:
+            split_block(block, c.tensor)
+    norm_op.as_kernels(model, spared=blocks if c.compiled else ())
+    chunk.apply(model, c.chunk)
+    recompute.carry_out(blocks, plan.kept)
+    if c.compiled:
+        for block in blocks:
+            fused.compile_block(block)
+    return dict(zip(blocks, plan.kept, strict=True))
+
+
+class _Parameters:
+    """How many each stage has that none before it had."""
+
+    def __init__(self) -> None:
+        self.counted: set[nn.Parameter] = set()
+
+    def of(self, owners: Sequence[nn.Module | nn.Parameter]) -> int:
+        found = {p for one in owners for p in ([one] if isinstance(one, nn.Parameter) else one.parameters())}
+        found -= self.counted
+        self.counted |= found
+        return sum(p.numel() for p in found)
+
+
+def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module, Any]) -> tuple[list[Segment], Run]:
+    """Stage by stage; equal blocks that follow each other are one segment. The last run has the shape of the output."""
+    from vitrail.parallel.shard import make_of
+
+    segments: list[Segment] = []
+    known: dict[Any, tuple[Run, Segment]] = {}
+    shape, dtype, leaf = tuple(x.shape), x.dtype, False
+    run: Run | None = None
+    parameters = _Parameters()
+    compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in kept)
+    with fused.compiling() if compiled else nullcontext():
+        for stage in model.stages():
+            used = [one for one in stage.uses if one is not None]
+            blocks = [one for one in used if one in kept]
+            key = (make_of(blocks[0]), kept[blocks[0]], shape, dtype) if len(used) == len(blocks) == 1 else None
+            own = parameters.of(used)
+            if key is not None and key in known:
+                run, segment = known[key]
+                if segments[-1].name == segment.name:
+                    segments[-1] = replace(segments[-1], count=segments[-1].count + 1)
+                else:
+                    segments.append(segment)
+            else:
+
+                def forward(y: Tensor, stage: Any = stage) -> Tensor:
+                    taken = side | {"taps": list(side["taps"])} if "taps" in side else side
+                    return stage.run(y, taken)
+
+                if compiled and blocks:  # outside the watch: to compile runs the block, too
+                    forward(torch.empty(shape, dtype=dtype, device="meta", requires_grad=leaf))
+                run = record(forward, shape, dtype, leaf=leaf)
+                model.zero_grad(set_to_none=True)
+                segment = Segment(
+                    name=stage.name,
+                    count=1,
+                    parameters=own,
+                    forward=run.forward,
+                    backward=run.backward,
+                    again=run.again,
+                    saved=run.saved,
+                    peak=run.peak,
+                    gathered=bool(blocks),
+                    forward_peak=run.forward_peak,
+                )
+                segments.append(segment)
+                if key is not None:
+                    known[key] = (run, segment)
+            shape, dtype, leaf = run.shape, run.dtype, True
+            if "taps" in stage.needs and "taps" in side and key is not None:
+                side["taps"].append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True))
+    assert run is not None
+    left = parameters.of([model])
+    segments[0] = replace(segments[0], parameters=segments[0].parameters + left)
+    return segments, run

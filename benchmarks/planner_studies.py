@@ -1,0 +1,162 @@
+"""The planner against published studies: one command writes planner_studies.md and its plots.
+
+    python benchmarks/planner_studies.py [--calibrate] [--out benchmarks]
+
+The Frontier sharding study (images/s and memory of four sizes under five strategies, prefetch of 5B), torchtitan-mae on
+GH200, ORBIT's ladder; and predictions for the study's 5B and 15B. `--calibrate` first solves for the four values of
+clusters/frontier.yaml again and writes them there. No GPU is needed; it takes about 20 s.
+"""
+
+import argparse
+import dataclasses
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import published as p
+import study_predictions as s
+import study_tables as t
+from study_plots import plot_frontier, plot_ladder, plot_large, plot_memory
+
+from vitrail.cost.cluster import FOLDER, Cluster, load_cluster
+
+HERE = Path(__file__).resolve().parent
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def page(cluster: Cluster, out: Path) -> str:
+    """All of it as Markdown; plots are written beside."""
+    rates = t.frontier_rates(cluster)
+    missed = t.errors(rates)
+    hopper = load_cluster("gh200")
+    memory, rungs, large = t.memory_rows(cluster), t.ladder_rows(cluster), t.large_rates(cluster)
+    plots = out / "results"
+    plots.mkdir(parents=True, exist_ok=True)
+    plot_frontier(rates, plots / "planner_frontier.png")
+    plot_memory(memory, plots / "planner_memory.png")
+    plot_large(large, plots / "planner_large.png")
+    plot_ladder(rungs, plots / "planner_ladder.png")
+    cells = table(
+        ("model", "mode", *(f"{nodes}" for nodes in p.NODES)),
+        (
+            (model, mode, *(f"{r:,.0f} ({percent(1 + e)})" for r, e in zip(rates[model, mode], row, strict=True)))
+            for (model, mode), row in missed.items()
+        ),
+    )
+    by_model = {
+        model: statistics.mean(abs(e) for (m, _), row in missed.items() if m == model for e in row[: t.JUDGED])
+        for model in p.MODELS
+    }
+    pairs5, wrong5 = t.ranked(rates, 0.05)
+    pairs10, wrong10 = t.ranked(rates, 0.10)
+    memory_error = statistics.mean(abs(full / measured - 1) for _, _, measured, _, full in memory)
+    values = {
+        "model_errors": ", ".join(f"{model} {100 * error:.0f} %" for model, error in by_model.items()),
+        "mean": f"{100 * t.mean_error(rates):.1f}",
+        "cells": cells,
+        "rank5": f"{pairs5 - len(wrong5)} of {pairs5}",
+        "rank10": f"{pairs10 - len(wrong10)} of {pairs10}",
+        "wrong10": "; ".join(wrong10) or "none",
+        "memory_mean": f"{100 * memory_error:.1f}",
+        "memory_large": f"{100 * max(abs(c / a - 1) for _, m, a, _, c in memory if m != 'base'):.0f}",
+        "memory": table(
+            ("mode", "model", "published", "planner", "with what that software keeps", "error"),
+            ((mode, m, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}", percent(c / a)) for mode, m, a, b, c in memory),
+        ),
+        "sensitivity": table(
+            ("assumed instead", "mean error", "ranked as measured (beyond 10 %)"),
+            ((name, f"{100 * error:.1f} %", order) for name, error, order in t.sensitivity(cluster)),
+        ),
+        "gh200_cudnn": ", ".join(percent(b / a) for *_, a, b in t.gh200_rows(_with_cudnn(hopper))),
+        "prefetch": table(
+            ("backward prefetch", "FULL_SHARD", "HYBRID_2", "HYBRID_16"),
+            (
+                (
+                    name,
+                    *(
+                        f"{s.frontier_step(cluster, '5b', mode, 8, f'parallel.prefetch.backward={ahead}').rate:.0f}"
+                        f" (published {measured})"
+                        for mode, measured in zip(("FULL_SHARD", "HYBRID_2", "HYBRID_16"), row, strict=True)
+                    ),
+                )
+                for ahead, (name, row) in enumerate(p.PREFETCH_5B.items())
+            ),
+        ),
+        "gh200": table(
+            ("nodes", "masked", "published tokens/s/GPU", "predicted", "error"),
+            ((n, f"{100 * k:.0f} %", f"{a:,}", f"{b:,.0f}", percent(b / a)) for n, k, a, b in t.gh200_rows(hopper)),
+        ),
+        "ladder": table(
+            ("rung", "published", "predicted", "predicted s/sample"),
+            ((name, a or "out of memory", f"{b:.2f}" if b else "out of memory", f"{c:.2f}") for name, a, b, c in rungs),
+        ),
+        "large": "\n\n".join(_large_table(large, model) for model in ("5b", "15b")),
+        "slope": f"{cluster.device.gemm[-3][1]:.2f}",
+        "launch": f"{cluster.device.launch_us:.0f}",
+        "latency": f"{cluster.between.latency_us:.0f}",
+        "gb_s": f"{cluster.between.gb_s:.2f}",
+        "node_gb_s": f"{8 * cluster.between.gb_s:.1f}",
+        "fragmentation": f"{cluster.device.fragmentation}",
+    }
+    text = (HERE / "planner_studies.template").read_text(encoding="utf-8")
+    for name, value in values.items():
+        text = text.replace("{{" + name + "}}", value)
+    return text
+
+
+def _with_cudnn(cluster: Cluster) -> Cluster:
+    """With the attention that cuDNN reaches on an H200."""
+    device = dataclasses.replace(cluster.device, attention=load_cluster("h200").device.attention)
+    return dataclasses.replace(cluster, device=device)
+
+
+def write_calibrated(cluster: Cluster) -> None:
+    """Into the cluster's file, with its comments."""
+    path = FOLDER / f"{cluster.name}.yaml"
+    points = ", ".join(f"[{flops:.1e}, {share}]" for flops, share in cluster.device.gemm)
+    link = f"{{latency_us: {cluster.between.latency_us}, gb_s: {cluster.between.gb_s}}}"
+    text = path.read_text(encoding="utf-8")
+    for key, value in (("between", link), ("gemm", f"[{points}]"), ("launch_us", cluster.device.launch_us)):
+        text = re.sub(rf"(?m)^( *{key}:).*$", rf"\1 {value}", text)
+    path.write_text(text, encoding="utf-8")
+
+
+def _large_table(large: t.Large, model: str) -> str:
+    def cell(rate: float, fits: bool, gib: float) -> str:
+        return f"{rate:,.0f}" if fits else f"({gib:.0f} GiB)"
+
+    rows = []
+    for mode in t.LARGE:
+        cells = [cell(*found) for found in large[model, mode]]
+        rows.append((mode, *([""] * (len(p.NODES) - len(cells))), *cells))
+    return table((model, *(f"{nodes}" for nodes in p.NODES)), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calibrate", action="store_true", help="solve for the values of clusters/frontier.yaml first")
+    parser.add_argument("--out", type=Path, default=HERE)
+    options = parser.parse_args()
+    cluster = load_cluster("frontier")
+    if options.calibrate:
+        cluster = s.calibrate(cluster)
+        write_calibrated(cluster)
+    path = options.out / "planner_studies.md"
+    path.write_text(page(cluster, options.out), encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

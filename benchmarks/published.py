@@ -1,0 +1,54 @@
+"""Numbers that others published, which planner_studies.py compares the planner with.
+
+Frontier: arXiv 2404.11706 and the benchmark behind it; 8 GCDs of MI250X a node, 32 images a GCD, PyTorch's first FSDP.
+GH200: torchtitan-mae, a masked autoencoder of volume EM; 4 GPUs a node, a crop of 512^3 a GPU. ORBIT: arXiv 2404.14712.
+"""
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+MODELS = ("base", "huge", "1b", "3b")
+MODES = ("DDP", "NO_SHARD", "HYBRID_1", "HYBRID_2", "FULL_SHARD")
+
+IMAGES_PER_SECOND = {  # by nodes
+    ("base", "DDP"): (853, 1686, 3310, 6590, 13006, 26344, 51610, 98681),
+    ("base", "NO_SHARD"): (1207, 2333, 4803, 9069, 17824, 34750, 67977, 138954),
+    ("base", "HYBRID_1"): (1203, 2476, 4969, 9927, 19835, 39738, 77958, 158667),
+    ("base", "HYBRID_2"): (1152, 2282, 4427, 9059, 17512, 34024, 66177, 136589),
+    ("base", "FULL_SHARD"): (1205, 2381, 4666, 8702, 15409, 14471, 27178, 11336),
+    ("huge", "DDP"): (120, 239, 478, 934, 1844, 3740, 7365, 14879),
+    ("huge", "NO_SHARD"): (239, 472, 948, 1843, 3669, 7430, 14328, 28279),
+    ("huge", "HYBRID_1"): (244, 485, 975, 1942, 3877, 7767, 15512, 31141),
+    ("huge", "HYBRID_2"): (236, 476, 949, 1890, 3624, 7412, 14664, 27164),
+    ("huge", "FULL_SHARD"): (245, 490, 976, 1931, 3743, 7236, 8015, 10265),
+    ("1b", "DDP"): (89, 179, 336, 690, 1365, 2779, 5523, 10773),
+    ("1b", "NO_SHARD"): (187, 373, 745, 1435, 2807, 5802, 11460, 21603),
+    ("1b", "HYBRID_1"): (189, 383, 763, 1528, 3056, 6171, 12264, 24749),
+    ("1b", "HYBRID_2"): (188, 377, 753, 1454, 2871, 5611, 9585, 20453),
+    ("1b", "FULL_SHARD"): (197, 387, 776, 1518, 2995, 5779, 7806, 4099),
+    ("3b", "DDP"): (29, 58, 119, 228, 460, 902, 1794, 3639),
+    ("3b", "NO_SHARD"): (76, 153, 301, 591, 1193, 2269, 4468, 8457),
+    ("3b", "HYBRID_1"): (79, 162, 321, 648, 1286, 2523, 5141, 10274),
+    ("3b", "HYBRID_2"): (79, 155, 306, 587, 1154, 2423, 4668, 7449),
+    ("3b", "FULL_SHARD"): (83, 161, 323, 644, 1278, 2511, 3759, 3708),
+}
+
+RESERVED_GIB = {  # of a GCD on one node, base to 3b
+    "DDP": (2.99, 14.2, 20.2, 61.6),
+    "NO_SHARD": (2.89, 14.8, 21.3, 63.2),
+    "HYBRID_1": (2.86, 14.9, 21.9, 63.6),
+    "HYBRID_2": (2.00, 7.49, 10.9, 30.2),
+}
+FULL_SHARD_ACTIVE_GIB = {1: (0.946, 2.65, 3.43, 8.95), 128: (0.819, 1.73, 2.09, 4.08)}  # by nodes, base to 3b
+
+PREFETCH_5B = {  # images/s on 8 nodes under FULL_SHARD, HYBRID_2 and HYBRID_16, with all-gathers limited
+    "none": (351, 335, 335),
+    "while the backward computes": (388, 360, 352),
+}
+
+GH200_TOKENS = {  # tokens a second and GPU, masked ones counted, by nodes and the share of masked ones
+    (5, 0.01): 2040,
+    (5, 0.95): 12100,
+    (40, 0.01): 1910,
+    (40, 0.95): 11800,
+}
+
+LADDER = {"wrapped": 1.0, "bf16": 1.97, "prefetch": 2.4, "checkpointing": 5.7}  # 113 billion, 512 GCDs, speed-up

@@ -1,0 +1,185 @@
+"""The planner's answers to the published studies, and the four numbers that its Frontier is calibrated on.
+
+- recipes are configs/vit_fsdp_study/*.yaml, configs/orbit/113b.yaml and configs/mae3d/2b.yaml, made torchtitan-mae's
+- HYBRID_1 is predicted as replicas that exchange nothing: PyTorch's first FSDP makes NO_SHARD of a shard group of one
+  rank, and then adds gradients over that one rank. The study's HYBRID_1 rows show no sign of communication either
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import published
+
+from vitrail.cost.cluster import Cluster, Link, load_cluster
+from vitrail.cost.memory import Memory
+from vitrail.cost.plan import GIB, Shares, fits, memory_for, model_of, settle, time_for, works_of
+from vitrail.cost.whole_matrix import LIVING, is_whole, scores_of
+from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.recipe import Recipe, load_recipe
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+PER_NODE, BATCH = 8, 32  # GCDs of a node, images of a GCD
+TOP = 0.55  # share of the peak that large products reach: an estimate, for bf16 at 1e12 FLOP and for fp32
+GEMM_FLOPS = (1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12)
+CALIBRATION = {  # what is solved for: from which number
+    "slope of the bf16 curve": ("huge", "FULL_SHARD", 1),
+    "host time of a launch": ("base", "FULL_SHARD", 1),
+    "latency between nodes": ("huge", "FULL_SHARD", 64),
+    "bandwidth between nodes": ("3b", "FULL_SHARD", 64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A settled recipe on so many GPUs of a cluster."""
+
+    recipe: Recipe
+    cluster: Cluster
+    gpus: int
+    copies: int = 1  # of all that, which do not talk to each other
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.recipe.parallel, self.gpus)
+
+    @property
+    def shares(self) -> Shares:
+        return Shares.of(self.recipe, self.layout)
+
+    @property
+    def samples(self) -> int:
+        return self.copies * self.shares.batch
+
+    @cached_property
+    def seconds(self) -> float:
+        return time_for(self.recipe, self.cluster, self.gpus, self.layout, self.shares).seconds
+
+    @cached_property
+    def memory(self) -> Memory:
+        return memory_for(self.recipe, self.layout, self.shares)
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.memory, self.cluster)
+
+    @property
+    def rate(self) -> float:
+        return self.samples / self.seconds
+
+
+def changes_of(mode: str) -> tuple[str, ...]:
+    """How the study's name of a mode reads in a recipe."""
+    if mode == "DDP":
+        return "parallel.strategy=DDP", "parallel.bucket_mib=25", "precision.compute=fp32", "precision.reduce=fp32"
+    if mode == "HYBRID_1":
+        return ("parallel.strategy=NO_SHARD",)
+    if mode.startswith("HYBRID_"):
+        return "parallel.strategy=HYBRID_SHARD", f"parallel.group={mode.removeprefix('HYBRID_')}"
+    return (f"parallel.strategy={mode}",)
+
+
+@lru_cache(maxsize=256)
+def recipe_of(path: str, changes: tuple[str, ...], cluster_name: str) -> Recipe:
+    return settle(load_recipe(CONFIGS / path, changes), load_cluster(cluster_name))
+
+
+def frontier_step(cluster: Cluster, model: str, mode: str, nodes: int, *more: str) -> Prediction:
+    """One cell of the study; images are of all nodes."""
+    recipe = recipe_of(f"vit_fsdp_study/{model}.yaml", (*changes_of(mode), *more), "frontier")
+    gpus = PER_NODE * nodes
+    return Prediction(recipe, cluster, 1, gpus) if mode == "HYBRID_1" else Prediction(recipe, cluster, gpus)
+
+
+def gib_of(cluster: Cluster, model: str, mode: str, nodes: int) -> tuple[float, float]:
+    """GiB that the planner allocates, and the study's figure with what its software keeps besides.
+
+    Its attention made whole matrices of scores, of which three in fp32 live at once in the backward. FSDP's first
+    version keeps bf16 gradients until the collectives that read them are over, and the bf16 parameters where it does
+    not shard. DDP without gradient_as_bucket_view has gradients twice. All but FULL_SHARD are of reserved memory.
+    """
+    recipe = recipe_of(f"vit_fsdp_study/{model}.yaml", changes_of(mode), "frontier")
+    found = Prediction(recipe, cluster, PER_NODE * nodes)
+    layout, memory = found.layout, found.memory
+    ops = [op for segment in works_of(recipe, layout, BATCH)[0].segments for op in segment.forward]
+    scores = 0 if any(map(is_whole, ops)) else LIVING * max(map(scores_of, ops))
+    parameters = sum(parameter.numel() for parameter in model_of(recipe.model).parameters())
+    own = parameters / layout.shard
+    if mode == "DDP":
+        peak = 20.0 * parameters + memory.temporary + memory.inputs + scores
+    else:
+        peak = memory.peak + scores + 2 * own + (2 * own if layout.shard == 1 else 0)
+    if mode == "FULL_SHARD":
+        return memory.peak / GIB, peak / GIB
+    return memory.peak / GIB, min(peak * cluster.device.fragmentation / GIB, cluster.device.memory_gib)
+
+
+def gh200_step(cluster: Cluster, nodes: int, masked: float) -> Prediction:
+    """torchtitan-mae: 32 heads in encoder and decoder, all tokens decoded, parameters kept after the forward."""
+    changes = (
+        f"model.mask.ratio={masked}", "model.channels=1", "model.encoder.heads=32", "model.encoder.kv_heads=8",
+        "model.decoder.kind=self", "model.decoder.heads=32", "model.decoder.decode_ratio=1.0", "data.batch=1/rank",
+        "parallel.strategy=SHARD_GRAD_OP", "parallel.recompute=full", "parallel.compile=false",
+    )  # fmt: skip
+    return Prediction(recipe_of("mae3d/2b.yaml", changes, "gh200"), cluster, 4 * nodes)
+
+
+def ladder(cluster: Cluster) -> dict[str, Prediction]:
+    """ORBIT's rungs on 512 GCDs; one sample a node, then three."""
+    alone = ("data.batch=1/rank", "parallel.recompute=none")
+    late = ("parallel.prefetch.forward=0", "parallel.prefetch.backward=0")
+    full = ("precision.compute=fp32", "precision.reduce=fp32")
+    rungs = {
+        "unwrapped": (*alone, *late, *full, "parallel.wrap=56"),
+        "wrapped": (*alone, *late, *full),
+        "bf16": (*alone, *late),
+        "prefetch": alone,
+        "checkpointing": (),
+    }
+    return {
+        name: Prediction(recipe_of("orbit/113b.yaml", rung, "frontier"), cluster, 512) for name, rung in rungs.items()
+    }
+
+
+def calibrate(cluster: Cluster, *, top: float = TOP) -> Cluster:
+    """The cluster with the four values that reproduce the four numbers."""
+
+    def _slope(cluster: Cluster, slope: float) -> Cluster:
+        gemm = tuple((flops, round(top * (flops / 1e12) ** slope, 4)) for flops in GEMM_FLOPS)
+        return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, gemm=gemm))
+
+    def solve(what: str, low: float, high: float, change: Callable[[Cluster, float], Cluster]) -> None:
+        """Bisect for the value at which a step takes as long as published; steps get slower from low to high."""
+        nonlocal cluster
+        model, mode, nodes = CALIBRATION[what]
+        wanted = PER_NODE * BATCH * nodes / published.IMAGES_PER_SECOND[model, mode][published.NODES.index(nodes)]
+        for _ in range(25):
+            middle = math.sqrt(low * high)
+            slow = frontier_step(change(cluster, middle), model, mode, nodes).seconds > wanted
+            low, high = (low, middle) if slow else (middle, high)
+        cluster = change(cluster, middle)
+
+    cluster = _launch(cluster, 8.0)
+    solve("slope of the bf16 curve", 0.02, 1.0, _slope)
+    for _ in range(10):
+        solve("latency between nodes", 1.0, 2000.0, _latency)
+        solve("bandwidth between nodes", 20.0, 0.05, _bandwidth)
+    solve("host time of a launch", 8.0, 1000.0, _launch)
+    return cluster
+
+
+def _launch(cluster: Cluster, launch_us: float) -> Cluster:
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, launch_us=round(launch_us, 1)))
+
+
+def _latency(cluster: Cluster, latency_us: float) -> Cluster:
+    return dataclasses.replace(cluster, between=Link(round(latency_us, 1), cluster.between.gb_s))
+
+
+def _bandwidth(cluster: Cluster, gb_s: float) -> Cluster:
+    return dataclasses.replace(cluster, between=Link(cluster.between.latency_us, round(gb_s, 3)))

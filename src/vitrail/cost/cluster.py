@@ -1,0 +1,189 @@
+"""What a cluster can do: one file a cluster, read by the planner and written by `vitrail doctor --calibrate`.
+
+- A curve is a list of points (x, y) with x rising; between points y is interpolated over the logarithm of x, beyond the
+  ends it stays flat.
+- Rates are shares of a peak, so that the file says both what is promised and what is reached.
+- A cluster is known by its name (a file of `clusters/` in this package) or by the path of a YAML file.
+- A file may leave out what has a default here; unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrail.errors import UserError
+from vitrail.recipe import yaml
+from vitrail.recipe.kinds import nearest
+from vitrail.recipe.trees import show
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Curve = tuple[tuple[float, float], ...]
+
+FOLDER = Path(__file__).with_name("clusters")
+_STRICT = {"extra": "forbid"}  # what pydantic reads from __pydantic_config__
+
+
+def at(curve: Curve, x: float) -> float:
+    """The curve's y at x: interpolated over log x, flat beyond the ends."""
+    if x <= curve[0][0]:
+        return curve[0][1]
+    for (left, low), (right, high) in itertools.pairwise(curve):
+        if x <= right:
+            share = math.log(x / left) / math.log(right / left)
+            return low + share * (high - low)
+    return curve[-1][1]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator."""
+
+    __pydantic_config__ = _STRICT
+    name: str  # as torch names it, e.g. "NVIDIA H200"
+    memory_gib: float  # that PyTorch can use
+    tflops: dict[str, float]  # dense peaks by type: bf16, fp32, float8
+    bandwidth_gb_s: float  # of its memory, measured by a copy, bytes read and written counted
+    gemm: Curve  # x: FLOPs of one product, y: share of the bf16 peak
+    gemm_fp32: Curve  # the same for fp32, of its own peak
+    attention: dict[str, Curve]  # forward and backward; x: tokens of the keys, y: share of the bf16 peak, heads 64..128
+    convolution: Curve  # x: FLOPs, y: share of the bf16 peak
+    launch_us: float  # host time of one kernel, eager
+    reserve_gib: float  # context and library workspaces, which the allocator does not see
+    fragmentation: float = 1.0  # reserved over allocated at the peak
+
+    def __post_init__(self) -> None:
+        _positive(self, "device", "memory_gib", "bandwidth_gb_s")
+        _positive(self, "device", "launch_us", "reserve_gib", zero=True)
+        if not self.fragmentation >= 1:
+            raise ValueError(f"device.fragmentation: expected 1 or more, got {self.fragmentation}")
+        if "bf16" not in self.tflops or not all(peak > 0 for peak in self.tflops.values()):
+            raise ValueError(f"device.tflops: expected peaks above 0 and one for bf16, got {self.tflops}")
+        if set(self.attention) != {"forward", "backward"}:
+            raise ValueError(f"device.attention: expected forward and backward, got {', '.join(self.attention)}")
+        curves = {"gemm": self.gemm, "gemm_fp32": self.gemm_fp32, "convolution": self.convolution}
+        curves |= {f"attention.{way}": curve for way, curve in self.attention.items()}
+        for name, curve in curves.items():
+            _check_curve(f"device.{name}", curve)
+
+    def __hash__(self) -> int:  # of what can be hashed, so that results can be cached by device
+        return hash((self.name, self.memory_gib, self.gemm))
+
+    def peak(self, compute: str) -> float:
+        """FLOP/s of a type; of bf16 where the file has none for it, of half as much for fp32."""
+        bf16 = self.tflops["bf16"]
+        return 1e12 * self.tflops.get(compute, bf16 / 2 if compute == "fp32" else bf16)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How one GPU talks to another of the same group, in one direction."""
+
+    __pydantic_config__ = _STRICT
+    latency_us: float
+    gb_s: float
+
+    def __post_init__(self) -> None:
+        _positive(self, "link", "gb_s")
+        _positive(self, "link", "latency_us", zero=True)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs."""
+
+    __pydantic_config__ = _STRICT
+    name: str
+    device: Device
+    gpus_per_node: int
+    nodes: int
+    inside: Link  # between GPUs of a node
+    between: Link  # a GPU's share of the network between nodes
+    source: str  # where the numbers come from
+    congestion: Curve = ((1.0, 1.0),)  # x: nodes, y: share of `between` left at that many
+    overlap: float = 0.9  # share of communication that can hide behind compute
+    price: float | None = None  # of a GPU hour
+    currency: str = "USD"
+    measured: dict[str, str] = field(default_factory=dict)  # facts of a calibration: date, versions
+
+    def __post_init__(self) -> None:
+        _positive(self, "cluster", "gpus_per_node", "nodes")
+        _check_curve("congestion", self.congestion)
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap: expected a share from 0 to 1, got {self.overlap}")
+        if self.price is not None and self.price < 0:
+            raise ValueError(f"price: expected 0 or more, got {self.price}")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.device, self.nodes, self.inside, self.between))
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+def _positive(owner: Any, prefix: str, *names: str, zero: bool = False) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+            raise ValueError(f"{prefix}.{name}: expected a number {'of 0 or more' if zero else 'above 0'}, got {value}")
+
+
+def _check_curve(name: str, curve: Curve) -> None:
+    xs = [x for x, _ in curve]
+    if not xs or xs[0] <= 0 or xs != sorted(set(xs)) or not all(0 < y < math.inf for _, y in curve):
+        raise ValueError(
+            f"{name}: expected points [x, y] above 0 with x rising, got {[list(point) for point in curve]}"
+        )
+
+
+def list_clusters() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster of this package by its name, or of a YAML file by its path."""
+    text = str(name_or_path)
+    if text in list_clusters():
+        return _read(FOLDER / f"{text}.yaml")
+    if "/" in text or text.endswith((".yaml", ".yml")):
+        return _read(Path(text))
+    near = nearest(text, list_clusters())
+    hint = f"did you mean {near!r}? " if near else ""
+    raise UserError(
+        f"cluster {text!r}: there is none of this name; {hint}Known are {', '.join(list_clusters())}, or give the path "
+        "of a YAML file such as `vitrail doctor --calibrate` writes"
+    )
+
+
+def write_cluster(cluster: Cluster, path: str | Path) -> None:
+    Path(path).write_text(yaml.dump(asdict(cluster)), encoding="utf-8")
+
+
+def _read(path: Path) -> Cluster:
+    tree = yaml.read(path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected the keys of a cluster (name, device, nodes ...), got {show(tree)}")
+    from pydantic import ValidationError
+
+    try:
+        return _adapter().validate_python(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        words = first["msg"].removeprefix("Value error, ")
+        unknown = first["type"] in ("unexpected_keyword_argument", "extra_forbidden")
+        raise UserError(f"{path}: {where + ': ' if where else ''}{'unknown key' if unknown else words}") from error
+
+
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[Cluster]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Cluster)

@@ -1,0 +1,340 @@
+"""What a training step of a recipe needs on a cluster, without any GPU: memory, time, rates and what limits them.
+
+- the recipe is completed without data (complete.py) and settled for the cluster's device: number format and compiling
+- an estimate is of one layout: what the model computes and keeps (trace), bytes by kind (memory), seconds (step)
+- of a pipeline the first, a middle and the last rank are looked at; the fullest gives the memory, the slowest the time
+- it fits if what the allocator reserves, and what libraries take beside it, is at most 95 % of the device's memory
+- MFU is of the device's dense bf16 peak whatever is computed in, as in the meters of a run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.cost.cluster import Cluster, load_cluster
+from vitrail.cost.complete import complete
+from vitrail.cost.memory import Memory, memory_of
+from vitrail.cost.rough import SAMPLES, Key
+from vitrail.cost.rough import works as rough_works
+from vitrail.cost.step import StepTime, step_time
+from vitrail.cost.trace import Compute, Work, trace
+from vitrail.errors import UserError
+from vitrail.models.model import Model
+from vitrail.parallel import recompute
+from vitrail.parallel.check import refuse
+from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.recipe import Recipe, load_recipe
+from vitrail.recipe.durations import parse_duration
+
+HEADROOM = 0.95  # of the device's memory that a plan may reserve
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout of a recipe on so many GPUs of a cluster; seconds are of one step, GiB of the fullest rank."""
+
+    strategy: str
+    group: int | None  # ranks that share one copy of the model, with HYBRID_SHARD
+    tensor: int
+    context: int
+    pipeline: int
+    gpus: int
+    recompute: str
+    batch: int  # samples of a step, over all ranks
+    batch_per_rank: int  # of a data-parallel rank
+    micro_batch: int
+    fits: bool
+    memory_gib: float  # peak allocated
+    reserved_gib: float  # with gaps, and with what libraries take
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    mfu: float
+    hfu: float
+    limited_by: str
+    cost_per_million_samples: float | None  # in the cluster's currency
+    run_hours: float | None  # of run.steps, where that can be counted without data
+    run_cost: float | None
+    memory: dict[str, float]  # GiB by kind, when they are the most
+    moment: str  # when that is
+    time: dict[str, float]  # seconds by what is done
+    limits: dict[str, float]  # the same seconds by what they are spent on
+    changes: tuple[str, ...] = ()  # to the recipe, as on the command line
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"changes": list(self.changes)}
+
+
+def plan(
+    recipe: Recipe | str | Path,
+    *,
+    cluster: Cluster | str | Path,
+    gpus: int,
+    overrides: tuple[str, ...] = (),
+    as_is: bool = False,
+    top: int = 10,
+    any_batch: bool = False,
+) -> list[Estimate]:
+    """Layouts of a recipe on so many GPUs, the best first; with `as_is` only its own.
+
+    Where none fits they are the ones that need least memory; nearest() tells what would fit.
+    """
+    from vitrail.cost.search import search
+
+    place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    ready = settle(load_recipe(recipe, overrides), place)
+    check_gpus(place, gpus)
+    if as_is:
+        refuse(without_device(ready), gpus)
+        return [estimate(ready, place, gpus)]
+    return search(ready, place, gpus, any_batch=any_batch, top=top)
+
+
+def settle(recipe: Recipe, cluster: Cluster) -> Recipe:
+    """The recipe completed, with what `auto` means on the cluster's device."""
+    on_gpu = cluster.device.name != "cpu"
+    compute, compiled = recipe.precision.compute, recipe.parallel.compile
+    if compute == "auto":
+        compute = "bf16" if on_gpu else "fp32"
+    if compute == "float8" and "float8" not in cluster.device.tflops:
+        raise UserError(
+            f"precision.compute: float8, but {cluster.device.name} of cluster {cluster.name} has none; "
+            "set precision.compute=bf16"
+        )
+    precision = recipe.precision.model_copy(update={"compute": compute})
+    parallel = recipe.parallel.model_copy(update={"compile": on_gpu if compiled == "auto" else compiled})
+    return complete(recipe).model_copy(update={"precision": precision, "parallel": parallel})
+
+
+def without_device(recipe: Recipe) -> Recipe:
+    """The recipe without what would be refused for the device of the machine that plans."""
+    return recipe.model_copy(
+        update={
+            "parallel": recipe.parallel.model_copy(update={"offload": False}),
+            "precision": recipe.precision.model_copy(update={"compute": "bf16"}),
+        }
+    )
+
+
+def compute_of(recipe: Recipe) -> Compute:
+    """The number format of a settled recipe."""
+    assert recipe.precision.compute != "auto"
+    return recipe.precision.compute
+
+
+def check_gpus(cluster: Cluster, gpus: int) -> None:
+    """A number of GPUs that the cluster can give, in whole nodes."""
+    per_node = cluster.gpus_per_node
+    if not 1 <= gpus <= cluster.gpus:
+        raise UserError(
+            f"--gpus {gpus}: cluster {cluster.name} has {cluster.gpus:,} GPUs ({cluster.nodes:,} nodes of {per_node}); "
+            f"choose 1 to {cluster.gpus}"
+        )
+    if gpus > per_node and gpus % per_node:
+        below = gpus // per_node * per_node
+        raise UserError(
+            f"--gpus {gpus}: nodes of cluster {cluster.name} have {per_node} GPUs each; choose {below} or "
+            f"{min(below + per_node, cluster.gpus)}"
+        )
+
+
+def model_of(config: Any) -> Model:
+    """On the meta device."""
+    return _built(Key(repr(config), config.build))
+
+
+@lru_cache(maxsize=8)
+def _built(key: Key) -> Model:
+    with torch.device("meta"):
+        return key.make()
+
+
+def num_parameters(recipe: Recipe) -> int:
+    return sum(parameter.numel() for parameter in model_of(recipe.model).parameters())
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the samples of a step are shared out."""
+
+    batch: int  # over all ranks
+    rank: int  # of a data-parallel rank
+    micro: int  # of one pass
+    passes: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, layout: Layout) -> Shares:
+        batch = recipe.data.global_batch(layout.data)
+        share = max(1, batch // layout.data)
+        micro = min(recipe.data.micro_batch or share, share)
+        return cls(batch, share, micro, math.ceil(share / micro))
+
+
+def works_of(recipe: Recipe, layout: Layout, micro: int, *, rough: bool = False) -> Sequence[Work]:
+    """What the ranks of a pipeline compute that may differ; one where there is none. `rough` is for comparing many."""
+    if rough:
+        text = repr(
+            (recipe.model, recipe.objective, recipe.precision, recipe.parallel.recompute, recipe.parallel.chunk)
+        )
+        whole = Layout(1, 1, reshard=False)
+        key = Key(f"{text} {recipe.parallel.compile}", lambda: _work(recipe, whole, SAMPLES, 0))
+        return rough_works(key, layout, micro)
+    last = layout.pipeline - 1
+    return [_work(recipe, layout, micro, rank) for rank in sorted({0, last // 2, last})]
+
+
+def _work(recipe: Recipe, layout: Layout, micro: int, rank: int) -> Work:
+    c = recipe.parallel
+    return trace(
+        recipe.model,
+        recipe.objective,
+        samples=micro,
+        compute=compute_of(recipe),
+        recompute=c.recompute,
+        compiled=bool(c.compile),
+        chunk=c.chunk,
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline_rank=(rank, layout.pipeline),
+        average=recipe.ema is not None,
+    )
+
+
+def memory_for(recipe: Recipe, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
+    """Of the fullest rank."""
+    c = recipe.parallel
+    found = (
+        memory_of(
+            work,
+            replicate=layout.replicate,
+            shard=layout.shard,
+            reshard=layout.reshard,
+            tensor=layout.tensor,
+            context=layout.context,
+            pipeline=layout.pipeline,
+            prefetch=c.prefetch,
+            wrap=c.wrap,
+            compute=compute_of(recipe),
+            reduce=recipe.precision.reduce,
+            optimizer=recipe.optimizer.kind,
+            ema=recipe.ema is not None,
+            offload=c.offload,
+            micro_batches=shares.passes,
+            schedule=c.schedule,
+        )
+        for work in works_of(recipe, layout, shares.micro, rough=rough)
+    )
+    return max(found, key=lambda memory: memory.peak)
+
+
+def fits(memory: Memory, cluster: Cluster) -> bool:
+    return memory.reserved(cluster.device) <= HEADROOM * cluster.device.memory_gib * GIB
+
+
+def time_for(
+    recipe: Recipe, cluster: Cluster, gpus: int, layout: Layout, shares: Shares, *, rough: bool = False
+) -> StepTime:
+    """Of the slowest rank."""
+    found = (
+        step_time(
+            work,
+            cluster,
+            gpus=gpus,
+            layout=layout,
+            parallel=recipe.parallel,
+            compute=compute_of(recipe),
+            reduce=recipe.precision.reduce,
+            micro_batches=shares.passes,
+        )
+        for work in works_of(recipe, layout, shares.micro, rough=rough)
+    )
+    return max(found, key=lambda time: time.seconds)
+
+
+def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str, ...] = ()) -> Estimate:
+    """Of a settled recipe with the layout that it names."""
+    layout = layout_of(recipe.parallel, gpus)
+    shares = Shares.of(recipe, layout)
+    memory = memory_for(recipe, layout, shares)
+    time = time_for(recipe, cluster, gpus, layout, shares)
+    rate = shares.batch / time.seconds
+    c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")
+    training, hardware = _flops(Key(repr(recipe.model), recipe.model.build), c.recompute, c.chunk.mlp is not None)
+    work = works_of(recipe, layout, shares.micro)[0]
+    enough = fits(memory, cluster)
+    hours = run_hours(recipe, shares.batch, time.seconds)
+    price = None if cluster.price is None else cluster.price * gpus
+    return Estimate(
+        strategy=strategy_of(recipe, layout),
+        group=layout.shard if strategy_of(recipe, layout) == "HYBRID_SHARD" else None,
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        gpus=gpus,
+        recompute=recompute_words(recipe.parallel.recompute),
+        batch=shares.batch,
+        batch_per_rank=shares.rank,
+        micro_batch=shares.micro,
+        fits=enough,
+        memory_gib=memory.peak / GIB,
+        reserved_gib=memory.reserved(cluster.device) / GIB,
+        step_seconds=time.seconds,
+        samples_per_second=rate,
+        tokens_per_second=rate * work.tokens,
+        mfu=rate * training / peak,
+        hfu=rate * hardware / peak,
+        limited_by=time.limited_by if enough else "memory",
+        cost_per_million_samples=None if price is None else price / 3600 * 1e6 / rate,
+        run_hours=hours,
+        run_cost=None if price is None or hours is None else price * hours,
+        memory={name: size / GIB for name, size in vars(memory).items() if isinstance(size, int | float)},
+        moment=memory.moment,
+        time={name: value for name, value in vars(time).items() if isinstance(value, int | float)},
+        limits=dict(time.parts),
+        changes=changes,
+    )
+
+
+@lru_cache(maxsize=64)
+def _flops(key: Key, choice: Any, pieces: bool) -> tuple[float, float]:
+    """Of one sample: what the model needs, and what the device computes."""
+    model = _built(key)
+    again = recompute.plan(model.blocks(), choice, pieces=pieces).again
+    return model.flops().training, model.flops().hardware(recompute=again)
+
+
+def strategy_of(recipe: Recipe, layout: Layout) -> str:
+    """The recipe's own name for its layout, else the one that its sizes amount to."""
+    c = recipe.parallel
+    if c.strategy is not None:
+        return c.strategy
+    if layout.shard == 1 and c.shard is not None:
+        return "NO_SHARD"
+    if layout.replicate > 1:
+        return "HYBRID_SHARD"
+    return "FULL_SHARD" if layout.reshard else "SHARD_GRAD_OP"
+
+
+def recompute_words(choice: Any) -> str:
+    if isinstance(choice, str):
+        return choice
+    (name, value), *_ = choice.model_dump(exclude_none=True).items()
+    return f"{name} {', '.join(value) if isinstance(value, list | tuple) else value}"
+
+
+def run_hours(recipe: Recipe, batch: int, seconds: float) -> float | None:
+    """Of run.steps; None where they are epochs, whose length only the data know."""
+    number, unit = parse_duration(recipe.run.steps)
+    if unit == "epochs":
+        return None
+    steps = float(number) if unit == "steps" else math.ceil(number / batch)
+    return steps * seconds / 3600

@@ -1,0 +1,213 @@
+"""Watches a run on the meta device: which operations there are, and how many bytes live at each moment.
+
+Autograd, checkpointing and Python's own counting of references run as in training, so that tensors die when they would
+there. Bytes are of whole storages, in the allocator's units.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+UNIT = 512  # bytes that the allocator rounds up to
+EXCHANGES = (
+    "vitrail_cost.gather",
+    "vitrail_cost.scatter",
+)  # between tensor ranks: costs of the network, not counted here
+
+Kind = Literal["gemm", "attention", "convolution", "memory"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation, or a fused group of them."""
+
+    kind: Kind  # memory: bound by bandwidth
+    flops: float
+    bytes: float  # read and written
+    shape: tuple[int, ...] = ()  # gemm (m, n, k); attention (batch, heads, queries, keys, head width)
+    kernels: int = 1  # launches
+
+
+def size_of(t: Tensor) -> int:
+    """Bytes of the numbers of a tensor: expanded ones are read from where they are once."""
+    numel = math.prod(s for s, stride in zip(t.shape, t.stride(), strict=True) if stride or s == 0)
+    return numel * t.element_size()
+
+
+def storage_size(t: Tensor) -> int:
+    return -(-t.untyped_storage().nbytes() // UNIT) * UNIT
+
+
+def is_view(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)
+    if schema is None:
+        return False
+    aliased = [value.alias_info for value in schema.returns]
+    return bool(aliased) and all(info is not None and not info.is_write for info in aliased)
+
+
+def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], arguments: Any, out: Any) -> Op | None:
+    """What an operation costs; None where it computes nothing."""
+    name = str(operation)
+    if name.startswith(("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.detach", "prims.device_put")):
+        return None
+    if is_view(operation) or not outputs or name.startswith(EXCHANGES):
+        return None
+    moved = float(sum(map(size_of, {id(t): t for t in inputs}.values())) + sum(map(size_of, outputs)))
+    if name.startswith("vitrail_cost.attention"):
+        return attention_cost(name, inputs, arguments, moved)
+    count = flop_registry.get(getattr(operation, "overloadpacket", operation))
+    if count is None:
+        return Op("memory", 0.0, moved, kernels=2 if "norm_backward" in name else 1)
+    positional, keywords = arguments
+    flops = float(count(*positional, **keywords, out_val=out))
+    if "conv" in name:
+        return Op("convolution", flops, moved)
+    return Op("gemm", flops, moved, shape=product_shape(inputs, outputs[0], flops))
+
+
+def attention_cost(name: str, inputs: Sequence[Tensor], arguments: Any, moved: float) -> Op:
+    backward = "backward" in name
+    q, k = inputs[1:3] if backward else inputs[:2]
+    (batch, queries, heads, width), keys = q.shape, k.shape[1] * int(arguments[0][-1])
+    flops = (10.0 if backward else 4.0) * batch * heads * queries * keys * width
+    return Op("attention", flops, moved, shape=(batch, heads, queries, keys, width), kernels=3 if backward else 1)
+
+
+def product_shape(inputs: Sequence[Tensor], out: Tensor, flops: float) -> tuple[int, ...]:
+    """(m, n, k), products of a batch as more rows."""
+    columns = out.shape[-1]
+    rows = out.numel() // max(1, columns)
+    return rows, columns, round(flops / max(1, 2 * rows * columns))
+
+
+@dataclass
+class Phase:
+    """What happened between two moments."""
+
+    ops: list[Op] = field(default_factory=list)
+    again: list[Op] = field(default_factory=list)  # forward operations that ran in a backward
+    peak: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Inside, every operation is noted, and every storage that it makes is followed to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.phase = Phase()
+        self.backward = False
+        self.known: dict[int, int] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # compiled code is to run inside
+
+    def begin(self, *, backward: bool) -> Phase:
+        self.phase, self.backward = Phase(peak=self.live), backward
+        return self.phase
+
+    def add(self, op: Op, *, again: bool = False) -> None:
+        (self.phase.again if again else self.phase.ops).append(op)
+
+    def note(self, bytes_more: int) -> None:
+        """Bytes that something needs for a moment."""
+        self.phase.peak = max(self.phase.peak, self.live + bytes_more)
+
+    def follow(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        size = storage_size(t)
+        self.known[key] = size
+        self.live += size
+        weakref.finalize(storage, self._dead, key)
+        self.phase.peak = max(self.phase.peak, self.live)
+
+    def _dead(self, key: int) -> None:
+        self.live -= self.known.pop(key, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if all(t.device.type == "meta" for t in outputs):
+            op = op_of(func, inputs, outputs, (args, kwargs), out)
+            given = {t.untyped_storage()._cdata for t in inputs}
+            for t in outputs:
+                if t.untyped_storage()._cdata not in given:
+                    self.follow(t)
+            if op is not None:
+                if op.kind == "attention" and "backward" in str(func):
+                    self.note(workspace(inputs[1]))
+                # A backward runs without recording gradients, what checkpoints compute again with; but for an operation
+                # that has a backward of its own, inside which nothing is recorded.
+                name = str(func)
+                forward = torch.is_grad_enabled() or (name.startswith("vitrail_cost.") and "backward" not in name)
+                self.add(op, again=self.backward and forward)
+        return out
+
+
+def workspace(q: Tensor) -> int:
+    """Kernels add up the gradient of queries in fp32."""
+    return 4 * q.numel()
+
+
+class Incoming(torch.autograd.Function):
+    """The end of what is traced: its backward makes the gradient that would come from what follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = (x.shape, x.dtype)
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        shape, dtype = ctx.like
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One part of a model, run forward and backward."""
+
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    again: tuple[Op, ...]
+    saved: int
+    forward_peak: int
+    peak: int  # of the backward
+    shape: tuple[int, ...]  # of the output
+    dtype: torch.dtype
+
+
+def record(run: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype, *, leaf: bool = True) -> Run:
+    """Run something on an input of this shape; `leaf`: the input wants a gradient."""
+    watcher = Recorder()
+    start = torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=leaf and dtype.is_floating_point)
+    with watcher:
+        x = start.clone()  # not a leaf, which the graph would hold anyway
+        forward = watcher.begin(backward=False)
+        y = run(x)
+        del x
+        own = storage_size(y)
+        loss = Incoming.apply(y)
+        saved = max(0, watcher.live - own - UNIT)
+        made = tuple(y.shape), y.dtype
+        backward = watcher.begin(backward=True)
+        if loss.requires_grad:
+            loss.backward(torch.empty_like(loss))
+        del y
+    before, after = (max(0, phase.peak - own - saved) for phase in (forward, backward))
+    return Run(tuple(forward.ops), tuple(backward.ops), tuple(backward.again), saved, before, after, *made)

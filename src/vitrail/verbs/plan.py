@@ -1,0 +1,163 @@
+"""`vitrail plan`: will it fit, how fast will it go, and which layout is best; without a GPU and without data."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.errors import UserError
+from vitrail.verbs.words import Json, Overrides, Plugins, load_plugins
+
+if TYPE_CHECKING:
+    from vitrail.cost.cluster import Cluster
+    from vitrail.cost.plan import Estimate
+    from vitrail.recipe import Recipe
+
+
+def add(app: typer.Typer) -> None:
+    app.command()(plan)
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe or a run folder.", show_default=False)],
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A known cluster, or the path of its file.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="N", help="How many, or a range: 8..512. One node if left out.")
+    ] = None,
+    as_is: Annotated[bool, typer.Option("--as-is", help="Only the layout that the recipe names.")] = False,
+    any_batch: Annotated[bool, typer.Option("--any-batch", help="Choose the samples of a rank, too.")] = False,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="Layouts to show.")] = 10,
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Of a GPU hour, instead of the cluster's.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scaling curve of a range.")] = None,
+    plugins: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what fits and how fast it goes, without a GPU."""
+    from vitrail.cost.cluster import list_clusters, load_cluster
+    from vitrail.cost.plan import settle
+    from vitrail.recipe.find import find_recipe
+
+    if cluster is None:
+        raise UserError(f"--cluster is missing; choose one of {', '.join(list_clusters())}, or the path of a file")
+    place = load_cluster(cluster)
+    place = place if price is None else replace(place, price=price)
+    numbers = read_gpus(gpus or str(place.gpus_per_node), place)
+    if plot is not None and len(numbers) == 1:
+        raise UserError(f"--plot {plot}: a curve needs a range of GPUs, such as --gpus 8..512")
+    load_plugins(plugins)
+    # About what checkpointing under torch.compile must not hold: blocks are known, and a plan is to be read.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    ready = settle(find_recipe(recipe, overrides or ()), place)
+    options = {"as_is": as_is, "any_batch": any_batch}
+    answer = _curve if len(numbers) > 1 else _one
+    answer(ready, place, numbers, as_json=as_json, top=top, plot=plot, **options)
+
+
+def read_gpus(text: str, cluster: Cluster) -> list[int]:
+    """A number, or the powers of two times a node's GPUs between two numbers and these themselves."""
+    from vitrail.cost.plan import check_gpus
+
+    found = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", text.strip())
+    if not found or (found[2] and int(found[2]) < int(found[1])):
+        raise UserError(f"--gpus {text}: expected a number such as 64, or a range from less to more such as 8..512")
+    first, last = int(found[1]), int(found[2] or found[1])
+    for number in (first, last):
+        check_gpus(cluster, number)
+    sizes = (cluster.gpus_per_node * 2**power for power in range(-10, 31))
+    between = {int(size) for size in sizes if size == int(size) and first < size < last}
+    return sorted({first, last} | between)
+
+
+def _layouts(recipe: Recipe, cluster: Cluster, gpus: int, top: int, *, as_is: bool, any_batch: bool) -> list[Estimate]:
+    from vitrail.cost.plan import estimate, without_device
+    from vitrail.cost.search import search
+    from vitrail.parallel.check import refuse
+
+    if not as_is:
+        return search(recipe, cluster, gpus, any_batch=any_batch, top=top)
+    refuse(without_device(recipe), gpus)
+    return [estimate(recipe, cluster, gpus)]
+
+
+def _one(
+    recipe: Recipe, cluster: Cluster, numbers: list[int], *, as_json: bool, top: int, plot: Path | None, **options: bool
+) -> None:
+    """Layouts for one number of GPUs."""
+    from vitrail.cost import plan_page as page
+    from vitrail.cost.search import nearest
+
+    gpus = numbers[0]
+    layouts = _layouts(recipe, cluster, gpus, top, **options)
+    near = None if layouts[0].fits else nearest(recipe, cluster, gpus)
+    note = "" if layouts[0].fits else page.advice(near, cluster, gpus)
+    if as_json:
+        _print_json(recipe, cluster, layouts, nearest=near and near.as_json(), note=note)
+        return
+    lines = [*page.heading(recipe.run.name, cluster, numbers, _parameters(recipe)), "", *page.table(layouts)]
+    if len(layouts) == top and not options["as_is"]:
+        lines.append(f"there may be more: --top {2 * top}")
+    lines += ["", *(["the first:"] if len(layouts) > 1 else []), *page.parts(layouts[0], cluster)]
+    if layouts[0].changes and layouts[0].fits:
+        lines.append(f"to train so: {_quoted(layouts[0].changes)}")
+    print("\n".join([*lines, *filter(None, [note])]))
+
+
+def _curve(
+    recipe: Recipe, cluster: Cluster, numbers: list[int], *, as_json: bool, top: int, plot: Path | None, **options: bool
+) -> None:
+    """The best layout for each number of GPUs."""
+    from vitrail.cost import plan_page as page
+
+    layouts, left_out = [], []
+    for gpus in numbers:
+        try:
+            layouts.append(_layouts(recipe, cluster, gpus, 1, **options)[0])
+        except UserError as error:
+            left_out.append((gpus, error))
+    if not layouts:
+        raise left_out[0][1]
+    scaling = "weak" if isinstance(recipe.data.batch, str) else "strong"
+    notes = [f"{gpus} GPUs are left out: {error}" for gpus, error in left_out]
+    if plot is not None:
+        page.draw(layouts, plot, f"{recipe.run.name} on {cluster.name}, {scaling} scaling")
+    if as_json:
+        shares = page.efficiencies(layouts)
+        _print_json(recipe, cluster, layouts, scaling=scaling, efficiency=shares, note="\n".join(notes))
+        return
+    lines = [*page.heading(recipe.run.name, cluster, numbers, _parameters(recipe)), "", *page.curve(layouts, scaling)]
+    print("\n".join([*lines, *notes, *([f"drawn in {plot}"] if plot else [])]))
+
+
+def _print_json(recipe: Recipe, cluster: Cluster, layouts: list[Estimate], **more: Any) -> None:
+    import json
+
+    head = {
+        "recipe": recipe.run.name,
+        "cluster": cluster.name,
+        "source": cluster.source,
+        "parameters": _parameters(recipe),
+        "currency": cluster.currency if cluster.price is not None else None,
+    }
+    print(json.dumps({**head, "layouts": [one.as_json() for one in layouts], **more}, indent=2))
+
+
+def _parameters(recipe: Recipe) -> int:
+    from vitrail.cost.plan import num_parameters
+
+    return num_parameters(recipe)
+
+
+def _quoted(words: tuple[str, ...]) -> str:
+    import shlex
+
+    return shlex.join(words)

@@ -1,0 +1,139 @@
+"""`vitrail plan` as a person calls it: real recipes, nothing replaced, no GPU and no data."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from support import ROOT
+from typer.testing import CliRunner
+
+from vitrail.errors import UserError
+from vitrail.verbs.plan import add
+
+KEYS = {"strategy", "group", "tensor", "context", "pipeline", "gpus", "fits", "memory_gib", "step_seconds"}
+KEYS |= {"samples_per_second", "mfu", "limited_by"}
+
+
+def call(*words: str) -> str:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    add(app)
+    done = CliRunner().invoke(app, ["plan", *words])
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+def layouts(*words: str) -> list[dict[str, Any]]:
+    found = json.loads(call(*words, "--json"))["layouts"]
+    assert all(set(one) >= KEYS for one in found)
+    return found
+
+
+def config(name: str) -> str:
+    return str(ROOT / "configs" / name)
+
+
+def test_a_recipe_as_it_is() -> None:
+    plain = ("--cluster", "dgx_h100", "--gpus", "8", "--as-is", "parallel.compile=false", "data.batch=8/rank")
+    (one,) = layouts(config("dummy/dit_0.5b.yaml"), *plain)
+    assert (one["strategy"], one["gpus"], one["batch"], one["fits"]) == ("FULL_SHARD", 8, 64, True)
+    assert 0.05 < one["mfu"] < 0.7
+    assert one["mfu"] < one["hfu"]
+    assert one["memory_gib"] < one["reserved_gib"] < 79
+    (full,) = layouts(config("dummy/dit_0.5b.yaml"), *plain, "parallel.recompute=full")
+    assert full["memory_gib"] < one["memory_gib"]
+    assert full["step_seconds"] > one["step_seconds"]
+    (alone,) = layouts(config("dummy/dit_0.5b.yaml"), *plain, "parallel.strategy=NO_SHARD")
+    assert alone["memory_gib"] > one["memory_gib"]
+    (two,) = layouts(
+        config("dummy/dit_0.5b.yaml"), *plain, "parallel.tensor=2", "parallel.pipeline=2", "data.micro_batch=4"
+    )
+    assert (two["tensor"], two["pipeline"], two["batch"]) == (2, 2, 16)
+    (short,) = layouts(config("dummy/dit_0.5b.yaml"), *plain, "parallel.context=2")
+    assert short["memory_gib"] < one["memory_gib"]
+
+
+def test_what_is_shown_is_what_as_is_says() -> None:
+    words = (config("dummy/dit_0.5b.yaml"), "parallel.compile=false", "data.batch=8/rank", "--cluster", "dgx_h100")
+    found = layouts(*words, "--gpus", "16", "--top", "4")
+    assert [one["samples_per_second"] for one in found] == sorted(
+        (o["samples_per_second"] for o in found), reverse=True
+    )
+    for one in found[:2]:
+        (same,) = layouts(*words, "--gpus", "16", "--as-is", *one["changes"])
+        for key in ("strategy", "group", "tensor", "context", "pipeline", "recompute", "batch", "micro_batch"):
+            assert same[key] == one[key]
+        for key in ("memory_gib", "step_seconds", "mfu"):
+            assert same[key] == pytest.approx(one[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("demo/mae3d.yaml", []),
+        ("demo/unetr3d.yaml", ["model.channels=1", "model.classes=4"]),
+        ("demo/sap3d.yaml", ["model.channels=1", "model.classes=4"]),
+        ("digits/autoencoder.yaml", ["model.channels=1"]),
+        ("ct/ddpm3d.yaml", ["model.channels=1"]),
+    ],
+)
+def test_every_kind_of_model_is_planned_without_its_data(name: str, words: list[str]) -> None:
+    (one,) = layouts(config(name), *words, "--cluster", "laptop", "--as-is")
+    assert one["fits"]
+    assert one["step_seconds"] > 0
+    assert one["limited_by"]
+
+
+def test_a_model_of_a_hundred_billion_parameters_is_planned_in_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text(
+        """
+run: {name: large, steps: 1000}
+model: {kind: vit, width: 12288, depth: 56, heads: 64, patch: 4, positions: learned}
+objective: {kind: classify}
+data: {train: [{kind: dummy, shape: [128, 128], channels: 48, classes: 3}], crop: 128, batch: 2/rank}
+optimizer: {kind: adamw, lr: 1.0e-4}
+parallel: {compile: false}
+"""
+    )
+    began = time.process_time()
+    whole = json.loads(call(str(path), "--cluster", "frontier", "--gpus", "512..49152", "--json"))
+    assert time.process_time() - began < 10
+    assert whole["parameters"] > 100e9
+    assert whole["scaling"] == "weak"
+    assert [one["gpus"] for one in whole["layouts"]] == [*(512 * 2**n for n in range(7)), 49152]
+    assert all(one["fits"] for one in whole["layouts"])
+    with pytest.raises(UserError, match="frontier has 75,264 GPUs"):
+        call(str(path), "--cluster", "frontier", "--gpus", "80000")
+
+
+def test_what_is_compared_is_near_what_is_traced() -> None:
+    from vitrail.cost.cluster import load_cluster
+    from vitrail.cost.plan import Shares, memory_for, settle, time_for
+    from vitrail.parallel.mesh import layout_of
+    from vitrail.recipe import load_recipe
+
+    cluster = load_cluster("dgx_h100")
+    words = ["parallel.compile=false", "data.batch=16/rank", "data.micro_batch=8"]
+    for more in ([], ["parallel.tensor=4"], ["parallel.context=2"], ["parallel.recompute=full", "parallel.pipeline=2"]):
+        recipe = settle(load_recipe(config("dummy/dit_0.5b.yaml"), [*words, *more]), cluster)
+        layout = layout_of(recipe.parallel, 8)
+        shares = Shares.of(recipe, layout)
+        rough, exact = (memory_for(recipe, layout, shares, rough=rough).peak for rough in (True, False))
+        assert rough == pytest.approx(exact, rel=0.3), more
+        rough, exact = (time_for(recipe, cluster, 8, layout, shares, rough=rough).seconds for rough in (True, False))
+        assert rough == pytest.approx(exact, rel=0.15), more
+        if "parallel.tensor=4" not in more and "parallel.context=2" not in more:  # nothing is divided
+            assert rough == pytest.approx(exact)
+
+
+def test_the_verb_costs_nothing_until_it_is_called() -> None:
+    code = "import sys; from vitrail.verbs import plan; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
