@@ -6,7 +6,8 @@
 Each configuration trains for some steps on made-up data through `vitrail.bench`, as `vitrail bench --mode syn` does.
 What is measured is kept in results/planner.json; a call goes on where the last one stopped, and ends with 75 when its
 minutes are over and something is left. Predictions are made anew each time, from the recipe and the cluster file alone;
-the table goes to planner.md. Nothing that is measured here is used for the cluster file.
+the table goes to planner.md. Nothing that is measured here is used for the cluster file. A table is of one machine and
+one PyTorch: what was measured elsewhere is refused.
 
 Cells named "fit" are there to see whether "fits" is right near the limit: one fits, one does not.
 `--quick` measures small models on a CPU, to try the script.
@@ -18,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ from vitrail.bench.trial import is_out_of_memory
 from vitrail.cost.cluster import Cluster, load_cluster
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
+from vitrail.report.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 STOPPED = 75
 GIB = 2**30
+SAME = ("device", "torch")  # what the results of one table have in common
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,29 @@ def machine() -> dict[str, Any]:
     return {"device": name, "memory_gib": memory, "torch": torch.__version__, "python": found["python"]}
 
 
+def refuse_mixing(kept: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], path: Path) -> None:
+    """Every result that stays must be of this device and this PyTorch."""
+    for name, one in kept.items():
+        if any(one[key] != here[key] for key in SAME):
+            words = ["{device} with PyTorch {torch}".format(**machine) for machine in (one, here)]
+            raise SystemExit(
+                f"{path}: {name!r} was measured on {words[0]}, and this is {words[1]}; give another --out, or remove it"
+            )
+
+
+def open_results(path: Path, rows: str) -> dict[str, Any]:
+    """What is stored; results that do not tell their machine are of the one that the file names."""
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {rows: {}}
+    for one in stored[rows].values():
+        for key in SAME:
+            one.setdefault(key, stored["machine"][key])
+    return stored
+
+
+def write_json(path: Path, tree: Any) -> None:
+    write_whole(path, (json.dumps(tree, indent=1) + "\n").encode())
+
+
 # ---------------------------------------------------------------- comparing
 
 
@@ -342,11 +368,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "planner_quick" if given.quick else "planner"
     path = given.out / f"{name}.json"
     page_path = given.page or (given.out / f"{name}.md" if given.quick else ROOT / "benchmarks/planner.md")
-    stored = json.loads(path.read_text()) if path.exists() else {"measured": {}}
+    stored = open_results(path, "measured")
     done: dict[str, Any] = stored["measured"]
     left = 0
-    if not given.predict:
-        stored["machine"] = machine()
+    if given.predict:
+        refuse_mixing(done, stored.get("machine", {}), path)
+    else:
+        here = machine()
+        anew = {cell.name for cell in chosen} if given.again else set()
+        refuse_mixing({name: one for name, one in done.items() if name not in anew}, here, path)
+        stored["machine"] = here
         began = time.monotonic()
         for cell in chosen:
             if done.get(cell.name, {}).get("status") in ("ok", "oom") and not given.again:
@@ -354,10 +385,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if time.monotonic() - began > 60 * given.minutes:
                 left += 1
                 continue
-            done[cell.name] = measure_cell(cell, given.steps)
+            done[cell.name] = measure_cell(cell, given.steps) | {key: here[key] for key in SAME}
             print(f"{cell.name}: {json.dumps(done[cell.name])}", flush=True)
-            given.out.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(stored, indent=1) + "\n")  # after each cell: a call may be cut off
+            write_json(path, stored)  # after each cell: a call may be cut off
     cluster = load_cluster(given.cluster or ("laptop" if given.quick else "h200"))
     memory = stored.get("machine", {}).get("memory_gib") or cluster.device.memory_gib
     rows = []
@@ -367,8 +397,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             compared = compare(done[cell.name], predicted, memory)
             rows.append({"cell": cell.name, "measured": done[cell.name], "predicted": predicted, "compared": compared})
     result = stored | {"cluster": cluster.name, "summary": summary(rows), "rows": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    page_path.write_text(page(result))
+    write_json(path, result)
+    write_whole(page_path, page(result).encode())
     print(json.dumps(result["summary"], indent=1))
     if left:
         print(f"{left} cells are left: run this again", file=sys.stderr)

@@ -13,9 +13,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from planner import STOPPED, Cell, cells, machine, mae, reconstruct, tiny_cells
+from planner import (
+    SAME,
+    STOPPED,
+    Cell,
+    cells,
+    machine,
+    mae,
+    open_results,
+    reconstruct,
+    refuse_mixing,
+    tiny_cells,
+    write_json,
+)
 
 from vitrail.bench.tune import tune
 
@@ -46,8 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model on a CPU")
     given = parser.parse_args(arguments)
     path = given.out / ("tune_quick.json" if given.quick else "tune.json")
-    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    stored["machine"] = machine()
+    stored = open_results(path, "rows")
+    here = machine()
+    refuse_mixing(stored["rows"], here, path)
+    stored["machine"] = here
     began, left = time.monotonic(), 0
     for name, cell in models(given.quick).items():
         if (given.only and name not in given.only) or name in stored["rows"]:
@@ -66,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 out=Path(folder) / "tuned.yaml",
                 tell=lambda line: print(line, flush=True),
             )
-        stored["rows"][name] = {key: value for key, value in found.items() if key != "recipe"}
-        given.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(stored, indent=1) + "\n")
+        stored["rows"][name] = found | {key: here[key] for key in SAME}
+        del stored["rows"][name]["recipe"]
+        write_json(path, stored)
         print(f"{name}: {found['proof']}", flush=True)
     return STOPPED if left else 0
 

@@ -218,8 +218,8 @@ def evaluate(
             return
         print(f"compared with {found['real']}\n")
         print_rows(table(found), as_json)
-        for note in found["notes"]:
-            note(f"note: {note}")
+        for line in found["notes"]:
+            note(f"note: {line}")
         return
     refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
     scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())

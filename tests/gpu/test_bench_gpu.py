@@ -27,14 +27,14 @@ def test_a_gpu_tells_more(monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_out_of_memory(monkeypatch):
-    from vitrail.bench.cell import ran_out
+    from vitrail.bench.trial import is_out_of_memory
 
     monkeypatch.delenv("RANK", raising=False)
     torch.cuda.set_per_process_memory_fraction(0.001)
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             bench(TOY, ["model.width=2048", "model.heads=8"], mode="syn", windows=1, steps=1)
-        assert ran_out(caught.value)
+        assert is_out_of_memory(caught.value)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

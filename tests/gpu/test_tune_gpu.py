@@ -30,6 +30,7 @@ def test_a_trial_tells_its_memory() -> None:
     found = take_steps(load_recipe(tree("4/rank")))
     assert found["status"] == "ok"
     assert 0 < found["allocated"] <= found["reserved"] < found["memory"]
+    assert found["allocated"] < found["used"] <= found["memory"]
     assert found["retries"] == 0
 
 

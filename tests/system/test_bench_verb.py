@@ -10,6 +10,7 @@ from support import ROOT, run, torchrun, vitrail
 from vitrail import cli
 
 TOY = str(ROOT / "configs" / "ablate" / "dit_toy.yaml")
+BAD = {"status": "failed", "error": "it ended with 1 and left no word"}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,9 @@ TOY = str(ROOT / "configs" / "ablate" / "dit_toy.yaml")
         (["--jobs", "slurm", "--start-with", "srun"], "leave it or --jobs out"),
         (["--mode", "syn", "--mode", "io", "--sweep", "mode=io"], "leave one of them out"),
         (["--limit", "soon"], "--limit"),
+        (["--warm-up", "0"], "--warm-up"),
+        (["--jobs", "slurm", "--limit", "5m"], "--limit: job scripts are written"),
+        (["--jobs", "slurm", "--minutes", "5"], "--minutes: job scripts are written"),
         (["--ranks", "2", "parallel.tensor=2", "--mode", "compute"], "part of a sample"),
         (["--jobs", "mpi", "--time", "20m"], "means nothing to mpi"),
         (["nothing.here=1"], "unknown key"),
@@ -41,6 +45,52 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(words, said, tmp_path, c
     assert said in error
     assert "Traceback" not in error
     assert not list(tmp_path.glob("runs/*/results.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--nodes 2", "--limit 5m", "--minutes 5", "--again", "--no-skip", "--machine dgx", "--time 5m", "--account a",
+     "--partition p", "--ranks 2"],
+)  # fmt: skip
+def test_what_a_launcher_has_started_refuses_what_it_could_not_heed(words, capsys, monkeypatch):
+    found = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in found.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", TOY, *words.split()])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2, error
+    assert f"{words.split()[0]}: processes that a launcher has started" in error
+
+
+def test_what_is_not_kept_is_not_promised(tmp_path, capsys, monkeypatch):
+    from vitrail.bench import runner
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def stop(self):
+        raise runner.Stopped("stopped by SIGINT")
+
+    monkeypatch.setattr(runner.Sweep, "run", stop)
+    for words, said in (([], "nothing is kept"), (["--out", "here"], "finished cells are kept in here")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bench", TOY, *words])
+        error = capsys.readouterr().err
+        assert ended.value.code == 75
+        assert f"stopped by SIGINT; {said}" in error
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(runner, "run_cell", lambda order, ranks, *, log, **_: log.write_text("x\n") and dict(BAD))
+    for words, named in (([], False), (["--out", "here"], True)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bench", TOY, *words])
+        error = capsys.readouterr().err
+        assert ended.value.code == 1
+        assert "it ended with 1 and left no word" in error
+        assert ("; see here/logs/" in error) == named
+        assert "vitrail-bench-" not in error
 
 
 def test_jobs_are_written_for_every_cell(tmp_path, capsys, monkeypatch):

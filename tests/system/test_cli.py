@@ -396,7 +396,8 @@ def test_recipes_are_valid_and_give_their_command(path):
 
     load_recipe(path)
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any(f"vitrail train {path.relative_to(ROOT)}" in line for line in header)
+    commands = [f"vitrail {verb} {path.relative_to(ROOT)}" for verb in ("train", "bench")]
+    assert any(command in line for line in header for command in commands)
 
 
 # Headings of docs/recipe.md and the parts of the JSON Schema that they describe.

@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+import time
 import types
 
 import pytest
@@ -11,7 +12,7 @@ from support import ROOT
 from vitrail.bench import bench, check_mode
 from vitrail.bench import measure as measuring
 from vitrail.bench.facts import alone, describe, name_recompute
-from vitrail.bench.numbers import spread
+from vitrail.bench.numbers import slowest, spread, used_since
 from vitrail.bench.split import Marks, covered, is_collective, marked
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
@@ -90,7 +91,7 @@ def test_modes_and_numbers_are_checked(monkeypatch):
     for options, words in (
         ({"windows": 0}, "windows: 0 must be at least 1"),
         ({"steps": 0}, "steps: 0"),
-        ({"warm_up": -1}, "warm_up"),
+        ({"warm_up": 0}, "warm_up: 0 must be at least 1"),
     ):
         with pytest.raises(UserError, match=words):
             bench(TOY, **options)
@@ -122,7 +123,7 @@ def test_warm_up_ends_when_steps_are_steady(monkeypatch):
 
     def steps_taken(times, lead=0, wanted=None):
         times = iter(times)
-        clock = types.SimpleNamespace(work=types.SimpleNamespace(lead=lead), last=0.0)
+        clock = types.SimpleNamespace(work=types.SimpleNamespace(lead=lead))
         clock.take = lambda count: [(next(times), 0.0) for _ in range(count)]
         return len(measuring._warm_up(clock, wanted, place))
 
@@ -131,6 +132,34 @@ def test_warm_up_ends_when_steps_are_steady(monkeypatch):
     assert steps_taken(slow_start, lead=8) == 8
     assert steps_taken(slow_start, wanted=2) == 2
     assert steps_taken([1.0, 2.0] * 30) == measuring.MOST_WARM
+    assert steps_taken([1.0] * 60, lead=40) == 40  # read ahead while nothing ran
+
+
+def test_the_slowest_rank_counts_and_nothing_but_steps_is_timed(monkeypatch):
+    """As if a second rank took twice as long; what is done between the warm-up and the windows takes its time."""
+    events, build, told = [], measuring._Work.__init__, []
+
+    def begin(self, *words):
+        events.append("model")
+        build(self, *words)
+
+    monkeypatch.setattr(measuring, "retries_of", lambda device: events.append("retries") or 10 * len(events))
+    monkeypatch.setattr(measuring._Work, "__init__", begin)
+    monkeypatch.setattr(measuring, "_fitting_steps", lambda seconds: time.sleep(0.5) or 2)
+
+    def gather(value, group):
+        other = value | {"windows": [2 * seconds for seconds in value["windows"]], "wait": 3 * value["wait"]}
+        told.append(value)
+        return [value, other]
+
+    monkeypatch.setattr(measuring, "gather_json", gather)
+    found = bench(MAE, mode="io", windows=2, warm_up=2)
+    assert events == ["retries", "model", "retries"]
+    assert found["retries"] == 2 * (30 - 10)
+    assert found["windows"] == [2 * seconds for seconds in told[0]["windows"]]
+    assert found["split"]["data"] == 3 * told[0]["wait"]
+    assert found["samples_per_s"] == pytest.approx(4 / statistics.median(found["windows"]))
+    assert max(told[0]["windows"]) < 0.25
 
 
 def test_marks_stand_between_the_parts_of_a_step_and_go_away():
@@ -167,6 +196,8 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
 def test_small_sums():
     assert spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    assert slowest([[1.0, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
+    assert (used_since(2.0, 5.0), used_since(None, 5.0), used_since(2.0, None)) == (3.0, None, None)
     assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
     assert covered([]) == 0
     assert is_collective("ncclDevKernel_AllGather_RING_LL(x)", True)

@@ -14,9 +14,11 @@ import torch
 from support import ROOT
 
 from vitrail.bench import cell as cells
+from vitrail.bench import child as children
 from vitrail.bench import explain as explaining
 from vitrail.bench import runner
-from vitrail.bench.results import Results, read_results
+from vitrail.bench.results import Results, identity, read_results
+from vitrail.bench.trial import is_out_of_memory
 from vitrail.errors import RunFailed, UserError
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
@@ -41,7 +43,7 @@ def test_results_survive_a_torn_line(tmp_path):
     assert [result["name"] for result in read_results(tmp_path)] == ["a"]
     with Results(tmp_path) as results:
         results.add({"name": "a", "status": "ok", "keys": {"data.batch": "8/rank"}, "split": {"data": 0.1}})
-        assert results.newest["a"]["status"] == "ok"
+        assert results.newest[identity({"data.batch": "8/rank"}, None)]["status"] == "ok"
     assert [result["status"] for result in read_results(tmp_path)] == ["failed", "ok"]
     (row,) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
     assert row == {"name": "a", "status": "ok", "keys.data.batch": "8/rank", "split.data": "0.1"}
@@ -70,6 +72,34 @@ def test_another_grid_adds_cells_and_another_recipe_is_refused(tmp_path):
         results.agree(plan(tmp_path, overrides=["run.seed=1"]).asked)
 
 
+def test_keys_that_end_alike_are_not_taken_for_each_other(tmp_path, measured):
+    recipe = tmp_path / "mae.yaml"
+    recipe.write_text(
+        "run: {name: toy, steps: 5, device: cpu}\n"
+        "model: {kind: mae, ndim: 3, encoder: {width: 24, depth: 2, heads: 2, patch: 4}, "
+        "mask: {kind: random, ratio: 0.75}, decoder: {kind: self, width: 16, depth: 1, heads: 2}}\n"
+        "data: {train: [{kind: dummy, shape: [16, 16, 16], channels: 1}], crop: 16, batch: 4}\n"
+    )
+
+    def run(*sweep):
+        found = runner.plan_sweep(str(recipe), sweep=sweep, mode="syn", out=tmp_path / "bench").run()
+        return [(result["name"], result["keys"]) for result in found]
+
+    assert run("model.encoder.depth=1,2") == [(f"depth={n}", {"model.encoder.depth": n}) for n in (1, 2)]
+    for _ in range(2):
+        assert run("model.decoder.depth=1,3") == [
+            (f"model.decoder.depth={n}", {"model.decoder.depth": n}) for n in (1, 3)
+        ]
+    assert len(measured["names"]) == 4
+    assert len({result["name"] for result in read_results(tmp_path / "bench")}) == 4
+    both = ("data.batch=2,4", "model.encoder.depth=1")
+    assert run(*both) == [
+        (f"batch={n},model.encoder.depth=1", {"data.batch": n, "model.encoder.depth": 1}) for n in (2, 4)
+    ]
+    assert run(*reversed(both)) == run(*both)  # the same cells in another order keep their names
+    assert len(measured["names"]) == 6
+
+
 # ---------------------------------------------------------------- how a cell ended
 
 
@@ -86,32 +116,38 @@ def test_running_out_of_memory_is_told_from_other_failures():
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
         chained(torch.OutOfMemoryError("CUDA out of memory")),
     ):
-        assert cells.ran_out(error), error
+        assert is_out_of_memory(error), error
     for error in (
         RuntimeError("shape mismatch"),
         RunFailed("rank 1 is gone: it was killed, ran out of memory or crashed"),
         UserError("data.batch: too large"),
     ):
-        assert not cells.ran_out(error), error
+        assert not is_out_of_memory(error), error
 
 
 def test_the_end_of_a_cell_is_judged_by_files_then_by_its_code(tmp_path):
     out, log = tmp_path / "a.json", tmp_path / "a.log"
 
-    def judge(code, text="", **notes):
+    def judge(code, text="", starved=False, **notes):
         log.write_text(text)
         for rank, note in notes.items():
-            (tmp_path / f"a.{rank}.note").write_text(json.dumps(dict(zip(("status", "error"), note, strict=True))))
-        found = cells.judge(code, out, log)
+            (tmp_path / f"a.{rank}.note").write_text(
+                json.dumps(dict(zip(("status", "error", "lost"), note, strict=False)))
+            )
+        found = cells.judge(code, out, log, starved=starved)
         cells.forget(out)
         return found["status"], found["error"]
 
-    assert judge(-9) == ("oom", cells.KILLED)
+    assert judge(-9) == judge(137) == ("failed", cells.KILLED)
+    assert judge(-9, starved=True) == ("oom", cells.STARVED)
     torchrun = "Root Cause (first observed failure):\n  rank : 1\n  exitcode  : -9 (pid: 7)\n"
-    ended = ("failed", "rank 0 ended because rank 1 is gone")
-    assert judge(1, torchrun, rank0=ended) == ("oom", cells.KILLED)
+    ended = ("failed", "rank 0 is the last one", True)
+    assert judge(1, torchrun, rank0=ended) == ("failed", cells.KILLED)
+    assert judge(1, torchrun, rank0=ended, starved=True) == ("oom", cells.STARVED)
+    assert judge(1, rank0=ended, starved=True) == ended[:2]  # somebody else's memory
     assert judge(1, rank0=ended, rank1=("oom", "CUDA out of memory")) == ("oom", "CUDA out of memory")
-    assert judge(1, rank0=ended, rank1=("failed", "ValueError: x")) == ("failed", "ValueError: x")
+    assert judge(1, rank0=ended, rank1=("failed", "ValueError: x", False)) == ("failed", "ValueError: x")
+    assert judge(-9, rank0=("failed", "it ended because x", False)) == ("failed", "it ended because x")
     assert judge(-11)[0] == "failed"
     assert "SIGSEGV" in judge(-11)[1]
     assert judge(2, "noise\nerror: data.batch: 3 is wrong\n") == ("failed", "data.batch: 3 is wrong")
@@ -120,6 +156,40 @@ def test_the_end_of_a_cell_is_judged_by_files_then_by_its_code(tmp_path):
     assert judge(1)[0] == "failed"
     out.write_text(json.dumps(OK))
     assert cells.judge(1, out, log)["notes"] == ["its processes ended with 1 after it was measured"]
+
+
+def test_a_rank_that_lost_another_says_so():
+    lost = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:2")
+    error = RunFailed("rank 0 ended because rank 1 died")
+    error.__cause__ = lost
+    assert cells.is_lost(error)
+    assert not cells.is_lost(RunFailed("rank 1 ended because of itself"))
+
+
+def test_the_system_tells_whether_memory_ran_out(monkeypatch):
+    monkeypatch.setattr(children, "oom_kills", lambda: 2)
+    monkeypatch.setattr("vitrail.launch.machine.memory_bytes", lambda: 100)
+    monkeypatch.setattr(children, "largest_child", lambda: 45)
+    assert children.Watch(kills=1, peak=90).starved(1)
+    assert children.Watch(kills=2, peak=10).starved(2)
+    assert not children.Watch(kills=2, peak=10).starved(1)
+    assert not children.Watch(kills=2, peak=45).starved(2)  # that was an earlier cell
+
+
+def test_children_keep_what_the_user_has_set(monkeypatch):
+    for name in (
+        "LOCAL_SCRATCH",
+        "MASTER_KEY",
+        "RANKING",
+        "RANK",
+        "LOCAL_WORLD_SIZE",
+        "ROLE_NAME",
+        "TORCHELASTIC_RUN_ID",
+    ):
+        monkeypatch.setenv(name, "1")
+    found = children.alone_environment()
+    assert {"LOCAL_SCRATCH", "MASTER_KEY", "RANKING", "PATH"} <= set(found)
+    assert not {"RANK", "LOCAL_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"} & set(found)
 
 
 def child(monkeypatch, tmp_path: Path, script: str) -> Path:
@@ -131,7 +201,7 @@ def child(monkeypatch, tmp_path: Path, script: str) -> Path:
     return path
 
 
-def test_a_cell_that_hangs_is_ended_and_one_that_is_killed_ran_out_of_memory(monkeypatch, tmp_path):
+def test_a_cell_that_hangs_is_ended_and_one_that_is_killed_ran_out_only_if_the_system_says_so(monkeypatch, tmp_path):
     order = {"out": str(tmp_path / "a.json")}
     child(monkeypatch, tmp_path, "sleep 60 & echo $! > pid; wait")
     monkeypatch.chdir(tmp_path)
@@ -140,7 +210,11 @@ def test_a_cell_that_hangs_is_ended_and_one_that_is_killed_ran_out_of_memory(mon
     sleeper = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{sleeper}").exists() or "Z" in Path(f"/proc/{sleeper}/stat").read_text().split()[2]
     child(monkeypatch, tmp_path, "kill -9 $$")
+    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10)["error"] == cells.KILLED
+    counts = iter((4, 5))
+    monkeypatch.setattr(children, "oom_kills", lambda: next(counts))
     assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10)["status"] == "oom"
+    monkeypatch.setattr(children, "oom_kills", lambda: 5)
     child(monkeypatch, tmp_path, f"echo '{json.dumps(OK)}' > a.json")
     assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10) == OK
     assert not (tmp_path / "a.json").exists()
@@ -167,7 +241,7 @@ def measured(monkeypatch):
     """Cells are not measured, but end as a test says: by name, or with OK."""
     state = {"ends": {}, "names": []}
 
-    def measure(self, cell, folder):
+    def measure(self, cell):
         state["names"].append(cell.name)
         end = state["ends"].get(cell.name, OK)
         if callable(end):
@@ -226,8 +300,9 @@ def test_what_jobs_leave_is_taken_in_and_missing_cells_get_scripts(tmp_path, mea
     order = json.loads((tmp_path / "jobs" / "nodes=4.order").read_text())
     assert order["keys"] == {"nodes": 4}
     assert not order["watched"]
-    Path(order["out"]).write_text(json.dumps(OK | {"name": "nodes=4", "keys": {"nodes": 4}}))
+    Path(order["out"]).write_text(json.dumps(OK | {"name": "nodes=4", "keys": {"nodes": 4}, "mode": "syn"}))
     note = tmp_path / "cells" / "nodes=2.rank3.note"
+    (tmp_path / "cells" / "nodes=2.rank0.note").write_text('{"status": "failed", "error": "x", "lost": false}')
     note.write_text('{"status": "oom", "error": "CUDA out of memory"}')
     assert [path.name for path in write_jobs(sweep, "slurm", machine="generic", time="20m")] == ["nodes=1.sh"]
     found = {result["name"]: result for result in read_results(tmp_path)}
@@ -237,6 +312,39 @@ def test_what_jobs_leave_is_taken_in_and_missing_cells_get_scripts(tmp_path, mea
     for launcher in ("torchrun", "mpi"):
         (script,) = write_jobs(sweep, launcher, machine="generic")
         assert "vitrail.bench.cell" in script.read_text()
+
+
+def test_a_cell_that_a_job_began_is_left_to_it(tmp_path, measured, monkeypatch):
+    from vitrail.bench.jobs import write_jobs
+
+    told = []
+
+    def write(**options):
+        sweep = runner.plan_sweep(
+            str(TOY), sweep=["nodes=1,2"], mode="syn", out=tmp_path, options=runner.Options(**options), tell=told.append
+        )
+        return [path.stem for path in write_jobs(sweep, "slurm", machine="generic", time="20m")], sweep
+
+    assert write()[0] == ["nodes=1", "nodes=2"]
+    path = tmp_path / "jobs" / "nodes=2.order"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("RANK", raising=False)
+
+    def ended(*_, **__):
+        raise KeyboardInterrupt  # as good as being killed: no note is left
+
+    monkeypatch.setattr("vitrail.bench.measure.measure", ended)
+    with pytest.raises(KeyboardInterrupt):
+        cells.main([str(path)])
+    started = tmp_path / "cells" / "nodes=2.started"
+    assert json.loads(started.read_text())["who"] == "job 77"
+    written, sweep = write()
+    assert (written, list(sweep.begun)) == (["nodes=1"], ["nodes=2"])
+    assert told[-1].startswith("nodes=2: job 77 began it at")
+    assert "--again" in told[-1]
+    written, sweep = write(again=True)
+    assert (written, list(sweep.begun)) == (["nodes=1", "nodes=2"], [])
+    assert not started.exists()
 
 
 # ---------------------------------------------------------------- the sentence

@@ -3,6 +3,7 @@
 import pytest
 from support import ROOT
 
+from vitrail.bench.results import identity
 from vitrail.bench.sweep import check_cells, read_axis, read_cells, too_large
 from vitrail.errors import UserError
 
@@ -56,6 +57,20 @@ def test_cells_are_all_combinations_named_by_what_differs():
     assert alike[1].name == "model.depth=2,model.decoder.depth=1"
 
 
+def test_names_differ_where_cells_do():
+    found = cells("run.name='a b','ab'")
+    assert [cell.name for cell in found] == ["name='ab'", "run.name='ab'"]
+    assert len({cell.identity for cell in found}) == 2
+    with pytest.raises(UserError, match="twice, in other words"):
+        cells("model.patch=4,0x4")
+    known = {identity({"model.encoder.depth": 1}, "syn"): "depth=1", identity({"data.batch": 8}, "syn"): "b8"}
+    found = read_cells(["model.decoder.depth=1,2"], mode="syn", ranks=1, nodes=1, known=known)
+    assert [cell.name for cell in found] == ["model.decoder.depth=1", "model.decoder.depth=2"]
+    (same,) = read_cells(["data.batch=8"], mode="syn", ranks=1, nodes=1, known=known)
+    (other,) = read_cells(["data.batch=8"], mode="io", ranks=1, nodes=1, known=known)
+    assert (same.name, other.name) == ("b8", "batch=8")
+
+
 def test_names_of_files_are_plain_and_differ():
     found = cells("data.batch=16/rank,16", "parallel.recompute=none,{every: 2}")
     names = [cell.file for cell in found]
@@ -103,10 +118,10 @@ def test_a_whole_section_may_be_swept_and_keys_may_go_together():
 
 def test_larger_batches_need_not_be_tried_with_the_same_other_keys():
     small, large, other, unit = cells("data.batch,parallel.compile=8/rank:true,16/rank:true,16/rank:false,16:true")
-    oom = {small.name: {"status": "oom", "keys": small.keys}}
+    oom = [{"name": small.name, "status": "oom", "keys": small.keys}]
     assert too_large(large, oom) == small.name
     assert too_large(small, oom) is None
     assert too_large(other, oom) is None
     assert too_large(unit, oom) is None
-    assert too_large(large, {small.name: {"status": "failed", "keys": small.keys}}) is None
-    assert too_large(small, {large.name: {"status": "oom", "keys": large.keys}}) is None
+    assert too_large(large, [oom[0] | {"status": "failed"}]) is None
+    assert too_large(small, [{"name": large.name, "status": "oom", "keys": large.keys}]) is None

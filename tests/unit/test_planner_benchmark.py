@@ -61,6 +61,14 @@ def test_measured_in_sittings_and_compared(planner: Any, tmp_path: Path, capsys:
     page = (tmp_path / "planner_quick.md").read_text()
     assert page.count("| yes | yes |") == 3
     assert "| vit, full | 0." in page
+    assert {cell["device"] for cell in stored["measured"].values()} == {stored["machine"]["device"]}
+    # A file of another machine is left as it is.
+    stored["measured"]["vit"]["torch"] = "1.0"
+    (tmp_path / "planner_quick.json").write_text(json.dumps(stored))
+    for more in ([], ["--predict"], ["--again", "--only", "mae3d"]):
+        with pytest.raises(SystemExit, match=r"'vit' was measured on .* with PyTorch 1.0, and this is"):
+            planner.main([*words, *more])
+    assert json.loads((tmp_path / "planner_quick.json").read_text()) == stored
 
 
 def test_errors_and_fits(planner: Any) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from vitrail.bench import supervise
 from vitrail.bench import trial as trial_module
 from vitrail.bench import tune as tune_module
+from vitrail.bench.kills import oom_kills
 from vitrail.bench.largest import Found, NothingFits, search
 from vitrail.bench.sizes import sizes_of
 from vitrail.bench.supervise import Supervisor, Trial, Verdict, child_environment, decide, judge
@@ -104,9 +105,29 @@ def test_verdicts(tmp_path: Path) -> None:
     assert verdict_of(tmp_path, 0, good | {"reserved": 96})["verdict"] == "head-room"
     assert verdict_of(tmp_path, 0, good | {"retries": 1})["verdict"] == "allocator retries"
     assert verdict_of(tmp_path, 0, {"status": "oom", "error": "full"})["verdict"] == "out of memory"
-    assert verdict_of(tmp_path, -signal.SIGKILL, None)["verdict"] == "out of memory"
+    assert verdict_of(tmp_path, 0, good | {"used": 96})["verdict"] == "head-room"  # by libraries, beside the allocator
+    assert verdict_of(tmp_path, 0, good | {"used": 50})["verdict"] == "ok"
+    assert verdict_of(tmp_path, -signal.SIGKILL, None)["verdict"] == "killed (signal 9)"
+    assert (
+        judge(-signal.SIGKILL, tmp_path / "none", tmp_path / "log", 0.05, no_memory=True)["verdict"] == "out of memory"
+    )
     died = verdict_of(tmp_path, -signal.SIGSEGV, None, "first\nlast words\n")
     assert died == {"verdict": "failed", "why": "the process ended with signal 11: last words"}
+
+
+def test_kills_for_memory_are_counted(tmp_path: Path) -> None:
+    own, events = tmp_path / "own", tmp_path / "job" / "memory.events"
+    assert oom_kills(tmp_path, own) is None
+    own.write_text("3:cpu:/\n0::/job\n")
+    assert oom_kills(tmp_path, own) is None
+    events.parent.mkdir()
+    events.write_text("low 0\noom 3\noom_kill 2\n")
+    assert oom_kills(tmp_path, own) == 2
+    control = tmp_path / "memory" / "memory.oom_control"
+    control.parent.mkdir()
+    control.write_text("under_oom 0\noom_kill 5\n")
+    own.write_text("4:memory:/outside/name\n0::/\n")
+    assert oom_kills(tmp_path, own) == 5
 
 
 def test_all_ranks_decide_alike() -> None:
@@ -118,6 +139,7 @@ def test_all_ranks_decide_alike() -> None:
     assert (found.verdict, found.rank, found.fits) == ("out of memory", 2, False)
     assert decide([fine, fine | {"reserved": 2**30 + 1}], 8, 1.0).share == pytest.approx(0.5)
     assert decide([lost, fine], 8, 1.0).verdict == "lost"
+    assert decide([fine, fine | {"used": 2**30 + 2**29}], 8, 1.0).share == pytest.approx(0.75)
 
 
 def test_out_of_memory_is_known() -> None:
@@ -128,6 +150,12 @@ def test_out_of_memory_is_known() -> None:
     assert trial_module.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not trial_module.is_out_of_memory(RuntimeError("shapes do not match"))
     assert not trial_module.is_out_of_memory(UserError("out of memory is a word in this sentence"))
+    wrapped = ValueError("while it compiled")
+    wrapped.__cause__ = KeyError("a part")
+    wrapped.__cause__.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert trial_module.is_out_of_memory(wrapped)
+    wrapped.__cause__.__context__ = wrapped  # a ring
+    assert not trial_module.is_out_of_memory(wrapped)
 
 
 def test_a_trial_waits_while_memory_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +253,7 @@ def test_the_recipe_extends_what_was_given(tmp_path: Path) -> None:
         (["--head-room", "1.5"], "--head-room: 1.5 must be a share"),
         (["--trial-limit", "0"], "--trial-limit: 0.0 must be above 0"),
         (["--layouts"], "give --cluster"),
+        (["--cluster", "nowhere"], "nowhere"),
         (["parallel.tensor=3"], "parallel: tensor 3 does not divide the 1 ranks"),
         (["--multiple", "5"], "no multiple of 5"),
         (["data.bach=4"], "data.bach"),
@@ -264,7 +293,7 @@ open(result, "w").write(json.dumps(found if fate == "ok" else {{"status": fate, 
     [
         (["ok", "ok", "ok"], "ok", 0),
         (["waits", "oom", "waits"], "out of memory", 1),
-        (["lost", "waits", "killed"], "out of memory", 2),
+        (["lost", "waits", "killed"], "killed (signal 9)", 2),
         (["waits", "dies", "ok"], "failed", 1),
         (["waits", "waits", "waits"], "too slow", 0),
     ],
@@ -296,14 +325,17 @@ def test_no_rank_waits_for_another(
 
 
 class MadeUpSupervisor:
-    """Has room for 8 samples, for 4 without sharding, and for none with full recomputation."""
+    """Has room for 8 samples, 4 without sharding, none with full recomputation; fails where some blocks recompute."""
 
     def __init__(self, world: World, store: Any, head_room: float, *others: Any):
         self.head_room = head_room
 
-    def try_recipe(self, tree: dict[str, Any], size: int, *, rows: int) -> Trial:
+    def try_recipe(self, tree: dict[str, Any], size: int, *, rows: int, steps: int = 3) -> Trial:
+        if isinstance(tree["parallel"]["recompute"], dict):
+            return made_up(size, "failed", 0.1)
         room = 4 if tree["parallel"]["strategy"] == "NO_SHARD" else 0 if tree["parallel"]["recompute"] == "full" else 8
         seconds = 0.01 * rows if room == 4 else 0.02 * rows
+        seconds += 0.0 if isinstance(tree["data"]["batch"], str) else 1.0  # the optimizer's
         return replace(made_up(size, "ok" if size <= room else "out of memory", 0.1), step_seconds=seconds)
 
 
@@ -312,6 +344,8 @@ def test_the_fastest_layout_is_written(tmp_path: Path, monkeypatch: pytest.Monke
     given = write_recipe(tmp_path / "tiny.yaml", tiny_recipe(tmp_path / "em.zarr", tmp_path / "run", **changes))
     out, told = tmp_path / "tuned.yaml", []
     layouts = [("parallel.strategy=FULL_SHARD",), ("parallel.strategy=NO_SHARD",), ("parallel.recompute=full",)]
+    layouts.insert(0, ("parallel.recompute={every: 2}",))
+    layouts.insert(0, ("parallel.tensor=7",))
     monkeypatch.setattr(tune_module, "Supervisor", MadeUpSupervisor)
     monkeypatch.setattr(tune_module, "planned_layouts", lambda recipe, world, cluster: layouts)
     found = tune_module.tune(str(given), layouts=True, cluster="laptop", out=out, tell=told.append)
@@ -319,9 +353,55 @@ def test_the_fastest_layout_is_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_recipe(out).parallel.strategy == "NO_SHARD"
     assert load_recipe(out).data.batch == "4/rank"
     assert any("parallel.recompute=full: data.batch: not even 1 sample" in line for line in told)
-    monkeypatch.setattr(tune_module, "planned_layouts", lambda recipe, world, cluster: layouts[2:] * 2)
-    with pytest.raises(NothingFits, match="no layout fits"):
+    assert all(words.startswith(layouts[i][0]) for i, words in zip((0, 1, 4), found["refused"], strict=True))
+    tried = [(trial["layout"], trial["verdict"]) for trial in found["trials"]]
+    assert {("parallel.recompute={every: 2}", "failed"), ("parallel.recompute=full", "out of memory")} < set(tried)
+    assert ("parallel.strategy=FULL_SHARD", "ok") in tried
+    monkeypatch.setattr(tune_module, "planned_layouts", lambda recipe, world, cluster: layouts[4:] * 2)
+    with pytest.raises(NothingFits, match="no layout works"):
         tune_module.tune(str(given), layouts=True, cluster="laptop", out=tmp_path / "other.yaml")
+
+
+def test_the_speed_of_a_global_batch_is_of_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path / "em.zarr", tmp_path / "run", data__batch=80)
+    given = write_recipe(tmp_path / "tiny.yaml", recipe)
+    monkeypatch.setattr(tune_module, "Supervisor", MadeUpSupervisor)
+    found = tune_module.tune(str(given), out=tmp_path / "tuned.yaml")
+    assert (found["batch"], found["micro_batch"]) == (80, 8)
+    assert found["samples_per_s"] == pytest.approx(80 / (1.0 + 0.02 * 80))
+    assert found["trials"][-1]["step_seconds"] == pytest.approx(2.6)
+    assert found["refused"] == []
+
+
+def test_a_whole_step_that_does_not_work_is_told(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, data__batch=80)
+    sizes, tried = sizes_of(recipe, 1), []
+
+    class Bad:
+        def __init__(self, verdict: Verdict):
+            self.verdict = verdict
+
+        def try_recipe(self, tree: dict[str, Any], size: int, **options: Any) -> Trial:
+            return made_up(size, self.verdict)
+
+    found = Found(made_up(8), None, ())
+    assert tune_module.whole_step(recipe, sizes, Bad("too slow"), found, tried.append) is None
+    with pytest.raises(UserError, match=r"a step of all 10 passes did not work.*out of memory.*--most"):
+        tune_module.whole_step(recipe, sizes, Bad("out of memory"), found, tried.append)
+    assert [trial.verdict for trial in tried] == ["too slow", "out of memory"]
+
+
+def test_one_rank_asks_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, asked = recipe_of(tmp_path, data__batch="1/rank"), []
+
+    def follow(action: Any, group: Any) -> int:
+        asked.append(action)
+        return 6  # what the first rank has found
+
+    monkeypatch.setattr(tune_module, "on_chief", follow)
+    supervisor, tried = MadeUpSupervisor(World(), None, 0.05), []
+    found = tune_module.largest(recipe, sizes_of(recipe, 1), supervisor, None, print, tried.append)
+    assert (found.size, len(asked), tried[1].size) == (8, 1, 6)
 
 
 def test_layouts_are_the_planners() -> None:

@@ -3,7 +3,8 @@
 `python -m vitrail.bench.cell ORDER` measures what the order (a small JSON file) says, alone or on each rank that a
 launcher has started. Rank 0 leaves the result in a file; a rank that fails leaves a note beside it, which says why.
 How a cell ended is told by these files first, then by how the process ended, and never guessed from a text on the
-screen: out of memory is what an allocator said, or signal 9, which the system sends when memory runs out.
+screen: out of memory is what an allocator said, or signal 9 where the system tells that memory had run out.
+A job's first rank says when it begins (`.started`): one that the scheduler ends is not taken for one that waits.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vitrail.bench.child import Watch, alone_environment
 from vitrail.report.files import write_whole
 
-KILLED = "a process was ended by signal 9, which the system sends when the memory of the machine runs out"
-NO_WORDS = "it ended with {code} and left no word; see {log}"
+STARVED = "a process was ended by signal 9, and the memory of the machine had run out"
+KILLED = "ended by signal 9: by the system for want of memory, or by someone"
+NO_WORDS = "it ended with {code} and left no word"
 GRACE = 10.0  # seconds to end by itself
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 # ---------------------------------------------------------------- inside
@@ -36,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         from vitrail.bench.trial import end_with_parent
 
         end_with_parent()
+    from vitrail.bench.trial import is_out_of_memory
     from vitrail.errors import RunFailed, UserError
     from vitrail.launch.world import find_world
     from vitrail.recipe.kinds import load_plugin
@@ -45,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         note = note_path(out, find_world().rank)
         note.unlink(missing_ok=True)
+        if order.get("job") and find_world().chief:
+            write_whole(started_path(out), json.dumps(who()).encode())
         for module in order["plugins"]:
             load_plugin(module)
         from vitrail.bench.measure import measure
@@ -56,8 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         wrong = isinstance(error, UserError) and not isinstance(error, RunFailed)  # what the user asked for
         text: dict[str, Any] = {
-            "status": "oom" if ran_out(error) else "failed",
+            "status": "oom" if is_out_of_memory(error) else "failed",
             "error": summary(error)[:1000],
+            "lost": is_lost(error),
             "wrong_input": wrong,
         }
         with contextlib.suppress(Exception):  # a device that broke may not tell its name
@@ -74,13 +82,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def ran_out(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, means that memory ran out."""
-    from vitrail.bench.trial import is_out_of_memory
+def is_lost(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, means that another rank has gone, which then knows more."""
+    from vitrail.training.failures import is_lost_connection
 
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if is_out_of_memory(error):
+        if is_lost_connection(error):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
@@ -89,6 +97,18 @@ def ran_out(error: BaseException | None) -> bool:
 
 def note_path(out: Path, rank: int) -> Path:
     return out.with_name(f"{out.stem}.rank{rank}.note")
+
+
+def started_path(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.started")
+
+
+def who() -> dict[str, str]:
+    """Which job this process belongs to, or which process of which host it is."""
+    names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+    job = next((os.environ[name] for name in names if os.environ.get(name)), None)
+    told = f"job {job}" if job else f"process {os.getpid()} on {socket.gethostname()}"
+    return {"who": told, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 # ---------------------------------------------------------------- outside
@@ -114,7 +134,7 @@ def run_cell(
     words = [*(starter or ()), sys.executable, "-m"]
     if ranks > 1 and starter is None:
         words += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    env, watch = alone_environment(), Watch.begin()
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     with open(log, "wb") as file:
@@ -137,7 +157,8 @@ def run_cell(
         found = {"status": "failed", "error": f"it took longer than the limit of {limit:.0f} s, and was ended"}
         result = read_result(out) or found
     else:
-        result = judge(child.returncode, out, log)
+        # What other words than torchrun's start may run elsewhere, where nothing of this is known.
+        result = judge(child.returncode, out, log, starved=starter is None and watch.starved(ranks))
     forget(out)
     path.unlink(missing_ok=True)
     if result["status"] == "ok":
@@ -157,31 +178,44 @@ def end(child: subprocess.Popen[bytes]) -> None:
             return
 
 
-def judge(code: int, out: Path, log: Path) -> dict[str, Any]:
-    """How a cell ended whose process ended with this code."""
+def judge(code: int, out: Path, log: Path, *, starved: bool = False) -> dict[str, Any]:
+    """How a cell ended whose process ended with this code, and whether memory had run out on the machine."""
     if (result := read_result(out)) is not None:
         if code:
             result["notes"] = [*result.get("notes", []), f"its processes ended with {code} after it was measured"]
         return result
-    notes = read_notes(out)
-    for note in notes:
-        if note["status"] == "oom":
-            return note
+    note = best(read_notes(out))
+    if note is not None and note["status"] == "oom":
+        return note
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    if code == -signal.SIGKILL or code == 128 + signal.SIGKILL or first_failure(text) == -signal.SIGKILL:
-        return {"status": "oom", "error": KILLED}
-    if notes:  # a rank that knows more than that another one has gone comes first
-        return min(notes, key=lambda note: "ended because" in note["error"] or "lost touch" in note["error"])
+    killed = code == -signal.SIGKILL or code == 128 + signal.SIGKILL or first_failure(text) == -signal.SIGKILL
+    if killed and starved:
+        return {"status": "oom", "error": STARVED}
+    if note is not None and not (killed and note.get("lost")):
+        return note
+    if killed:
+        return {"status": "failed", "error": KILLED}
     if code < 0:
-        return {"status": "failed", "error": f"ended by signal {-code} ({signal.Signals(-code).name}); see {log}"}
+        return {"status": "failed", "error": f"ended by signal {-code} ({signal.Signals(-code).name})"}
     said = re.findall(r"^error: (.+)$", text, re.MULTILINE)
-    return {"status": "failed", "error": said[-1] if said else NO_WORDS.format(code=code, log=log)}
+    return {"status": "failed", "error": said[-1] if said else NO_WORDS.format(code=code)}
 
 
 def first_failure(text: str) -> int | None:
     """The exit code of the rank that failed first, as torchrun tells it."""
     found = re.search(r"Root Cause.*?exitcode\s*:\s*(-?[0-9]+)", text, re.DOTALL)
     return int(found[1]) if found else None
+
+
+def best(notes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The note that tells most: of memory, else of a rank's own failure, else that another rank has gone."""
+    return min(notes, key=lambda note: (note["status"] != "oom", bool(note.get("lost"))), default=None)
+
+
+def read_started(out: Path) -> str | None:
+    """Who began a cell, and when, if a job did and has not told how it went."""
+    told = read_result(started_path(out))
+    return None if told is None else f"{told.get('who')} began it at {told.get('date')}"
 
 
 def read_result(out: Path) -> dict[str, Any] | None:
@@ -204,6 +238,7 @@ def read_notes(out: Path) -> list[dict[str, Any]]:
 def forget(out: Path) -> None:
     """Remove what an attempt has left."""
     out.unlink(missing_ok=True)
+    started_path(out).unlink(missing_ok=True)
     for path in out.parent.glob("*.note"):
         if path.name.startswith(f"{out.stem}.rank"):
             path.unlink(missing_ok=True)

@@ -9,22 +9,15 @@ import torch
 
 
 class Energy:
-    """Joules of one device since the start; None where it does not tell."""
+    """The counter of one device; None where it does not tell."""
 
     def __init__(self, device: torch.device):
         self._library: Any
         self._handle: Any
         self._library, self._handle = _open(device) if device.type == "cuda" else (None, None)
-        self._began = self._read()
-
-    def restart(self) -> None:
-        self._began = self._read()
 
     def joules(self) -> float | None:
-        now = self._read()
-        return None if now is None or self._began is None else now - self._began
-
-    def _read(self) -> float | None:
+        """What it has used since some moment in the past, always the same one."""
         if self._library is None:
             return None
         millijoules = ctypes.c_ulonglong()

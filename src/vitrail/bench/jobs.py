@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.bench.cell import forget
 from vitrail.bench.results import Results
 from vitrail.launch import jobs
 from vitrail.report.files import write_whole
@@ -29,7 +30,10 @@ def write_jobs(sweep: Sweep, launcher: jobs.Launcher, **settings: Any) -> list[P
         sweep.collect(results)
         for cell, script in scripts.items():
             if sweep.is_open(cell, results):
-                write_whole(order_path(sweep, cell), json.dumps(sweep.order(cell, watched=False)).encode())
+                order = sweep.order(cell, watched=False) | {"job": True}
+                forget(Path(order["out"]))  # of a job that was ended
+                sweep.begun.pop(cell.name, None)
+                write_whole(order_path(sweep, cell), json.dumps(order).encode())
                 path = folder / f"{cell.file}.sh"
                 path.unlink(missing_ok=True)  # of an earlier call, with other options
                 jobs.save(script, path)

@@ -48,7 +48,7 @@ def search(
     limit: float = 0.95,
     tell: Callable[[Trial], None] = lambda trial: None,
 ) -> Found:
-    """The largest of the rising `sizes` that fits; `limit` is the share of memory that may be reserved.
+    """The largest of the rising `sizes` that fits; `limit` is the share of memory that may be in use.
 
     The smallest comes first: it tells whether anything works, and `guess` what the planner says of that device. What
     fails for another reason than memory bounds the search, too, unless it is the smallest.
@@ -95,9 +95,9 @@ def _meet(trials: dict[int, Trial], limit: float) -> float | None:
 def _refusal(first: Trial) -> UserError:
     samples = f"{first.size} {'samples' if first.size > 1 else 'sample'} a rank"
     if first.verdict not in TOO_LARGE:
+        sure = "" if first.verdict == "killed (signal 9)" else ", not for want of memory"
         return UserError(
-            f"a trial with {samples} did not work on rank {first.rank} ({first.verdict}, not for want of memory): "
-            f"{first.why}"
+            f"a trial with {samples} did not work on rank {first.rank} ({first.verdict}{sure}): {first.why}"
         )
     return NothingFits(
         f"data.batch: not even {samples} fit ({first.verdict} on rank {first.rank}: {first.why}); set "

@@ -3,6 +3,7 @@
 - warm-up is left out: steps until three in a row take the same time, within bounds (compilation, autotuning, caches)
 - a window is a number of steps; its number is its time divided by these, so that a loader which comes in bursts is
   counted in full. Steps follow one another without extra waits: one lasts from the end of the step before to its own
+- with several ranks a window is that of the slowest, and so is the time that waits for data
 - the result is the median over windows, with the quartiles beside it (the extremes of fewer than four)
 - modes: real; syn, one batch that is on the device already; io, loading alone; compute, syn on one rank alone
 """
@@ -29,7 +30,9 @@ from vitrail.bench.numbers import (
     nodes_of,
     notes_on,
     retries_of,
+    slowest,
     speed,
+    used_since,
 )
 from vitrail.bench.split import PARTS, communication, split_step
 from vitrail.errors import UserError
@@ -68,22 +71,29 @@ def measure(
         raise UserError("mode compute: it is measured on one rank alone; start one process, or use mode syn")
     began = time.monotonic()
     with opened_as_is(find_recipe(recipe, [*overrides, f"run.steps={LONG}"])) as (parts, watchdog):
+        device = parts.place.device
+        energy, retries = Energy(device), retries_of(device)
         work = _Work(parts, mode)
         try:
             clock = _Clock(work, partial(watchdog.beat, phase="measuring", allowance=SLOW_PHASE))
             warmed = _warm_up(clock, warm_up, parts.place)
-            slowest = statistics.median(seconds for seconds, _ in warmed[-LEAST_WARM:])
-            count = steps or on_chief(lambda: _fitting_steps(slowest), parts.place.control)
-            device, energy = parts.place.device, Energy(parts.place.device)
+            typical = statistics.median(seconds for seconds, _ in warmed[-LEAST_WARM:])
+            count = steps or on_chief(lambda: _fitting_steps(typical), parts.place.control)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            retries, skipped = retries_of(device), work.skipped
+            skipped, before = work.skipped, energy.joules()
+            clock.begin()
             rows = [clock.take(count) for _ in range(windows)]
-            mine = memory_of(device) | {"retries": retries_of(device) - retries, "joules": energy.joules()}
+            mine = memory_of(device) | {
+                "retries": retries_of(device) - retries,
+                "joules": used_since(before, energy.joules()),
+                "windows": [sum(seconds for seconds, _ in row) / count for row in rows],
+                "wait": statistics.fmean(wait for row in rows for _, wait in row),
+            }
             ranks = gather_json(mine, parts.place.control)
             skipped = work.skipped - skipped
-            each = [sum(seconds for seconds, _ in row) / count for row in rows]
-            split = work.split([wait for row in rows for _, wait in row], statistics.median(each))
+            each = slowest([rank["windows"] for rank in ranks])
+            split = work.split(max(rank["wait"] for rank in ranks), statistics.median(each))
         finally:
             work.close()
         result = {
@@ -119,7 +129,7 @@ def measure(
 
 def check_options(mode: str, windows: int, steps: int | None, warm_up: int | None) -> None:
     check_mode(mode)
-    for option, value, least in (("windows", windows, 1), ("steps", steps, 1), ("warm_up", warm_up, 0)):
+    for option, value, least in (("windows", windows, 1), ("steps", steps, 1), ("warm_up", warm_up, 1)):
         if value is not None and value < least:
             raise UserError(f"{option}: {value} must be at least {least}")
 
@@ -161,13 +171,13 @@ class _Work:
         """Steps so far that were no steps, because something was not finite."""
         return 0 if self.trainer is None else self.trainer.skipped
 
-    def split(self, waits: list[float], seconds: float) -> dict[str, float | None]:
+    def split(self, wait: float, seconds: float) -> dict[str, float | None]:
         if self.trainer is None:
-            return dict.fromkeys((*PARTS, "communication")) | {"data": statistics.fmean(waits)}
+            return dict.fromkeys((*PARTS, "communication")) | {"data": wait}
         found = split_step(self.trainer, self.batches, self.act)
         several = self.parts.place.world.size > 1
         if self.mode == "real":  # of the steps that were timed: three more would tell little of a loader
-            found["data"] = statistics.fmean(waits)
+            found["data"] = wait
         share = communication(self.batches, self.act, self.parts.place.device) if several else None
         return found | {"communication": None if share is None else share * seconds}
 
@@ -193,7 +203,12 @@ class _Clock:
 
     def __init__(self, work: _Work, beat: Callable[[int], None]):
         self.work, self.beat = work, beat
-        self.done, self.last = 0, time.perf_counter()
+        self.done = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step begins now, whatever was done since the last one."""
+        self.last = time.perf_counter()
 
     def take(self, count: int) -> list[Step]:
         taken = []
@@ -212,16 +227,15 @@ class _Clock:
 def _warm_up(clock: _Clock, wanted: int | None, place: Place) -> list[Step]:
     """Steps that are not counted: so many, or until they are steady; all ranks take the same number."""
     if wanted is not None:
-        taken = clock.take(max(1, wanted))
+        taken = clock.take(wanted)
     else:
         taken, least = [], max(LEAST_WARM, clock.work.lead)
-        while len(taken) < MOST_WARM:
+        while len(taken) < max(MOST_WARM, least):
             taken += clock.take(1)
             latest = [seconds for seconds, _ in taken[-LEAST_WARM:]]
             steady = len(taken) >= least and max(latest) <= STEADY * min(latest)
             if share_json(steady, place.control):
                 break
-    clock.last = time.perf_counter()
     return taken
 
 

@@ -54,6 +54,11 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return quartiles[0], quartiles[2]
 
 
+def slowest(windows: Sequence[Sequence[float]]) -> list[float]:
+    """Of every window the time of the rank that took longest: where ranks do not meet, only then all have done it."""
+    return [max(together) for together in zip(*windows, strict=True)]
+
+
 def memory_of(device: torch.device) -> dict[str, float]:
     """Largest since the warm-up; on a CPU that of this process, which keeps no reserve."""
     allocated = memory_gib(device)
@@ -62,8 +67,12 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 
 def retries_of(device: torch.device) -> int:
-    """Times that the allocator gave memory back to the device to go on."""
+    """Times so far that the allocator gave memory back to the device to go on."""
     return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
+
+
+def used_since(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
 
 
 def energy_of(ranks: list[dict[str, Any]], samples: int) -> float | None:

@@ -2,6 +2,7 @@
 
 - a result is one line, appended and on the disk before the next cell begins; a line that a kill has torn is left out
 - a cell may have several results (it failed, and was tried again): the newest counts
+- a cell is known by its keys with their values, and the mode; its name belongs to it alone in this folder
 - what all cells have in common (recipe, mode, ranks) is fixed by the first call; another one is refused
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from vitrail.errors import UserError
 from vitrail.recipe.changes import diff
+from vitrail.report.facts import strict
 from vitrail.report.files import write_whole
 
 # Of sweep.json, what must stay the same from call to call.
@@ -60,8 +62,8 @@ class Results:
 
     @property
     def newest(self) -> dict[str, dict[str, Any]]:
-        """The result of each cell that has one, by its name."""
-        return {result["name"]: result for result in self.results}
+        """The result of each cell that has one, by its identity."""
+        return {identity_of(result): result for result in self.results}
 
     def add(self, result: dict[str, Any]) -> None:
         """Onto the disk, whole, before anything else happens."""
@@ -95,8 +97,34 @@ class Results:
                 have = sweep.setdefault(key, [])
                 have += [value for value in values if value not in have]
             cells = list(dict.fromkeys([*known.get("cells", []), *asked["cells"]]))
-            asked = asked | {"sweep": sweep, "cells": cells}
+            known_as = known.get("identities") or {}
+            for name, mine in asked["identities"].items():
+                if known_as.get(name, mine) != mine:
+                    raise UserError(f"--out {self.folder}: another call has just named a cell {name}; call again")
+            asked = asked | {"sweep": sweep, "cells": cells, "identities": known_as | asked["identities"]}
         write_whole(path, json.dumps(asked, indent=1).encode())
+
+
+def identity(keys: Any, mode: Any) -> str:
+    """What makes a cell itself: the keys that are swept with their values, in whatever order, and the mode."""
+    return json.dumps([strict(keys), mode], sort_keys=True, default=str)
+
+
+def identity_of(result: dict[str, Any]) -> str:
+    return identity(result.get("keys") or {}, result.get("mode"))
+
+
+def known_cells(folder: str | Path) -> dict[str, str]:
+    """The names of the cells of a folder, by identity: those that were asked for, and those that have results."""
+    told = (_read_json(Path(folder) / "sweep.json") or {}).get("identities") or {}
+    names = {mine: name for name, mine in told.items()}
+    taken = set(told)
+    for result in read_results(folder):
+        mine, name = identity_of(result), result["name"]
+        if mine not in names and name not in taken:
+            names[mine] = name
+            taken.add(name)
+    return names
 
 
 def read_results(folder: str | Path) -> list[dict[str, Any]]:

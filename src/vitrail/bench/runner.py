@@ -2,6 +2,7 @@
 
 - every cell has processes of its own (cell.py); its result is on the disk before the next one begins
 - a call that is repeated goes on where the last one was stopped; cells that failed are tried again with `again`
+- a cell that a job has begun and not told of is left to it, but for `again`
 - after a batch that ran out of memory larger ones with the same other keys are skipped
 - a stop (Ctrl-C, SIGTERM, SIGUSR1, or the time given) ends the cell that runs, whose result is then missing
 """
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.bench import sweep as sweeps
-from vitrail.bench.cell import forget, read_notes, read_result, run_cell
+from vitrail.bench.cell import best, forget, read_notes, read_result, read_started, run_cell
 from vitrail.bench.facts import SCHEMA, alone, describe
-from vitrail.bench.results import Results
+from vitrail.bench.results import Results, known_cells
 from vitrail.bench.sweep import Cell
 from vitrail.launch.world import usable_cores
 from vitrail.recipe import Recipe
@@ -65,6 +66,8 @@ class Sweep:
     asked: dict[str, Any]  # for sweep.json
     recipes: dict[str, Recipe]
     tell: Callable[[str], None] = field(default=lambda line: None)
+    kept: bool = True  # whether the folder stays, so that its files may be named
+    begun: dict[str, str] = field(default_factory=dict)  # by name: which job has begun a cell, and no more is known
 
     def run(self) -> list[dict[str, Any]]:
         """Measure what is missing; the newest result of each cell."""
@@ -80,28 +83,34 @@ class Sweep:
                 if limit is not None and time.monotonic() - began >= limit:
                     raise Stopped(f"the time is up, and {len(todo) - number + 1} cells are missing")
                 ahead = f"[{number}/{len(todo)}] {cell.name}"
-                earlier = sweeps.too_large(cell, results.newest) if self.options.skip else None
+                earlier = sweeps.too_large(cell, results.newest.values()) if self.options.skip else None
                 if earlier is not None:
                     error = f"{earlier} ran out of memory, and this batch is larger"
                     result = self.finish(cell, {"status": "skipped", "error": error}, 0.0)
-                    if results.newest.get(cell.name, {}).get("status") != "skipped":
+                    if results.newest.get(cell.identity, {}).get("status") != "skipped":
                         results.add(result)
                     self.tell(f"{ahead}: skipped, {error}")
                     continue
                 start = time.monotonic()
-                result = self.finish(cell, self.measure(cell, results.folder), time.monotonic() - start)
+                result = self.finish(cell, self.measure(cell), time.monotonic() - start)
                 times.append(time.monotonic() - start)
                 results.add(result)
                 left = statistics.fmean(times) * (len(todo) - number)
-                self.tell(f"{ahead}: {summarise(result)}" + (f"; about {duration(left)} left" if left else ""))
+                log = self.log(cell)
+                words = summarise(result) + (f"; see {log}" if self.kept and log.exists() else "")
+                self.tell(f"{ahead}: {words}" + (f"; about {duration(left)} left" if left else ""))
             newest = results.newest
-            return [newest[cell.name] for cell in self.cells if cell.name in newest]
+            return [newest[cell.identity] for cell in self.cells if cell.identity in newest]
 
     def is_open(self, cell: Cell, results: Results) -> bool:
-        status = results.newest.get(cell.name, {}).get("status")
-        return status not in ("ok", "oom") and (status != "failed" or self.options.again)
+        status = results.newest.get(cell.identity, {}).get("status")
+        wants_again = status == "failed" or cell.name in self.begun
+        return status not in ("ok", "oom") and (not wants_again or self.options.again)
 
-    def measure(self, cell: Cell, folder: Path) -> dict[str, Any]:
+    def log(self, cell: Cell) -> Path:
+        return self.folder / "logs" / f"{cell.file}.log"
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
         ranks, nodes, threads = cell.ranks, cell.nodes, None
         if cell.mode == "compute" and ranks * nodes > 1:  # as many cores as one of the ranks would have
             ranks, nodes, threads = 1, 1, max(1, usable_cores() // ranks)
@@ -110,9 +119,8 @@ class Sweep:
             for name, number in (("nodes", nodes), ("ranks", ranks), ("world", nodes * ranks)):
                 words = words.replace(f"{{{name}}}", str(number))
         order = self.order(cell, watched=words is None)
-        log = folder / "logs" / f"{cell.file}.log"
         starter = None if words is None else shlex.split(words)
-        return run_cell(order, ranks, log=log, limit=self.options.limit, threads=threads, starter=starter)
+        return run_cell(order, ranks, log=self.log(cell), limit=self.options.limit, threads=threads, starter=starter)
 
     def order(self, cell: Cell, *, watched: bool) -> dict[str, Any]:
         """What the processes of a cell are told."""
@@ -154,11 +162,16 @@ class Sweep:
                 forget(path)
         for cell in self.cells:
             out = folder / f"{cell.file}.json"
-            notes = read_notes(out)
-            if notes:
-                worst = next((note for note in notes if note["status"] == "oom"), notes[0])
-                results.add(self.finish(cell, worst, 0.0))
+            if (note := best(read_notes(out))) is not None:
+                results.add(self.finish(cell, note, 0.0))
                 forget(out)
+            elif (began := read_started(out)) is not None:
+                self.begun[cell.name] = began
+                if not self.options.again:
+                    self.tell(
+                        f"{cell.name}: {began} and left no result: it is still at work, or the scheduler has ended "
+                        "it; --again begins anew"
+                    )
 
 
 def plan_sweep(
@@ -171,6 +184,7 @@ def plan_sweep(
     nodes: int = 1,
     out: str | Path | None = None,
     options: Options | None = None,
+    kept: bool = True,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Sweep:
     """Check all that was asked for; nothing is written yet."""
@@ -180,12 +194,12 @@ def plan_sweep(
         recipe = str(recipe)
     else:  # a tree or a Recipe, which goes into a file for the processes of a cell
         recipe, overrides = base.to_tree(), ()
-    cells = sweeps.read_cells(sweep, mode=mode, ranks=ranks, nodes=nodes)
+    folder = Path(out) if out is not None else Path("runs", f"bench-{base.run.name}")
+    cells = sweeps.read_cells(sweep, mode=mode, ranks=ranks, nodes=nodes, known=known_cells(folder))
     recipes = sweeps.check_cells(recipe, overrides, cells)
     for cell in cells:
         if cell.mode == "compute":
             alone(recipes[cell.name], cell.ranks * cell.nodes)
-    folder = Path(out) if out is not None else Path("runs", f"bench-{base.run.name}")
     values: dict[str, list[Any]] = {}
     for cell in cells:
         for key, value in cell.keys.items():
@@ -202,9 +216,10 @@ def plan_sweep(
         "windows": options.windows,
         "steps": options.steps,
         "cells": [cell.name for cell in cells],
+        "identities": {cell.name: cell.identity for cell in cells},
         "tree": base.to_tree(),
     }
-    return Sweep(recipe, overrides, cells, folder, options, asked, recipes, tell)
+    return Sweep(recipe, overrides, cells, folder, options, asked, recipes, tell, kept)
 
 
 def summarise(result: dict[str, Any]) -> str:

@@ -20,14 +20,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from vitrail.errors import UserError
+from vitrail.bench.kills import oom_kills
+from vitrail.errors import RunFailed
 from vitrail.launch.world import World
 
-Verdict = Literal["ok", "out of memory", "allocator retries", "head-room", "too slow", "failed", "lost", "stopped"]
+Verdict = Literal[
+    "ok", "out of memory", "allocator retries", "head-room",
+    "killed (signal 9)", "too slow", "failed", "lost", "stopped",
+]  # fmt: skip
 
 # Which verdict stands for all ranks: a rank that was left by another, or stopped for another, only follows.
 ORDER: tuple[Verdict, ...] = (
-    "out of memory", "allocator retries", "head-room", "failed", "too slow", "lost", "stopped", "ok",
+    "out of memory", "allocator retries", "head-room",
+    "killed (signal 9)", "failed", "too slow", "lost", "stopped", "ok",
 )  # fmt: skip
 TOO_LARGE: tuple[Verdict, ...] = ("out of memory", "allocator retries", "head-room")
 LOOK = 0.05  # seconds between two looks at the child
@@ -48,7 +53,7 @@ class Trial:
     step_seconds: float | None = None
     allocated_gib: float | None = None  # of the rank that had the most
     reserved_gib: float | None = None
-    share: float | None = None  # of its memory that the fullest rank had reserved
+    share: float | None = None  # of its memory that was in use on the fullest rank
     device: str | None = None
 
     @property
@@ -95,6 +100,7 @@ class Supervisor:
         result, log = folder / "result.json", folder / "log"
         words = [sys.executable, "-m", "vitrail.bench.trial", str(folder / "order.json"), str(result)]
         deadline, leave_at = time.monotonic() + self.limit, None
+        kills = oom_kills()
         with log.open("wb") as out:
             child = subprocess.Popen(
                 words, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -113,7 +119,8 @@ class Supervisor:
                     time.sleep(LOOK)
             finally:
                 end_group(child)
-        found = judge(child.returncode, result, log, self.head_room)
+        no_memory = kills is not None and (oom_kills() or 0) > kills
+        found = judge(child.returncode, result, log, self.head_room, no_memory=no_memory)
         if found["verdict"] != "ok":
             self.store.add(f"{name}/bad", 1)
         return found
@@ -122,16 +129,19 @@ class Supervisor:
         deadline = time.monotonic() + self.limit + PATIENCE
         while self.store.add(f"{name}/judged", 0) < self.world.size:
             if time.monotonic() > deadline:
-                raise UserError("tune: not every rank told how its trial went; look for a rank whose process has ended")
+                raise RunFailed("tune: not every rank told how its trial went; look for a rank whose process has ended")
             time.sleep(LOOK)
         return [json.loads(self.store.get(f"{name}/verdict/{rank}")) for rank in range(self.world.size)]
 
 
-def judge(code: int, result: Path, log: Path, head_room: float) -> dict[str, Any]:
-    """The verdict on a child that has ended."""
+def judge(code: int, result: Path, log: Path, head_room: float, *, no_memory: bool = False) -> dict[str, Any]:
+    """The verdict on a child that has ended; `no_memory`: the kernel has meanwhile killed something for memory."""
     if not result.is_file():
+        if code == -signal.SIGKILL and no_memory:
+            return {"verdict": "out of memory", "why": "killed by the kernel, since the host's memory was used up"}
         if code == -signal.SIGKILL:
-            return {"verdict": "out of memory", "why": "killed, as the kernel does when the host's memory is used up"}
+            why = "somebody ended the process; the kernel does so too when the host's memory is used up"
+            return {"verdict": "killed (signal 9)", "why": why}
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         return {"verdict": "failed", "why": f"the process ended with {end}: {lines[-1][:500] if lines else 'no word'}"}
@@ -143,11 +153,15 @@ def judge(code: int, result: Path, log: Path, head_room: float) -> dict[str, Any
     if found["retries"]:
         why = f"the allocator had to free its cache {found['retries']} times to find memory"
         return found | {"verdict": "allocator retries", "why": why}
-    if found["reserved"] > (1 - head_room) * found["memory"]:
-        used = found["reserved"] / found["memory"]
-        why = f"{used:.1%} of the memory was reserved, which leaves less than {head_room:.0%}"
+    if share_of(found) > 1 - head_room:
+        why = f"{share_of(found):.1%} of the memory was in use, which leaves less than {head_room:.0%}"
         return found | {"verdict": "head-room", "why": why}
     return found | {"verdict": "ok", "why": ""}
+
+
+def share_of(found: dict[str, Any]) -> float:
+    """Of the memory: what the allocator had reserved at most, or all that was in use at the end where that is more."""
+    return max(found["reserved"], found.get("used", 0)) / found["memory"]
 
 
 def decide(verdicts: Sequence[dict[str, Any]], size: int, seconds: float) -> Trial:
@@ -168,7 +182,7 @@ def decide(verdicts: Sequence[dict[str, Any]], size: int, seconds: float) -> Tri
         step_seconds=most("step_seconds"),
         allocated_gib=most("allocated", 2**30),
         reserved_gib=most("reserved", 2**30),
-        share=max(found["reserved"] / found["memory"] for found in measured) if measured else None,
+        share=max(map(share_of, measured)) if measured else None,
         device=measured[0]["device"] if measured else None,
     )
 

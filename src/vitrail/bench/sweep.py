@@ -3,7 +3,8 @@
 - `data.batch=16/rank,32/rank` is an axis of one key; `parallel.strategy,parallel.group=DDP:null,HYBRID_SHARD:2` one of
   two keys whose values go together. Values are read as overrides are, so lists and mappings may hold commas
 - `mode`, `ranks` (processes a node) and `nodes` are no keys of a recipe, but may be swept as well
-- a cell is named by what differs: the last part of each key, or all of it where two keys end alike
+- a cell is named by what differs: the last part of each key, or all of it where two keys of a folder end alike. It is
+  known by its keys and values; one that a folder knows keeps its name, and no other gets it
 - everything is checked before anything runs: unknown keys, values that the recipe refuses, layouts that cannot be
 """
 
@@ -14,11 +15,12 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitrail.bench import check_mode
+from vitrail.bench.results import identity
 from vitrail.errors import UserError
 from vitrail.recipe import yaml
 from vitrail.recipe.find import find_recipe
@@ -51,6 +53,10 @@ class Cell:
     mode: str
     ranks: int
     nodes: int
+
+    @property
+    def identity(self) -> str:
+        return identity(self.keys, self.mode)
 
     @property
     def file(self) -> str:
@@ -104,13 +110,16 @@ def split_outside(text: str, sign: str) -> Iterator[str]:
     yield part
 
 
-def read_cells(sweeps: Sequence[str], *, mode: str, ranks: int, nodes: int) -> list[Cell]:
-    """Every combination, the last axis running fastest."""
+def read_cells(
+    sweeps: Sequence[str], *, mode: str, ranks: int, nodes: int, known: Mapping[str, str] | None = None
+) -> list[Cell]:
+    """Every combination, the last axis running fastest; `known` are names that the folder has, by identity."""
+    names, seen = dict(known or {}), set()
     axes = [read_axis(text) for text in sweeps]
     keys = [key for axis in axes for key in axis.keys]
     if twice := [key for key, number in Counter(keys).items() if number > 1]:
         raise UserError(f"--sweep {twice[0]}: it is swept twice; give all of its values at once")
-    short = short_names(keys)
+    short = short_names([*keys, *(key for mine in names for key in json.loads(mine)[0] if key not in keys)])
     cells = []
     for rows in itertools.product(*(axis.values for axis in axes)):
         words = dict(zip(keys, itertools.chain(*rows), strict=True))
@@ -118,10 +127,30 @@ def read_cells(sweeps: Sequence[str], *, mode: str, ranks: int, nodes: int) -> l
         outside: dict[str, Any] = {"mode": mode, "ranks": ranks, "nodes": nodes} | {
             key: parsed[key] for key in OUTSIDE if key in parsed
         }
-        name = ",".join(f"{short[key]}={''.join(word.split())}" for key, word in words.items()) or WHOLE
+        mine = identity(parsed, outside["mode"])
+        name = names.get(mine) or _free_name(words, short, outside["mode"], set(names.values()))
+        if mine in seen:
+            raise UserError(f"--sweep: {name} is there twice, in other words; name each value once")
+        names[mine] = name
+        seen.add(mine)
         overrides = tuple(f"{key}={word}" for key, word in words.items() if key not in OUTSIDE)
         cells.append(Cell(name, parsed, overrides, **outside))
     return cells
+
+
+def _free_name(words: Mapping[str, str], short: Mapping[str, str], mode: str, taken: set[str]) -> str:
+    """The shortest name that no other cell has."""
+    tight = {key: "".join(word.split()) for key, word in words.items()}
+    ways = [
+        ",".join(f"{short[key]}={word}" for key, word in tight.items()) or WHOLE,
+        ",".join(f"{key}={word}" for key, word in tight.items()) or WHOLE,
+        whole := ",".join(f"{key}={word}" for key, word in words.items()) or WHOLE,
+        f"{whole},mode={mode}",
+    ]
+    for name in ways:
+        if name not in taken:
+            return name
+    raise UserError(f"--sweep {whole}: another cell of this folder has that name; choose another folder with --out")
 
 
 def _parse(key: str, word: str) -> Any:
@@ -135,7 +164,7 @@ def _parse(key: str, word: str) -> Any:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """The last part of each key, where no other key ends alike."""
-    last = Counter(key.rpartition(".")[2] for key in keys)
+    last = Counter(key.rpartition(".")[2] for key in dict.fromkeys(keys))
     return {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
 
 
@@ -180,18 +209,18 @@ def _leaves(tree: Any, key: tuple[str, ...] = ()) -> Iterator[str]:
 # ---------------------------------------------------------------- what need not be tried
 
 
-def too_large(cell: Cell, results: dict[str, dict[str, Any]]) -> str | None:
+def too_large(cell: Cell, results: Iterable[dict[str, Any]]) -> str | None:
     """The name of a cell that ran out of memory with a smaller batch and the same other keys, if there is one."""
     size = batch_size(cell.keys.get(BATCH))
     if size is None:
         return None
-    for name, result in results.items():
+    for result in results:
         theirs = result.get("keys", {})
         other = batch_size(theirs.get(BATCH))
-        if result["status"] == "oom" and other is not None and other[1] == size[1] and other[0] <= size[0]:
-            same = _without_batch(theirs) == _without_batch(cell.keys)
-            if same and name != cell.name:
-                return name
+        if result["status"] != "oom" or other is None or other[1] != size[1] or other[0] > size[0]:
+            continue
+        if theirs != cell.keys and _without_batch(theirs) == _without_batch(cell.keys):
+            return result["name"]
     return None
 
 

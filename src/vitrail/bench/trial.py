@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vitrail.report.files import write_whole
+
 GIB = 2**30
 
 # What allocators say; PyTorch's own error class for CUDA is known by its type.
@@ -32,14 +34,20 @@ NO_MEMORY = (
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on a device or on the host."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, means that memory ran out, on a device or on the host."""
     import torch
 
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(words in text for words in NO_MEMORY)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        text = str(error).lower()
+        if isinstance(error, RuntimeError | OSError) and any(words in text for words in NO_MEMORY):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def take_steps(recipe: Any, *, rows: int | None = None, steps: int = 3, trust: bool = False) -> dict[str, Any]:
@@ -130,10 +138,12 @@ def memory_of(device: Any, processes: int) -> dict[str, Any]:
         import torch
 
         stats = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
         return {
             "allocated": torch.cuda.max_memory_allocated(device),
             "reserved": torch.cuda.max_memory_reserved(device),
-            "memory": torch.cuda.get_device_properties(device).total_memory,
+            "used": total - free,  # by all: libraries and other processes take some beside the allocator
+            "memory": total,
             "retries": stats.get("num_alloc_retries", 0),
         }
     from vitrail.launch.machine import memory_bytes
@@ -154,13 +164,6 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """All or nothing: whoever looks finds a whole file or none."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result))
-    part.rename(path)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -190,7 +193,7 @@ def main(arguments: Sequence[str]) -> None:
                 import traceback
 
                 traceback.print_exc()
-    write(result, found)
+    write_whole(result, json.dumps(found).encode())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # at once: to leave a process group in order may wait for ranks that are gone

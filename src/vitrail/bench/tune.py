@@ -15,10 +15,11 @@ from vitrail.bench.largest import Found, NothingFits, search
 from vitrail.bench.sizes import Sizes, sizes_of
 from vitrail.bench.supervise import Supervisor, Trial
 from vitrail.bench.tuned import check_out, tuned_tree, write_tuned
-from vitrail.errors import UserError
+from vitrail.errors import RunFailed, UserError
 from vitrail.launch.world import World, connect, find_world
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.find import find_recipe
+from vitrail.training.collective import on_chief
 
 LAYOUTS = 4  # that are tried, of those that the planner ranks first
 
@@ -39,8 +40,6 @@ def tune(
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Search on all ranks that this was started on; every rank returns the same, and the first writes the recipe."""
-    from vitrail.training.collective import on_chief
-
     if not 0 <= head_room < 1:
         raise UserError(f"--head-room: {head_room} must be a share of memory from 0 to below 1, such as 0.05")
     if limit <= 0:
@@ -48,34 +47,46 @@ def tune(
     world = find_world()
     recipe = find_recipe(given, overrides)
     out = out or Path(f"{Path(given).stem}-tuned.yaml")
-    choices: list[tuple[str, ...]] = [()]
     sizes_of(recipe, world.size, multiple=multiple, most=most)  # what is wrong is told before anybody waits
-    if layouts:
-        choices = planned_layouts(recipe, world.size, cluster)
-    results: list[tuple[float, tuple[str, ...], Sizes, Found]] = []
+    results: list[tuple[float | None, Sequence[str], Sizes, Found]] = []
     refused: list[str] = []
+    trials: list[dict[str, Any]] = []
     with supervisors(world) as store:
         on_chief(lambda: check_out(out), None)
+        on_chief(lambda: check_cluster(cluster), None)
+        choices: Sequence[Sequence[str]] = [()]
+        if layouts:
+            choices = on_chief(lambda: planned_layouts(recipe, world.size, cluster), None)
         supervisor = Supervisor(world, store, head_room, limit, plugins, trust)
         for choice in choices:
-            one = load_recipe(recipe, choice) if choice else recipe
+            layout = " ".join(choice)
+
+            def told(trial: Trial, layout: str = layout) -> None:
+                trials.append(asdict(trial) | {"layout": layout})
+                tell(describe(trial))
+
             if choice:
-                tell(f"layout {' '.join(choice)}")
+                tell(f"layout {layout}")
             try:
+                one = load_recipe(recipe, choice) if choice else recipe
                 sizes = sizes_of(one, world.size, multiple=multiple, most=most)
-                found = largest(one, sizes, supervisor, cluster, tell)
-            except NothingFits as error:
+                found = largest(one, sizes, supervisor, cluster, tell, told)
+                seconds = whole_step(one, sizes, supervisor, found, told)
+            except RunFailed:  # a rank is gone
+                raise
+            except UserError as error:
                 if len(choices) == 1:
                     raise
-                refused.append(f"{' '.join(choice)}: {error}")
+                refused.append(f"{layout}: {error}")
                 tell(refused[-1])
                 continue
-            assert found.best.step_seconds is not None
-            speed = sizes.rows(found.size) * sizes.layout.data / found.best.step_seconds
+            if seconds is None:
+                tell("the speed is not known, since whole steps take too long; a longer --trial-limit would tell it")
+            speed = None if seconds is None else sizes.batch(found.size) / seconds
             results.append((speed, choice, sizes, found))
         if not results:
-            raise NothingFits("data.batch: no layout fits: " + "; ".join(refused))
-        speed, choice, sizes, found = max(results, key=lambda result: result[0])
+            raise NothingFits("data.batch: no layout works: " + "; ".join(refused))
+        speed, choice, sizes, found = max(results, key=lambda result: result[0] or 0.0)
         changes = [*choice, *sizes.changes(found.size)]
 
         def write() -> None:
@@ -95,12 +106,18 @@ def tune(
         "samples_per_s": speed,
         "memory": {"allocated_gib": found.best.allocated_gib, "reserved_gib": found.best.reserved_gib},
         "proof": found.proof,
-        "trials": [asdict(trial) | {"layout": " ".join(c)} for _, c, _, each in results for trial in each.trials],
+        "refused": refused,
+        "trials": trials,
     }
 
 
 def largest(
-    recipe: Recipe, sizes: Sizes, supervisor: Supervisor, cluster: str | None, tell: Callable[[str], None]
+    recipe: Recipe,
+    sizes: Sizes,
+    supervisor: Supervisor,
+    cluster: str | None,
+    tell: Callable[[str], None],
+    told: Callable[[Trial], None],
 ) -> Found:
     """The largest size of one layout."""
     room = supervisor.head_room
@@ -110,20 +127,47 @@ def largest(
         return supervisor.try_recipe(tree, size, rows=sizes.rows(size))
 
     def guess(trial: Trial) -> int | None:
-        size = planned_size(recipe, sizes, cluster, device=trial.device, head_room=room)
+        # One rank asks: others that come to another size would wait in another trial.
+        size = on_chief(lambda: planned_size(recipe, sizes, cluster, device=trial.device, head_room=room), None)
         if size is not None:
             tell(f"the planner expects {size} a rank")
         return size
 
-    def told(trial: Trial) -> None:
-        line = f"{trial.size} a rank: {trial.verdict}"
-        if trial.reserved_gib is not None:
-            line += f", {trial.reserved_gib:.2f} GiB reserved ({trial.share:.0%}), {trial.step_seconds:.3g} s a step"
-        if trial.why:
-            line += f" (rank {trial.rank}: {trial.why.splitlines()[0][:200]})"
-        tell(f"{line}; {trial.seconds:.0f} s")
-
     return search(attempt, sizes.candidates, guess=guess, limit=1 - room, tell=told)
+
+
+def whole_step(
+    recipe: Recipe, sizes: Sizes, supervisor: Supervisor, found: Found, told: Callable[[Trial], None]
+) -> float | None:
+    """Seconds of a step with all its passes, None if they are too many to be tried.
+
+    A trial that left some out charges too much of the optimizer to each.
+    """
+    best = found.best
+    if sizes.rows(best.size) < sizes.share and not sizes.per_rank:
+        tree = load_recipe(recipe, sizes.changes(best.size)).to_tree()
+        best = supervisor.try_recipe(tree, best.size, rows=sizes.share, steps=2)
+        told(best)
+    if best.verdict == "too slow":
+        return None
+    if not best.fits:
+        raise UserError(
+            f"data.batch: {best.size} samples a rank and pass fit, but a step of all {sizes.share // best.size} passes "
+            f"did not work on rank {best.rank} ({best.verdict}: {best.why}); set a smaller --most or "
+            "data.batch"
+        )
+    return best.step_seconds
+
+
+def describe(trial: Trial) -> str:
+    """A trial in a line."""
+    line = f"{trial.size} a rank: {trial.verdict}"
+    if trial.reserved_gib is not None:
+        line += f", {trial.reserved_gib:.2f} GiB reserved, {trial.share:.0%} of the memory in use"
+        line += f", {trial.step_seconds:.3g} s a step"
+    if trial.why:
+        line += f" (rank {trial.rank}: {trial.why.splitlines()[0][:200]})"
+    return f"{line}; {trial.seconds:.0f} s"
 
 
 @contextlib.contextmanager
@@ -140,6 +184,14 @@ def supervisors(world: World) -> Iterator[Any]:
 
 
 # ---------------------------------------------------------------- what the planner says
+
+
+def check_cluster(cluster: str | None) -> None:
+    """Refuse a name that nobody knows before anything is tried."""
+    from vitrail.cost.cluster import load_cluster
+
+    if cluster is not None:
+        load_cluster(cluster)
 
 
 def planned_size(

@@ -54,8 +54,8 @@ def write_tuned(out: Path, tree: dict[str, Any], found: Found, *, ranks: int) ->
     best = found.best
     lines = [
         f"Found by `vitrail tune` on {ranks} x {best.device}: {found.proof}.",
-        f"Peak of the fullest rank: {best.allocated_gib:.2f} GiB allocated, {best.reserved_gib:.2f} GiB reserved "
-        f"({best.share:.0%} of its memory).",
+        f"Peak of the fullest rank: {best.allocated_gib:.2f} GiB allocated, {best.reserved_gib:.2f} GiB reserved; "
+        f"{best.share:.0%} of its memory was in use.",
     ]
     part = _part(out)
     part.write_text("".join(f"# {line}\n" for line in lines) + yaml.dump(tree))

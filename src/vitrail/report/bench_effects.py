@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Pair = tuple[Cell, Cell]
 _LADDER = ("strategy", "wrap", "compute", "prefetch", "recompute", "compile")  # in the order in which one adds them
 _DRAWS = 1000
-_FEWEST = 3  # windows of a cell that can be drawn from
+FEWEST = 5  # windows of a cell that can be drawn from: from 3 the interval is too narrow, and alarms for nothing
 
 
 def find_effects(study: Study) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ def interval(pairs: Sequence[Pair]) -> tuple[float, float] | tuple[None, None]:
 
 def _draw(pairs: Sequence[Pair]) -> np.ndarray | None:
     """Bootstrap samples of the mean log ratio of the pairs' medians."""
-    if any(len(cell.rates) < _FEWEST for pair in pairs for cell in pair):
+    if any(len(cell.rates) < FEWEST for pair in pairs for cell in pair):
         return None
     drawn = [_draw_median(b) - _draw_median(a) for a, b in pairs]
     return sum(drawn[1:], drawn[0]) / len(pairs)

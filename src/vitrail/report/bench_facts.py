@@ -17,6 +17,9 @@ from vitrail.report.bench_effects import find_effects, find_interactions
 from vitrail.report.bench_study import Study, split_studies
 from vitrail.report.bench_words import conclude, describe_hardware, find_fastest, find_needed, find_warnings
 from vitrail.report.facts import strict
+from vitrail.report.units import number_of
+
+MODES = ("real", "syn", "io", "compute")
 
 
 def bench_summary(folder: str | Path) -> dict[str, Any]:
@@ -84,24 +87,40 @@ def _describe_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _compare_modes(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """What share of the step each mode leaves out, for cells that were measured in several."""
+    """What the modes say together, for cells that were measured in several."""
     same: dict[Any, dict[str, Cell]] = {}
     for cell in cells:
-        if cell.ok:
+        if cell.ok and cell.mode in MODES and _timed(cell) is not None:
             keys = {key: value for key, value in cell.keys.items() if key != "mode"}
             same.setdefault((json.dumps(keys, sort_keys=True, default=str), cell.device), {})[cell.mode] = cell
     for modes in same.values():
-        for slow, quick, words in (
-            ("real", "syn", "of the step waits for data"),
-            ("syn", "compute", "of the step is communication that nothing hides, and waiting for other ranks"),
-        ):
-            seconds = [modes[m].number("step_seconds", "median") if m in modes else math.nan for m in (slow, quick)]
-            if seconds[0] > 0 and seconds[1] > 0:
-                share = max(0.0, 1 - seconds[1] / seconds[0])
-                name = modes[slow].name
-                text = f"{name}: {100 * share:.0f} % {words} ({slow} against {quick})."
-                known = {"name": name, "device": modes[slow].device, "slow": slow, "quick": quick}
-                yield known | {"share": share, "sentence": text}
+        if len(modes) < 2:
+            continue
+        from vitrail.bench.explain import explain  # only here: it brings PyTorch
+
+        first = next(modes[mode] for mode in MODES if mode in modes)
+        text = explain([found for cell in modes.values() if (found := _timed(cell)) is not None])
+        if text:
+            sentence = f"{first.name}: {text}."
+            yield {"name": first.name, "device": first.device, "modes": sorted(modes), "sentence": sentence}
+
+
+def _timed(cell: Cell) -> dict[str, Any] | None:
+    """What comparing modes needs of a result, with numbers alone; None where some are missing."""
+    step, windows = cell.number("step_seconds", "median"), cell.raw.get("windows")
+    seconds = [s for s in map(number_of, windows if isinstance(windows, list) else []) if 0 < s < math.inf]
+    if not (0 < step < math.inf and math.isfinite(cell.gpus) and seconds):
+        return None
+    data = cell.number("split", "data")
+    return {
+        "mode": cell.mode,
+        "status": cell.status,
+        "gpus": int(cell.gpus),
+        "windows": seconds,
+        "step_seconds": {"median": step},
+        "samples_per_s": cell.rate,
+        "split": {"data": data if math.isfinite(data) else None},
+    }
 
 
 def _names(sweep: dict[str, Any]) -> list[str]:

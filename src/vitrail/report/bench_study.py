@@ -99,8 +99,13 @@ def _make_study(cells: list[Cell]) -> Study:
 
 
 def _read_size(cell: Cell, per_rank: bool) -> float:
-    found = re.match(r"\d+", str(cell.keys.get(BATCH, "")))
-    return float(found[0]) if found else cell.batch_per_rank if per_rank else cell.batch
+    """As the result tells it, since "8" and "8/rank" are not the same; else as swept."""
+    told = cell.batch_per_rank if per_rank else cell.batch
+    found = re.match(r"(\d+)(/rank)?", str(cell.keys.get(BATCH, "")))
+    if 0 < told < math.inf or not found:
+        return told
+    ranks = cell.gpus if cell.gpus > 0 else 1.0
+    return float(found[1]) * {(True, False): 1 / ranks, (False, True): ranks}.get((per_rank, bool(found[2])), 1.0)
 
 
 def _group_keys(cells: Sequence[Cell]) -> list[list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vitrail.report.bench_cells import STATUSES, WORDS, Cell
+from vitrail.report.bench_effects import FEWEST
 from vitrail.report.bench_study import Study
 from vitrail.report.units import compact, percent
 
@@ -71,9 +72,11 @@ def find_warnings(cells: Sequence[Cell], studies: Sequence[Study]) -> list[str]:
             f"{percent(_data_share(top))} of the step waits for data in {top.name}, and {percent(_SLOW_DATA)} or more "
             f"in {len(slow)} of {len(cells)} cells: measure with --mode syn what the model alone can do."
         )
-    thin = [cell.name for cell in cells if cell.ok and len(cell.rates) < 3]
+    thin = [cell.name for cell in cells if cell.ok and len(cell.rates) < FEWEST]
     if thin:
-        found.append(f"{len(thin)} of the measured cells have fewer than 3 windows: their effects have no interval.")
+        found.append(
+            f"{len(thin)} of the measured cells have fewer than {FEWEST} windows: their effects have no interval."
+        )
     return found
 
 

@@ -43,7 +43,7 @@ def bench(
     ] = None,
     warm_up: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Steps that do not count; until they are steady if not given."),
+        typer.Option(metavar="N", min=1, help="Steps that do not count; until they are steady if not given."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes on this machine, or on each node; else 1.")
@@ -55,7 +55,7 @@ def bench(
     no_skip: Annotated[
         bool, typer.Option("--no-skip", help="Try larger batches, too, after one that ran out of memory.")
     ] = False,
-    limit: Annotated[str, typer.Option(metavar="CLOCK", help="Longest that a cell may take.")] = "30m",
+    limit: Annotated[str | None, typer.Option(metavar="CLOCK", help="Longest that a cell may take; else 30m.")] = None,
     minutes: Annotated[
         float | None, typer.Option(metavar="M", min=0.1, help="Begin no cell later than this; the next call goes on.")
     ] = None,
@@ -66,7 +66,9 @@ def bench(
     jobs: Annotated[
         Literal["slurm", "mpi", "torchrun"] | None, typer.Option(help="Write a job script for each cell instead.")
     ] = None,
-    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Nodes of a cell, with --jobs or --start-with.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Nodes of a cell, with --jobs or --start-with; else 1.")
+    ] = None,
     machine: Annotated[
         str | None, typer.Option(metavar="NAME_OR_FILE", help="Jobs: as for vitrail launch; else generic.")
     ] = None,
@@ -100,6 +102,7 @@ def bench(
     modes = list(dict.fromkeys(mode or ["real"]))
     for word in modes:
         check_mode(word)
+    settings: dict[str, Any] = {"machine": machine, "time": time, "account": account, "partition": partition}
     if find_world().size > 1:
         given = {
             "--sweep": sweep,
@@ -108,6 +111,12 @@ def bench(
             "--start-with": start_with,
             "a second --mode": modes[1:],
             "--ranks": ranks,
+            "--nodes": nodes,
+            "--limit": limit,
+            "--minutes": minutes,
+            "--again": again,
+            "--no-skip": no_skip,
+            **{f"--{name}": value for name, value in settings.items()},
         }
         for option, value in given.items():
             if value:
@@ -122,18 +131,19 @@ def bench(
         if any(axis.partition("=")[0].strip() == "mode" for axis in sweep):
             raise UserError("--mode: several are given, and --sweep mode is, too; leave one of them out")
         sweep.append(f"mode={','.join(modes)}")
-    settings: dict[str, Any] = {"machine": machine, "time": time, "account": account, "partition": partition}
     if jobs is None:
         refuse_options({f"--{name}": value for name, value in settings.items()}, "no jobs are written", "--jobs")
     else:
         from vitrail.launch.jobs import load_machine
 
+        unused = {"--limit": limit, "--minutes": minutes}
+        refuse_options(unused, "job scripts are written, whose limit is --time", "cells that run at once")
         settings["machine"] = machine or "generic"
         ranks = ranks or load_machine(settings["machine"]).ranks_per_node
     _run(
         recipe,
         overrides or [],
-        {"sweep": sweep, "mode": modes[0], "ranks": ranks or 1, "nodes": nodes, "out": out},
+        {"sweep": sweep, "mode": modes[0], "ranks": ranks or 1, "nodes": nodes or 1, "out": out},
         asked | {"plugins": tuple(plugin or ()), "again": again, "skip": not no_skip, "start_with": start_with},
         (limit, minutes),
         None if jobs is None else (jobs, settings),
@@ -143,15 +153,15 @@ def bench(
 
 def _measure_here(recipe: str, overrides: list[str], *, as_json: bool, **asked: Any) -> None:
     """On the ranks that a launcher has started."""
-    from vitrail.bench.cell import ran_out
     from vitrail.bench.measure import measure
+    from vitrail.bench.trial import is_out_of_memory
 
     try:
         result = measure(recipe, overrides, name="as it is", **asked)
     except UserError:
         raise
     except Exception as error:
-        if ran_out(error):
+        if is_out_of_memory(error):
             raise RunFailed(f"out of memory: {' '.join(str(error).split())[:300]}") from error
         raise
     if is_chief():
@@ -163,19 +173,19 @@ def _run(
     overrides: list[str],
     grid: dict[str, Any],
     asked: dict[str, Any],
-    times: tuple[str, float | None],
+    times: tuple[str | None, float | None],
     jobs: tuple[Any, dict[str, Any]] | None,
     as_json: bool,
 ) -> None:
     """Cells in processes of their own, or in jobs."""
     import tempfile
 
-    from vitrail.bench.runner import Options, Stopped, plan_sweep
+    from vitrail.bench.runner import LIMIT, Options, Stopped, plan_sweep
     from vitrail.recipe import seconds_of
 
     limit, minutes = times
     try:
-        most = seconds_of(limit)
+        most = LIMIT if limit is None else seconds_of(limit)
     except UserError as error:
         raise UserError(f"--limit: {error}") from None
     options = Options(**asked, limit=most, most_seconds=None if minutes is None else 60 * minutes)
@@ -191,16 +201,17 @@ def _run(
     several = bool(grid["sweep"]) or jobs is not None
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as nowhere:
         kept = several or grid["out"] is not None
-        planned = plan_sweep(recipe, overrides, options=options, tell=note, **grid | ({} if kept else {"out": nowhere}))
+        grid = grid | ({} if kept else {"out": nowhere})
+        planned = plan_sweep(recipe, overrides, options=options, kept=kept, tell=note, **grid)
         if jobs is not None:
             from vitrail.bench.jobs import write_jobs
 
             launcher, settings = jobs
             scripts = write_jobs(planned, launcher, **settings)
-            done = len(planned.cells) - len(scripts)
+            done = len(planned.cells) - len(scripts) - len(planned.begun)
+            every = done == len(planned.cells)
             note(
-                f"{done} of {len(planned.cells)} cells have a result"
-                + ("" if scripts else f", all in {planned.folder}")
+                f"{done} of {len(planned.cells)} cells have a result" + (f", all in {planned.folder}" if every else "")
             )
             for script in scripts:
                 print(script)
@@ -208,8 +219,11 @@ def _run(
         try:
             results = planned.run()
         except Stopped as stop:
-            note(f"{stop}; finished cells are kept in {planned.folder}, and the same call goes on from there")
+            where = f"finished cells are kept in {planned.folder}, and the same call goes on from there"
+            note(f"{stop}; {where if kept else 'nothing is kept'}")
             raise typer.Exit(STOPPED) from None
+        if not results:
+            raise RunFailed("no cell has a result: jobs have begun them; wait for these, or call with --again")
         if several or results[0]["status"] == "ok" or as_json:
             _show(results, as_json, planned.folder if kept else None)
         if not several and results[0]["status"] != "ok":
