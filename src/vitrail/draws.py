@@ -8,7 +8,7 @@ and every world size sees the same number.
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -93,6 +93,15 @@ def _philox(secrets: np.ndarray, blocks: int) -> np.ndarray:
     return words.reshape(number, 4 * blocks)
 
 
+def sent(table: Any, device: "torch.device | str | None") -> "Tensor":
+    """What was drawn or looked up on the host, on a device: without waiting for what the device is at."""
+    import torch
+
+    own = torch.as_tensor(table)
+    # Back to the host, numbers would be looked at before they are there.
+    return own.to(device, non_blocking=own.device.type == "cpu")
+
+
 class Draws:
     """The random numbers of the samples with the given counters."""
 
@@ -129,7 +138,7 @@ class Draws:
         places = (starts[:, None] + places).flatten()  # in the whole, whatever part of it is made
         names = [f"{purpose}/{name}" for name in ("radius", "angle")]
         both = np.stack([keys(self.seed, name, self.counters) for name in names]).astype(np.int64)
-        secrets = torch.from_numpy(both).to(device, non_blocking=True)[..., None]
+        secrets = sent(both, device)[..., None]
         out = torch.empty(len(self.counters), len(places), device=device)
         across = max(1, min(len(places), _PIECE))
         down = max(1, _PIECE // across)

@@ -46,6 +46,7 @@ def recipe_file(folder: Path, *, side: int, width: int, depth: int, batch: Any) 
     return path
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_kept_and_the_recipe_trains(tmp_path: Path) -> None:
     import vitrail
 

@@ -1,5 +1,6 @@
 """Moves of a batch are those that each sample would have by itself, bit for bit."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data.augment import Augmenter, Raw, colour, orient, orientations
+from vitrail.data.augment import Augmenter, Raw, colour, orient, orientations, window
 from vitrail.data.augment.affine import resample
 from vitrail.data.augment.geometry import MOST_TAPS, Geometry, Move, Moves, _about
+from vitrail.data.augment.orientations import flip_first
 from vitrail.draws import stream
+from vitrail.layers.parts import Part, Slab
 from vitrail.recipe.sections import Augment
 
 AXES = ("z", "y", "x")
@@ -159,22 +162,63 @@ def test_moves_can_be_cut() -> None:
 @pytest.mark.parametrize("keys", [{"flip": ["x"]}, {"flip": True, "chance": 0.5}, {"flip": ["z"]}])
 @pytest.mark.parametrize("crop", [(8, 8), (4, 6, 6)])
 @pytest.mark.parametrize("labels", ["voxel", "item"])
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_flips_of_whole_windows_are_those_of_their_moves(
-    crop: tuple[int, ...], keys: dict[str, Any], labels: str
+    crop: tuple[int, ...], keys: dict[str, Any], labels: str, kind: type
 ) -> None:
     n, count, rng = len(crop), 20, np.random.default_rng(0)
     keys = keys | {"flip": [AXES[-n]]} if keys["flip"] == ["z"] else keys
-    values = torch.from_numpy(rng.integers(0, 255, (count, 2, *crop), dtype=np.uint8))
+    values = torch.from_numpy(rng.integers(0, 255, (count, 2, *crop)).astype(kind))
     voxels = torch.from_numpy(rng.integers(0, 5, (count, *crop), dtype=np.uint8))
     codes = rng.integers(0, len(orientations(crop)), count).tolist()
     augmenter = Augmenter(Augment(**keys), crop, seed=3, labels=labels, axes=AXES[-n:])  # type: ignore[arg-type]
     raw = Raw(list(range(count)), values, voxels if labels == "voxel" else torch.arange(count), orientations=codes)
     found = augmenter(raw)
     ones, sizes = [(1.0,) * n] * count, [crop] * count
-    moves = [augmenter.geometry.draw(*one) for one in zip(range(count), sizes, ones, ones, codes, strict=True)]
+    geometry = OneByOne(Augment(**keys), crop, AXES[-n:], 3)
+    moves = [geometry.draw(*one) for one in zip(range(count), sizes, ones, ones, codes, strict=True)]
     assert found.values.dtype == torch.float32
     assert torch.equal(found.values, resample(values, moves, sizes, crop))
     wanted = resample(voxels[:, None], moves, sizes, crop)[:, 0].to(torch.uint8) if labels == "voxel" else raw.labels
     assert found.labels is not None
     assert torch.equal(found.labels, wanted)
     assert not torch.equal(found.values, orient(values, codes).float())  # some were flipped
+
+
+@pytest.mark.parametrize("crop", [(6, 6), (5, 5, 5), (4, 6, 6)])
+def test_flips_before_a_turn_are_another_turn(crop: tuple[int, ...]) -> None:
+    n, turns = len(crop), len(orientations(crop))
+    chosen = [(code, flips) for code in range(turns) for flips in itertools.product((False, True), repeat=n)]
+    codes, flips = [code for code, _ in chosen], np.array([flips for _, flips in chosen])
+    values = torch.arange(math.prod(crop)).view(1, 1, *crop)
+    flipped = torch.cat([values.flip([axis + 2 for axis in range(n) if row[axis]]) for row in flips])
+    found = orient(values.expand(len(codes), *values.shape[1:]), flip_first(crop, codes, flips))
+    assert torch.equal(found, orient(flipped, codes))
+
+
+@pytest.mark.parametrize("crop", [(8, 8), (4, 6, 6)])
+def test_large_samples_turn_as_small_ones(crop: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = list(range(len(orientations(crop))))
+    values = torch.from_numpy(np.random.default_rng(0).random((len(codes), 2, *crop), np.float32))
+    small = orient(values, codes)
+    slab = Slab(Part(1, 2), crop)
+    files = [values[[row]][(..., *window(code, slab))].flatten(2) for row, code in enumerate(codes)]
+    parts = orient(torch.cat(files), codes, slab)
+    monkeypatch.setitem(orient.__globals__, "SMALL", 0)
+    large = orient(values, codes)
+    assert large.is_contiguous()
+    assert torch.equal(small, large)
+    assert torch.equal(parts, orient(torch.cat(files), codes, slab))
+    assert torch.equal(parts, large[:, :, crop[0] // 2 :])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_mixing_alone_leaves_samples_as_they_are(kind: type) -> None:
+    values = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (4, 2, 6, 6)).astype(kind))
+    augmenter = Augmenter(Augment(mixup=0.3), (6, 6), seed=3, labels="item", num_classes=4, axes=("y", "x"))
+    before, found = values.clone(), augmenter(Raw([4, 5, 6, 7], values, torch.arange(4)))
+    assert torch.equal(values, before)
+    assert found.soft is not None
+    for row in range(4):
+        own = found.soft[row, row]
+        torch.testing.assert_close(found.values[row], own * values[row] + (1 - own) * values[row ^ 1])

@@ -167,8 +167,8 @@ def test_a_proof_finds_parts_that_go_wrong() -> None:
 
 def test_visits_of_blocks_are_what_is_proved_of_random_crops() -> None:
     class Wrong(Sampler):
-        def __call__(self, counter: int, attempt: int = 0):
-            return super().__call__(0, attempt)
+        def choose(self, counters):  # what loaders ask
+            return super().choose([0] * len(counters))
 
     extents = [Extent(n, 0, (13, 17), (4, 4), (1, 2), 1.0 + n) for n in range(2)]
     for lanes in (1, 3, 8):

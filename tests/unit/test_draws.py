@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.draws import Draws, between, key, keys, stream, uniforms
+from vitrail.draws import Draws, between, key, keys, sent, stream, uniforms
 
 
 def test_a_key_is_a_hash_of_the_words() -> None:
@@ -21,6 +21,16 @@ def test_keys_of_many_counters_are_those_of_each() -> None:
     assert keys(3, "times", counters).tolist() == [key(3, "times", c) for c in counters]
     assert keys(3, "offset", counters, 1, "again", 2).tolist() == [key(3, "offset", c, 1, "again", 2) for c in counters]
     assert keys(3, "times", []).tolist() == []
+
+
+def test_tables_are_sent_as_they_are() -> None:
+    table = torch.arange(6.0).view(2, 3)
+    assert sent(table, table.device) is table
+    assert sent(table, None) is table
+    assert sent(table, "meta").device.type == "meta"
+    assert sent([1, 2**63 - 1], "cpu").tolist() == [1, 2**63 - 1]
+    assert sent([0.5], "cpu").dtype == torch.float32
+    assert sent(np.ones(3), "cpu").dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

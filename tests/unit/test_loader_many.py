@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,17 @@ from vitrail.data.items import whole_item
 from vitrail.data.loader import Loader
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Sampler
-from vitrail.data.source import ManySource
+from vitrail.data.source import Item, ManySource
 from vitrail.data.sources.cifar10 import RECORD, Cifar10Config
 from vitrail.data.sources.dummy import DummyConfig
+from vitrail.errors import UserError
 from vitrail.recipe.sections import Augment
 
 BATCH = 100
 CLASSES = ("cat", "dog", "owl")
 
 
-class Images:
+class OneByOne:
     """Numbered images in memory; each call is counted, and a few items can be made to fail."""
 
     axes, variables, class_names = ("y", "x"), ("v",), CLASSES
@@ -33,7 +35,7 @@ class Images:
     def __init__(self, number: int = 300, shape: tuple[int, int] = (4, 5), dtype: str = "uint8", *, first: int = 0):
         random = np.random.default_rng(first)
         self.values = random.integers(0, 255, (number, 1, *shape)).astype(dtype)
-        self.dtype, self.alike = self.values.dtype, whole_item("", shape, None)
+        self.dtype, self.shape = self.values.dtype, shape
         self.items = [whole_item(f"image {first + n}", shape, n % 3) for n in range(number)]
         self.alone, self.together = 0, 0
         self.bad: set[int] = set()
@@ -45,28 +47,26 @@ class Images:
             raise BadData(f"{self.items[item].name} is broken; mend it")
         return self.values[item][(slice(None), *region)]
 
-    def read_many(self, items: np.ndarray, out: np.ndarray) -> None:
-        self.together += len(items)
-        self.fail()
-        if self.bad & set(items.tolist()):
-            raise BadData("some image is broken")
-        out[...] = self.values[items]
-
-    def labels_of(self, items: np.ndarray) -> np.ndarray:
-        return items % 3
-
     def describe(self) -> dict:
         return {}
 
 
-class OneByOne(Images):
-    """The same without the way to read many."""
+class Images(OneByOne):
+    """The same with a way to read many."""
 
-    def __init__(self, *args, **more) -> None:
-        super().__init__(*args, **more)
-        del self.alike
+    @property
+    def alike(self) -> Item:
+        return whole_item("", self.shape, None)
 
-    read_many = labels_of = property()  # type: ignore[assignment]
+    def read_many(self, items: np.ndarray) -> np.ndarray:
+        self.together += len(items)
+        self.fail()
+        if self.bad & set(items.tolist()):
+            raise BadData("some image is broken")
+        return self.values[items]
+
+    def labels_of(self, items: np.ndarray) -> np.ndarray:
+        return items % 3
 
 
 def loader_of(
@@ -199,12 +199,68 @@ def test_errors_of_the_file_system_are_tried_again_one_by_one() -> None:
         list(loader_of(source, policy=Policy(retries=0)).batches(0, 1))
 
 
-def test_a_read_that_does_not_end_is_named() -> None:
+@pytest.mark.parametrize("shape", [(3, 1, 4, 5), (1, 4, 5), (-1, 1, 5, 4)])
+def test_what_does_not_fit_its_place_is_never_spread_over_it(shape: tuple[int, ...]) -> None:
+    class Wrong(Images):
+        def read_many(self, items: np.ndarray) -> np.ndarray:
+            found = super().read_many(items)
+            return found[0] if shape[0] == 1 else found[:3] if shape[0] == 3 else found.reshape(shape)
+
+    source = Wrong()
+    assert_alike(loader_of(source), loader_of(OneByOne()))
+    assert source.alone == 4 * BATCH
+
+
+def test_labels_that_are_no_classes_are_told() -> None:
+    class Wrong(Images):
+        def labels_of(self, items: np.ndarray) -> np.ndarray:
+            return np.where(items == 7, least, items % 3)
+
+    for least in (-1, 3):
+        assert_alike(loader_of(Wrong()), loader_of(OneByOne()))  # items know better
+        for kind in (Wrong, OneByOne):
+            source = kind()
+            source.items[7] = replace(source.items[7], label=least)
+            with pytest.raises(UserError, match=rf"image 7 has the class {least}, but its source has 3 names"):
+                list(loader_of(source).batches(0, 3))
+
+
+def test_mistakes_of_a_source_are_not_read_over() -> None:
+    source = Images()
+    source.fail = lambda: [][0]
+    with pytest.raises(IndexError):
+        list(loader_of(source).batches(0, 1))
+    assert source.alone == 0
+
+
+def test_items_that_are_not_alike_are_refused() -> None:
+    for keys in ({"shape": (5, 4)}, {"spacing": (2.0, 2.0)}, {"scale": (1.0, 2.0)}, {"slices": 0}):
+        source = Images()
+        source.items[0] = replace(source.items[0], **keys)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=rf"image 0 has the {next(iter(keys))} .*`alike` of its source Images"):
+            Reader([source], (4, 5), whole_blocks=False, cache_bytes=0)
+
+
+def test_all_threads_read_what_failed_together() -> None:
+    class Away(Images):
+        def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+            threads.add(threading.get_ident())
+            time.sleep(0.002)
+            return super().read(item, region)
+
+    source, threads = Away(), set()
+    source.fail = lambda: (_ for _ in ()).throw(OSError(5, "away"))
+    list(loader_of(source, workers=4).batches(0, 1))
+    assert len(threads) == 4
+
+
+def test_a_read_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.pool.PATIENCE", 0.1)
     source, go_on = Images(), threading.Event()
     source.fail = lambda: go_on.wait(20)
     began = time.monotonic()
     try:
-        with pytest.raises(SlowRead, match=r"image \d+ .*has not ended after"):
+        with pytest.raises(SlowRead, match=r"image \d+ \(.*\) and 99 others: the read has not ended after"):
             list(loader_of(source, policy=Policy(limit=0.2)).batches(0, 1))
     finally:
         go_on.set()
@@ -212,10 +268,11 @@ def test_a_read_that_does_not_end_is_named() -> None:
 
 
 def test_memory_of_batches_is_used_again() -> None:
-    loader = loader_of(Images())
+    loader, places = loader_of(Images()), set()
     for batch in loader.batches(0, 30):
+        places.add(batch.values.data_ptr())
         del batch
-    assert len(loader._values._known) <= 2 * 2 + 2 + 1
+    assert len(places) <= 2 * 2 + 2 + 1
 
 
 def test_cifar10_reads_many(tmp_path: Path) -> None:
@@ -228,8 +285,8 @@ def test_cifar10_reads_many(tmp_path: Path) -> None:
         source = Cifar10Config(path=str(tmp_path), **keys).open()  # type: ignore[arg-type]
         assert isinstance(source, ManySource)
         items = random.integers(0, len(source.items), 64)
-        out = np.zeros((64, len(source.variables), 32, 32), np.uint8)
-        source.read_many(items, out)
+        out = source.read_many(items)
+        assert out.shape == (64, len(source.variables), 32, 32)
         for item, image, label in zip(items.tolist(), out, source.labels_of(items), strict=True):
             np.testing.assert_array_equal(image, source.read(item, (slice(0, 32), slice(0, 32))))
             assert label == source.items[item].label
@@ -240,7 +297,8 @@ def test_cifar10_reads_many(tmp_path: Path) -> None:
 def test_dummy_reads_many() -> None:
     source = DummyConfig(shape=(5, 6), items=50, classes=7, split=(0.0, 0.6)).open()
     assert isinstance(source, ManySource)
-    out, items = np.zeros((9, 3, 5, 6), np.float32), np.arange(3, 12)
-    source.read_many(items, out)
+    items = np.arange(3, 12)
+    out = source.read_many(items)
+    assert out.shape == (9, 3, 5, 6)
     np.testing.assert_array_equal(out[4], source.read(7, (slice(0, 5), slice(0, 6))))
     assert source.labels_of(items).tolist() == [source.items[item].label for item in items.tolist()]

@@ -47,6 +47,7 @@ def test_cells_are_as_promised(planner: Any) -> None:
         complete(load_recipe(cell.tree()))
 
 
+@pytest.mark.slow
 def test_measured_in_sittings_and_compared(planner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--steps", "1", "--out", str(tmp_path), "--only", "vit", "mae3d"]
     assert planner.main([*words, "--minutes", "1e-9", "--only", "vit"]) == 75

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vitrail.data.bad import Policy
 from vitrail.data.filter import Occupancy
-from vitrail.data.sampler import Extent, Permutation, Sample, Sampler, choose, permute
+from vitrail.data.sampler import PASSES, Extent, Permutation, Sample, Sampler, choose, permute
 from vitrail.data.tiles import Tiles
 from vitrail.launch.world import World
 from vitrail.layers.parts import WHOLE
@@ -459,6 +459,18 @@ def test_whole_images_at_once_are_those_of_each_counter() -> None:
     assert choose(both[0], counters) == [both[1](counter) for counter in counters]
     assert choose(lambda counter: both[1](counter), counters[:3]) == choose(both[0], counters[:3])  # any order will do
     assert choose(both[0], []) == []
+
+
+def test_permutations_of_the_latest_passes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("vitrail.data.sampler.Permutation", lambda *given: made.append(given) or Permutation(*given))
+    sampler = Sampler([extent((8, 8), item=n) for n in range(5)], (8, 8), seed=3, lanes=256, reuse=4)
+    first = choose(sampler, range(4 * 256))  # four turns of about 51 passes
+    assert len(made) == 52
+    assert choose(sampler, range(4 * 256)) == first
+    assert len(made) == 52
+    choose(sampler, range(20 * 256))
+    assert len(sampler._passes) == PASSES
 
 
 @settings(max_examples=60, deadline=None)

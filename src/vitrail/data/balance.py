@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.sampler import Order, Sample
+from vitrail.data.orders import Orders
+from vitrail.data.sampler import Order
 from vitrail.errors import UserError
 
 
@@ -98,7 +99,7 @@ def share(
     return Shares(tuple(shared), own, tuple(math.ceil(max(own) / b) for b in own))
 
 
-class Balanced:
+class Balanced(Orders):
     """The order of samples where slot s of the global batch belongs to rank s // (batch / ranks), and it to an entry.
 
     Each entry has an order of its own, which its ranks go through together: none of its samples is lost or doubled.
@@ -108,13 +109,10 @@ class Balanced:
         ranks = sum(shares.ranks)
         if batch % ranks:
             raise UserError(f"data.balance.ranks: {ranks} do not divide data.batch {batch}; choose a multiple")
-        self.orders, self.shares, self.batch = list(orders), shares, batch
+        super().__init__(orders, lanes=batch)
+        self.shares, self.batch = shares, batch
         self.each = batch // ranks  # samples of a rank and step
         self.first = np.cumsum([0, *shares.ranks])  # rank of each entry
-        self.crop, self.lanes = self.orders[0].crop, batch
-        self.extents = [e for order in self.orders for e in order.extents]
-        self.reuse = max(order.reuse for order in self.orders)
-        self.largest_block = max(order.largest_block for order in self.orders)
 
     @property
     def epoch(self) -> int:
@@ -126,7 +124,3 @@ class Balanced:
         entries = np.searchsorted(self.first, slots // self.each, side="right") - 1
         ranks = np.diff(self.first)[entries]
         return entries, (steps * ranks - self.first[entries]) * self.each + slots
-
-    def __call__(self, counter: int, attempt: int = 0) -> Sample:
-        entry, own = self.places(counter)
-        return self.orders[int(entry)](int(own), attempt)

@@ -17,7 +17,7 @@ import torch
 
 from vitrail.data.chunks import ChunkReader
 from vitrail.data.pool import Job
-from vitrail.data.source import Item
+from vitrail.data.source import Item, ManySource
 
 PARTS = ("choose samples", "read and decode", "cut and copy", "to the device", "augment")
 
@@ -87,8 +87,8 @@ def probed(loader: Any) -> Iterator[Probe]:
             note = None if own else _whole_chunks(source)
             part = "cut and copy" if own else "read and decode"
             replace(stack, source, "read", part, note)
-            if hasattr(source, "read_many"):
-                replace(stack, source, "read_many", part, None if own else lambda items, out: out.size)
+            if isinstance(source, ManySource):
+                replace(stack, source, "read_many", part, None if own else _whole_items(source))
             if getattr(source, "label_dtype", None) is not None:
                 replace(stack, source, "read_labels", part)
         timed_decode = probe.wrap("read and decode", ChunkReader.decode, lambda reader, *_: math.prod(reader.grid))
@@ -124,6 +124,12 @@ def _whole_chunks(source: Any) -> Callable[..., int]:
         return touched(source.items[item], region) * len(source.variables)
 
     return count
+
+
+def _whole_items(source: ManySource) -> Callable[..., int]:
+    """Voxels of items that are alike."""
+    size = math.prod(source.alike.shape) * len(source.variables)
+    return lambda items: len(items) * size
 
 
 def touched(item: Item, region: tuple[slice, ...]) -> int:

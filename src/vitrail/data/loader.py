@@ -32,6 +32,7 @@ from vitrail.data.buffers import Buffers
 from vitrail.data.pool import Job, Pool, Several, Stopped
 from vitrail.data.reader import Place, Reader
 from vitrail.data.sampler import Order, Sample, choose
+from vitrail.draws import sent
 from vitrail.layers.parts import Slab
 from vitrail.recipe.sections import Augment
 
@@ -191,11 +192,7 @@ class Loader:
             alone = [read for read in batch.reads if not shared.get(read)]
             for read in batch.reads:
                 read.shared = shared.get(read, [])
-            # A job costs more than the copy of a few KiB: small samples go to the threads by the handful.
-            size = max(1, batch.host[0].nbytes) if alone else 1
-            handful = max(1, min(HANDFUL // size, len(alone) // max(1, self.workers)))
-            for first in range(0, len(alone), handful):
-                _start_several(alone[first : first + handful], pool)
+            _start_several(alone, pool)
         return pending
 
     def _start_many(self, pending: "_Pending") -> bool:
@@ -208,9 +205,13 @@ class Loader:
         for first in range(0, len(out), each):
             some = slice(first, first + each)
             call = partial(self.reader.read_many, pending.samples[some], out[some])
-            job = pending.pool.submit(call, partial(self.reader.name_of, pending.samples[first]))
+            job = pending.pool.submit(call, partial(self._name_many, pending.samples[some]))
             pending.many.append((some, job))
         return True
+
+    def _name_many(self, samples: Sequence[Sample]) -> str:
+        others = f" and {len(samples) - 1} others" if len(samples) > 1 else ""
+        return f"{self.reader.name_of(samples[0])}{others}"
 
     def _prepare(self, step: "_Step", pool: Pool, together: int, *, whole: bool) -> "_Pending":
         """Memory for the batch of a step, and what is to be read into it."""
@@ -251,9 +252,9 @@ class Loader:
         reader = self.reader
         self.samples = samples = pending.wait(self.policy.limit)
         if pending.labels is not None:
-            labels: Tensor | None = pending.labels.to(self.device, non_blocking=True)
+            labels: Tensor | None = sent(pending.labels, self.device)
         elif reader.labelling is not None:
-            labels = torch.from_numpy(reader.item_labels(samples)).to(self.device, non_blocking=True)
+            labels = sent(reader.item_labels(samples), self.device)
         else:
             labels = None
         sources = [sample.source for sample in samples]
@@ -262,12 +263,12 @@ class Loader:
             known = sorted(set(sources))
             rows = torch.tensor([known.index(source) for source in sources])
             tables = zip(*[self.statistics[source] for source in known], strict=True)
-            mean, std = (torch.stack(part)[rows].to(self.device, non_blocking=True) for part in tables)
+            mean, std = (sent(torch.stack(part)[rows], self.device) for part in tables)
             statistics = (mean, std)
         layouts = reader.layouts(samples)
         raw = Raw(
             counters=pending.counters,
-            values=pending.host.to(self.device, non_blocking=True),
+            values=sent(pending.host, self.device),
             labels=labels,
             sizes=[layout.size for layout in layouts],
             scales=[layout.scale for layout in layouts],
@@ -312,7 +313,7 @@ class _Read:
         """After an error in what was read together, the sample is read by itself, and meets its own errors."""
         failed = False
         for job in self.shared:  # all of them: none may write to the row any more
-            failed |= not _is_done(job, limit)
+            failed |= not _is_done(job, limit, Exception)
         if failed:
             _start_several([self], self.pool, urgent=True)
 
@@ -330,7 +331,7 @@ class _Read:
             except BadData as error:
                 if not loader.policy.skips(error):
                     raise
-                item = reader.sources[self.sample.source].items[self.sample.item]
+                item = reader.item(self.sample.source, self.sample.item)
                 loader.bad.add(item.name, error, loader.policy.most)
                 self.sample = loader.sampler(self.counter, self.sample.attempt + 1)
 
@@ -353,9 +354,16 @@ class _Read:
 
 
 def _start_several(reads: Sequence[_Read], pool: Pool, *, urgent: bool = False) -> None:
-    job = pool.put(Several(reads, [read.name for read in reads]), urgent=urgent)
-    for place, read in enumerate(reads):
-        read.own = job, place
+    """A job costs more than the copy of a few KiB: small samples go to the threads by the handful."""
+    if not reads:
+        return
+    size, workers = max(1, reads[0].out.nbytes), max(1, reads[0].loader.workers)
+    handful = max(1, min(HANDFUL // size, len(reads) // workers))
+    for first in range(0, len(reads), handful):
+        some = reads[first : first + handful]
+        job = pool.put(Several(some, [read.name for read in some]), urgent=urgent)
+        for place, read in enumerate(some):
+            read.own = job, place
 
 
 class _Step(NamedTuple):
@@ -409,7 +417,8 @@ class _Pending:
 
     def wait(self, limit: float) -> list[Sample]:
         """The samples as they were read: some may stand for bad ones."""
-        if self.many and not (failed := [rows for rows, job in self.many if not _is_done(job, limit)]):
+        mended = (BadData, OSError, EOFError)  # any other error is a mistake of the source
+        if self.many and not (failed := [rows for rows, job in self.many if not _is_done(job, limit, mended)]):
             return self.samples
         if self.many:  # none writes to the batch any more
             for rows in failed:
@@ -419,12 +428,12 @@ class _Pending:
         return [read.result(limit) for read in self.reads]
 
 
-def _is_done(job: Job, limit: float) -> bool:
-    """Whether a job has ended well, once it has ended."""
+def _is_done(job: Job, limit: float, mended: type[Exception] | tuple[type[Exception], ...]) -> bool:
+    """Whether a job has ended well, once it has ended; after such errors samples are read by themselves."""
     try:
         job.result(limit)
     except (SlowRead, Stopped):
         raise
-    except Exception:  # samples are read by themselves, and meet their own errors
+    except mended:  # and each meets its own
         return False
     return True

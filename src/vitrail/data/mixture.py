@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.sampler import Order, Sample
+from vitrail.data.orders import Orders
+from vitrail.data.sampler import Order
 from vitrail.errors import UserError
 
 CYCLE = 1024  # steps, at most, in which shares are kept
@@ -31,19 +32,15 @@ def rotation(shares: Sequence[float], length: int = CYCLE) -> np.ndarray:
     return groups[np.argsort(places, kind="stable")]
 
 
-class Groups:
+class Groups(Orders):
     """Several orders of samples, one step each in turn; counters are those of the whole run."""
 
     def __init__(self, orders: Sequence[Order], shares: Sequence[float], *, batch: int):
-        self.orders, self.batch = list(orders), batch
+        super().__init__(orders, lanes=orders[0].lanes)
+        self.batch = batch
         self.turns = rotation(shares)
         seen = np.stack([np.cumsum(self.turns == group) for group in range(len(self.orders))])  # [groups, steps]
         self.before = np.concatenate([np.zeros((len(self.orders), 1), int), seen], axis=1)
-        first = self.orders[0]
-        self.crop, self.lanes = first.crop, first.lanes
-        self.extents = [e for order in self.orders for e in order.extents]
-        self.reuse = max(order.reuse for order in self.orders)
-        self.largest_block = max(order.largest_block for order in self.orders)
 
     @property
     def epoch(self) -> int:
@@ -56,10 +53,6 @@ class Groups:
         cycles, turns = np.divmod(steps, len(self.turns))
         groups = self.turns[turns]
         return groups, (cycles * self.before[groups, -1] + self.before[groups, turns]) * self.batch + slots
-
-    def __call__(self, counter: int, attempt: int = 0) -> Sample:
-        group, own = self.places(counter)
-        return self.orders[int(group)](int(own), attempt)
 
 
 def group_entries(variables: Sequence[tuple[str, ...]]) -> list[list[int]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from vitrail.data.balance import Balanced
 from vitrail.data.mixture import Groups
-from vitrail.data.sampler import Order, Sample, Sampler, permute
+from vitrail.data.sampler import Order, Sample, Sampler, choose, permute
 from vitrail.data.tiles import Tiles, segment
 from vitrail.draws import key
 
@@ -43,7 +43,7 @@ def prove(order: Order, batch: int, ranks: int) -> dict[str, Any]:
     named = order.epoch <= MOST
     used: dict[int, dict[str, Any]] = {}
     if named:
-        seen = [(s.source, s.item, s.start) for s in map(order, dealt.tolist())]
+        seen = [(s.source, s.item, s.start) for s in choose(order, dealt.tolist())]
     for each, drawn in parts:
         if not isinstance(each, Tiles):
             found.append(prove_crops(each) if isinstance(each, Sampler) else (0, 0))
@@ -101,7 +101,7 @@ def prove_tiles(order: Tiles) -> tuple[int, int]:
     """Tiles of a pass that are lost and doubled; of many by their blocks alone."""
     if order.epoch <= MOST:
         return compare_tiles(
-            order, Counter((s.source, s.item, s.start) for s in map(order, range(order.epoch))), order.epoch
+            order, Counter((s.source, s.item, s.start) for s in choose(order, range(order.epoch))), order.epoch
         )
     # Every block once, its tiles one after the other, and lanes whose segments meet without a gap.
     blocks, ends = order.blocks(0)
@@ -123,10 +123,10 @@ def prove_crops(order: Sampler) -> tuple[int, int]:
         visits = np.array([permute(visit, order.visits, secret) for visit in range(min(MOST // 10, order.visits))])
         return 0, compare_counters(visits, 0)[1] + int((visits >= order.visits).sum())
     seen: Counter[Name] = Counter()
-    for counter in counters:
+    for counter, sample in zip(counters, choose(order, counters), strict=True):
         turn, lane = divmod(counter, order.lanes)
         if turn // order.reuse * order.lanes + lane < order.visits:
-            seen[_block(order(counter))] += 1
+            seen[_block(sample)] += 1
     shares = np.diff(order.cumulative, prepend=0.0) / order.cumulative[-1] * order.visits
     lost = doubled = 0
     for which, (extent, cuts) in enumerate(zip(order.extents, order.cuts, strict=True)):

@@ -30,7 +30,7 @@ from vitrail.data.chunk_layers import Layer, find_layers
 from vitrail.data.chunks import copy_part
 from vitrail.data.sampler import Sample
 from vitrail.data.shrink import fit_image, pool, pool_factors, whole_image_factors
-from vitrail.data.source import Item, Source
+from vitrail.data.source import Item, ManySource, Source
 from vitrail.errors import UserError
 
 # PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
@@ -105,7 +105,7 @@ class Reader:
         self._buffers = Buffers()
         # The latest items: some sources make one anew whenever it is asked for, and each is asked for several times.
         self.item = lru_cache(maxsize=MOST_KEPT)(partial(_item, self.sources))
-        self._alike = [getattr(source, "alike", None) for source in self.sources]  # an item that is like all of them
+        self._alike = [_alike(source) for source in self.sources]  # an item that is like all of them, or None
         self._layouts: dict[Any, Layout] = {}
         self._large: dict[int, bool] = {}  # sources of chunks, by number: whether they are larger than the cache by far
         self._lock = threading.Lock()
@@ -157,8 +157,8 @@ class Reader:
         if self.fit is not None or self.label_dtype is not None or len({window for _, window in kinds}) != 1:
             return None
         for number, window in kinds:
-            source, item = self.sources[number], self._alike[number]
-            if item is None or not hasattr(source, "read_many") or self._in_blocks(number):
+            item = self._alike[number]
+            if item is None or self._in_blocks(number):
                 return None
             if item.slices is not None or window != item.shape or max(self.factors(number, 0, window)) > 1:
                 return None
@@ -172,12 +172,8 @@ class Reader:
             for number in np.unique(sources).tolist():
                 here = np.flatnonzero(sources == number)
                 source: Any = self.sources[number]
-                if len(here) == len(samples):
-                    source.read_many(items, out)
-                else:
-                    some = np.empty((len(here), *out.shape[1:]), out.dtype)
-                    source.read_many(items[here], some)
-                    out[here] = some
+                found = _complete(source.read_many(items[here]), (len(here), *out.shape[1:]))
+                out[slice(None) if len(here) == len(samples) else here] = found
         if out.dtype.kind == "f" and not np.isfinite(out).all():
             raise BadData("some value is NaN or infinite; read by itself, its sample tells where")
 
@@ -249,21 +245,30 @@ class Reader:
         item = self.item(sample.source, sample.item)
         if item.label is None:
             raise UserError(f"{item.name} has no class; give every item one, or leave it out")
-        return self._classes[sample.source][item.label]
+        classes = self._classes[sample.source]
+        if not 0 <= item.label < len(classes):
+            raise UserError(
+                f"{item.name} has the class {item.label}, but its source has {len(classes)} names of classes, from 0; "
+                "mend it, or leave it out"
+            )
+        return classes[item.label]
 
     def item_labels(self, samples: Sequence[Sample]) -> np.ndarray:
         """The classes of the samples' items [B], int64."""
         sources = np.array([sample.source for sample in samples], np.int64)
         labels = np.empty(len(samples), np.int64)
         for number in np.unique(sources).tolist():
-            here, source = np.flatnonzero(sources == number), self.sources[number]
+            source: Any = self.sources[number]
+            here = np.flatnonzero(sources == number)
             some = [samples[row] for row in here.tolist()]
-            at_once = getattr(source, "labels_of", None)
-            known = None if at_once is None else at_once(np.array([sample.item for sample in some]))
-            if known is None:
-                labels[here] = [self.item_label(sample) for sample in some]
+            classes, known = np.array(self._classes[number]), None
+            if self._alike[number] is not None:
+                known = source.labels_of(np.array([sample.item for sample in some]))
+                known = None if known is None else np.asarray(known)
+            if known is None or known.shape != here.shape or known.min() < 0 or known.max() >= len(classes):
+                labels[here] = [self.item_label(sample) for sample in some]  # which tells what is wrong
             else:
-                labels[here] = np.array(self._classes[number])[known]
+                labels[here] = classes[known]
         return labels
 
     def name_of(self, sample: Sample) -> str:
@@ -423,6 +428,21 @@ class Reader:
 
 def _item(sources: Sequence[Source], source: int, item: int) -> Item:
     return sources[source].items[item]
+
+
+def _alike(source: Source) -> Item | None:
+    """What all items of a source have in common, where it says so and many are read at once."""
+    if not isinstance(source, ManySource) or not source.items:
+        return None
+    told, first = source.alike, source.items[0]
+    for name in ("shape", "spacing", "scale", "slices"):
+        mine, its = getattr(told, name, None), getattr(first, name)
+        if mine != its:
+            raise UserError(
+                f"{first.name} has the {name} {its}, but `alike` of its source {type(source).__name__} has {mine}; "
+                "mend `alike`, or leave it out"
+            )
+    return told
 
 
 def _value_bytes(source: Source) -> int:

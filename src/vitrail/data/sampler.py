@@ -25,6 +25,7 @@ from vitrail.draws import key, keys
 TRIES = 64  # places in a block that are looked at for one with enough in it
 ROUNDS = 4  # of a permutation
 MOST_KEPT = 16  # bits of the numbers that a permutation keeps its hashes of
+PASSES = 64  # whose permutations are kept: of little data a batch goes through many
 
 
 class Sample(NamedTuple):
@@ -66,18 +67,9 @@ class Order(Protocol):
 
 
 def choose(order: Order, counters: Sequence[int]) -> list[Sample]:
-    """The samples of many counters: all at once where an order can, or those can that it shares counters out to."""
-    many: Any = order
-    if hasattr(order, "choose"):
-        return many.choose(counters)
-    if not hasattr(order, "places"):
-        return [order(counter) for counter in counters]
-    orders, own = many.places(np.asarray(counters, np.int64))
-    samples: dict[int, Sample] = {}
-    for number in np.unique(orders).tolist():
-        rows = np.flatnonzero(orders == number)
-        samples |= zip(rows.tolist(), choose(many.orders[number], own[rows].tolist()), strict=True)
-    return [samples[row] for row in range(len(counters))]
+    """The samples of many counters: all at once where an order has a `choose` of its own."""
+    at_once = getattr(order, "choose", None)
+    return [order(counter) for counter in counters] if at_once is None else at_once(counters)
 
 
 class Bounds(NamedTuple):
@@ -110,15 +102,18 @@ class Sampler:
         self.reuse = reuse or (4 if reused else 1)
         self.occupancy = list(occupancy or [None] * len(self.extents))
         self.cuts: list[list[np.ndarray]] = []
+        self._whole: list[tuple[slice, ...] | None] = []  # the voxels of items that are taken whole, their one block
         weights: list[np.ndarray] = []
-        alike: dict[Any, tuple[list[np.ndarray], np.ndarray]] = {}  # a million images of one size are cut once
+        alike: dict[Any, Any] = {}  # a million images of one size are cut once
         for e, window, filled in zip(extents, self.windows, self.occupancy, strict=True):
             what = (e[2:], window)
             found = alike.get(what)
             if found is None:
                 cuts = _cuts(e, window, block)
-                found = alike[what] = (cuts, _weights(e, window, cuts))
+                whole = tuple(slice(0, size) for size in window) if all(c[-1] == 1 for c in cuts) else None
+                found = alike[what] = (cuts, _weights(e, window, cuts), whole)
             self.cuts.append(found[0])
+            self._whole.append(found[2])
             weights.append(found[1] if filled is None else found[1] * _filled(filled, window, found[0]))
         if shares is not None:
             totals = np.zeros(len(shares))
@@ -137,18 +132,12 @@ class Sampler:
         self._last = int(np.flatnonzero(flat)[-1])  # of the blocks that samples may come from
         self.largest_block = max(
             math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, window, strict=True))
-            for (_, window), (cuts, _) in alike.items()
+            for (_, window), (cuts, *_) in alike.items()
         )  # in voxels
         # The latest blocks, by visit and by number: each is asked for `reuse` times.
         self._latest: dict[tuple[int, int], Bounds] = {}
         self._known: dict[int, tuple[Bounds, tuple[slice, ...]]] = {}  # with their voxels
         self._passes: dict[int, tuple[Permutation, float]] = {}  # the latest, with their phases
-        # Items that are taken whole, by their cuts: the voxels of their one block.
-        self._whole = {
-            id(cuts): tuple(slice(0, size) for size in window)
-            for (_, window), (cuts, _) in alike.items()
-            if all(c[-1] == 1 for c in cuts)
-        }
 
     def weight_of(self, extent: int) -> float:
         """The crops' worth of places of an extent, times its weight or share."""
@@ -187,7 +176,7 @@ class Sampler:
         samples = []
         for counter, number, block, code in zip(counters, which.tolist(), blocks.tolist(), codes, strict=True):
             extent, window = self.extents[number], self.windows[number]
-            voxels = self._whole.get(id(self.cuts[number]))
+            voxels = self._whole[number]
             if voxels is not None:
                 start = (0,) * len(window)  # the only place there is
             else:
@@ -222,7 +211,7 @@ class Sampler:
             order = Permutation(self.visits, key(self.seed, "pass", pass_number))
             found = order, key(self.seed, "phase", pass_number) / 2**63
             # A new one: other threads may be looking at the old.
-            self._passes = {n: p for n, p in self._passes.items() if n == pass_number - 1} | {pass_number: found}
+            self._passes = dict([*self._passes.items()][1 - PASSES :]) | {pass_number: found}
         order, phase = found
         places = (order(visits) + phase) / self.visits * self.cumulative[-1]
         return np.minimum(np.searchsorted(self.cumulative, places, side="right"), self._last)

@@ -85,8 +85,8 @@ class ManySource(Source, Protocol):
     @property
     def alike(self) -> Item: ...  # what all items have in common: all but name and label
 
-    def read_many(self, items: np.ndarray, out: np.ndarray) -> None:
-        """Whole items into out [B, C, *shape], of the source's type or a wider one."""
+    def read_many(self, items: np.ndarray) -> np.ndarray:
+        """Whole items [B, C, *shape]; many of them have the time to be read that one sample has."""
         ...
 
     def labels_of(self, items: np.ndarray) -> np.ndarray | None:

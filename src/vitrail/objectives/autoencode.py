@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch, Statistics
-from vitrail.draws import Draws
+from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.parts import WHOLE, Part
 from vitrail.layers.tokens import Exchange
@@ -77,7 +77,7 @@ class Autoencode(Objective):
         if self.config.noise and not evaluating:
             shape = latent_shape(self.model, tuple(images.shape[2:]))
             inputs["noise"] = self.config.noise * draws.normal("latents", *shape, device=images.device)
-        mean, std = (t.to(images.device)[..., *[None] * self.model.ndim] for t in own)
+        mean, std = (sent(t, images.device)[..., *[None] * self.model.ndim] for t in own)
         peak = self.config.peak or (255.0 if batch.values.dtype == torch.uint8 else None)
         return inputs, Targets(images, mean, std, peak)
 

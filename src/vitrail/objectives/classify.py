@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vitrail.data.batch import Batch, Statistics
-from vitrail.draws import Draws
+from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.parts import WHOLE, Part, Slab
 from vitrail.layers.patches import per_axis
@@ -78,7 +78,7 @@ class Classify(Objective):
         rate = getattr(self.model, "head_dropout", 0.0)
         if rate and not evaluating:
             kept = draws.uniform("head_dropout", encoder_of(self.model).width) >= rate
-            inputs["head_dropout"] = (kept / (1 - rate)).to(batch.values.device, non_blocking=True)  # [B, D]
+            inputs["head_dropout"] = sent(kept / (1 - rate), batch.values.device)  # [B, D]
         labels = check_labels(batch.labels, self.model.classes)
         return inputs, labels if batch.soft is None or evaluating else batch.soft  # [B], or [B, classes] of mixed ones
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.diffusion import Prediction, Process, SamplingConfig, guided, sample
-from vitrail.draws import Draws
+from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.modulation import check_class_ids, drop_labels
 from vitrail.layers.parts import WHOLE, Part, Slab, cut, join
@@ -149,30 +149,28 @@ class Generate(Objective):
         exchange: Exchange | None = None,
     ) -> tuple[dict[str, Any], Targets]:
         data, given = self.fields(batch)
-
-        def sent(table: Tensor) -> Tensor:  # without waiting for what the device is at
-            return table.to(data.device, non_blocking=True)
+        device = data.device
 
         # Held-out samples have the counters of training samples, but share no noise with them.
         use = "valid/" if evaluating else ""
         uniform, quarter = draws.uniform(f"{use}times", 1)[:, 0], quarters(draws) if evaluating else None
         times = self.process.draw_times(uniform) if quarter is None else self.even_times((quarter + uniform) / QUARTERS)
-        weights = sent(self.process.weights(times, self.predict).float())
+        weights = sent(self.process.weights(times, self.predict).float(), device)
         size = tuple(data.shape[2:]) if batch.slab is None else batch.slab.size
         rows = None if batch.slab is None else batch.slab.rows
-        noise = draws.normal(f"{use}noise", data.shape[1], *size, device=data.device, rows=rows)
-        told, times = sent(self.process.told(times)), sent(times)
+        noise = draws.normal(f"{use}noise", data.shape[1], *size, device=device, rows=rows)
+        told, times = sent(self.process.told(times), device), sent(times, device)
         labels = None
         if self.classes is not None:
             labels = check_labels(batch.labels, self.classes)
             if not evaluating:
-                hidden = sent(draws.uniform("label_dropout", 1)[:, 0])
+                hidden = sent(draws.uniform("label_dropout", 1)[:, 0], device)
                 labels = drop_labels(labels, hidden, self.model.label_dropout, self.classes)
         noisy = self.process.mix(data, noise, times)
         inputs, tokens = self.inputs(noisy, given, told, labels, part, names=batch.variables, slab=batch.slab)
         wanted = self.process.target(data, noise, times, self.predict)
         values = self.in_tokens(wanted, tokens, part)
-        quarter = None if quarter is None else sent(quarter)
+        quarter = None if quarter is None else sent(quarter, device)
         return inputs, Targets(values, weights, quarter, inputs.get("valid"))
 
     def inputs(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
-from vitrail.draws import Draws
+from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.parts import WHOLE, Part, Slab, cut, mark_copies, real_rows
 from vitrail.layers.patches import per_axis
@@ -219,7 +219,7 @@ def drop_path_table(draws: Draws, rates: list[float]) -> Tensor | None:
 def normalise(values: Tensor, statistics: Statistics | tuple[Tensor, Tensor]) -> Tensor:
     """[B, C, *S] as read to mean 0 and variance 1 of each variable, float32; by statistics of all, or [B, C]."""
     tables = statistics.tensors() if isinstance(statistics, Statistics) else statistics
-    mean, std = (t.to(values.device, non_blocking=True)[..., *[None] * (values.ndim - 2)] for t in tables)
+    mean, std = (sent(t, values.device)[..., *[None] * (values.ndim - 2)] for t in tables)
     return (values.float() - mean) / std
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
-from vitrail.draws import Draws
+from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.parts import WHOLE, Part, Slab, cut, join, mark_copies, part_size, real_rows
 from vitrail.layers.patches import num_voxels
@@ -144,7 +144,7 @@ class Reconstruct(Objective):
         index = torch.cat([visible, hidden], dim=1) if every_token else hidden
         num_visible = visible.shape[1] if every_token else 0
         kept = tokens if part.count == 1 else None
-        own = torch.tensor(ids or range(batch.values.shape[1]), device=index.device)
+        own = sent(ids or list(range(batch.values.shape[1])), index.device)
         scored = (
             own[index // (tokens.number // tokens.separate)]
             if encoder.separate
@@ -155,12 +155,12 @@ class Reconstruct(Objective):
     def split(self, tokens: Tokens, draws: Draws, evaluating: bool) -> tuple[Tensor, Tensor]:
         """Indices of the tokens that are seen and of those that are predicted, [B, n] and [B, m]."""
         device, parts, mask = tokens.values.device, tokens.separate, self.model.mask
-        noise = draws.uniform("mask", tokens.number).to(device)
+        noise = sent(draws.uniform("mask", tokens.number), device)
         visible, hidden = split_tokens(self.model, noise, tokens)
         ratio = 1.0 if evaluating else self.model.decoder.decode_ratio
         _, predicted = mask.counts(tokens.number // parts, ratio)
         if predicted < hidden.shape[1] // parts:
-            noise = draws.uniform("decode", hidden.shape[1]).to(device)
+            noise = sent(draws.uniform("decode", hidden.shape[1]), device)
             if tokens.valid is not None:
                 noise = torch.where(tokens.valid.gather(1, hidden), noise, 2.0)  # padding last
             shares = parts * mask.strata  # as many are predicted of each
@@ -176,7 +176,7 @@ class Reconstruct(Objective):
         That is a mean and a std for each feature [P*C]; for separate variables one a token, [B, n, 1]; for samples with
         statistics of their `own` [B, C] one for each feature of each token.
         """
-        mean, std = (t.to(values.device) for t in own or self.statistics.tensors())
+        mean, std = (sent(t, values.device) for t in own or self.statistics.tensors())
         if self.model.encoder.separate:
             variable = index // (tokens.number // tokens.separate)
             mean, std = ((t[variable] if own is None else t.gather(1, variable)).unsqueeze(-1) for t in (mean, std))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vitrail.data.batch import Batch
-from vitrail.draws import Draws, key
+from vitrail.draws import Draws, key, sent
 from vitrail.errors import UserError
 from vitrail.objectives.objective import Loss, Objective, drop_path_table
 from vitrail.recipe import Recipe, steps_of
@@ -90,7 +90,7 @@ class Trainer:
         wishes = [float(reason == stop_wish) for reason in STOP_REASONS]
         numbers = torch.stack([t.to(self.place.device) for t in (loss_sum, count, gradients.squares())])
         more = torch.tensor([*bad, *wishes], dtype=torch.float64)
-        table = torch.cat([numbers, more.to(numbers.device, non_blocking=True)])
+        table = torch.cat([numbers, sent(more, numbers.device)])
         dist.all_reduce(table)
         loss_sum_all, count_all, squares_all, skipped, filled, *wished = table.tolist()
 
@@ -129,7 +129,7 @@ class Trainer:
         inputs, targets = self.objective.prepare(micro, draws, part=self.flow.part, exchange=self.flow.exchange)
         drop_path = drop_path_table(draws, self.drop_path_rates)
         if drop_path is not None:
-            inputs["drop_path"] = drop_path.to(self.place.device, non_blocking=True)
+            inputs["drop_path"] = sent(drop_path, self.place.device)
         return inputs, targets
 
     def _judge(self, output: torch.Tensor, targets: Any) -> Loss:

@@ -17,7 +17,7 @@ from vitrail.data.augment.colour import jitter
 from vitrail.data.augment.geometry import Geometry, Moves
 from vitrail.data.augment.intensity import change_intensity, changes_intensity
 from vitrail.data.augment.mix import mix
-from vitrail.data.augment.orientations import flip_some, orient
+from vitrail.data.augment.orientations import flip_first, orient
 from vitrail.data.augment.raw import Raw
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.source import Item
@@ -89,9 +89,10 @@ class Augmenter:
     def _flip(self, raw: Raw, codes: list[int]) -> tuple[Tensor, Tensor | None]:
         """What _change() gives where crops are flipped and turned alone, without sampling them."""
         flips = self.geometry.draw_flips(raw.counters) & self.geometry.draw_chance(raw.counters)[:, None]  # [B, n]
-        values, labels = orient(flip_some(raw.values, flips), codes).float(), raw.labels
+        codes = flip_first(self.crop, codes, flips)
+        values, labels = orient(raw.values, codes).float(), raw.labels
         if labels is not None and self.labels == "voxel":
-            labels = orient(flip_some(labels[:, None], flips), codes)[:, 0]
+            labels = orient(labels[:, None], codes)[:, 0]
         return values, labels
 
     def _draw(self, raw: Raw, codes: list[int]) -> Moves:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.draws import between, uniforms
+from vitrail.draws import between, sent, uniforms
 from vitrail.errors import UserError
 
 GREY = np.array([0.299, 0.587, 0.114])  # how bright red, green and blue look
@@ -36,14 +36,13 @@ def jitter(
             f"data.augment.jitter: changes the variables red, green and blue, but the data have "
             f"{', '.join(variables) or 'no names'}; name them so with `variables`, or leave jitter out"
         )
-    places = torch.tensor([variables.index(name) for name in ("red", "green", "blue")], device=values.device)
+    places = sent([variables.index(name) for name in ("red", "green", "blue")], values.device)
     colours = values.index_select(1, places)  # [B, 3, *S]
     flat = colours.flatten(2)
-    brightness, contrast, matrix = (
-        torch.from_numpy(part).float().to(values.device, non_blocking=True) for part in _draw(settings, seed, counters)
-    )
+    drawn = _draw(settings, seed, counters)
+    brightness, contrast, matrix = (sent(part.astype(np.float32), values.device) for part in drawn)
     flat = flat * brightness.view(-1, 1, 1)
-    grey = torch.tensor(GREY, dtype=torch.float32, device=values.device) @ flat.mean(2, keepdim=True)  # [B, 1]
+    grey = sent(GREY.astype(np.float32), values.device) @ flat.mean(2, keepdim=True)  # [B, 1]
     flat = torch.lerp(grey[:, None].expand(-1, 3, 1), flat, contrast.view(-1, 1, 1))
     flat = (matrix[..., None] * flat[:, None]).sum(2)  # three products a value: no matrix unit, which would round
     if highest is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.data.augment.affine import mirror
 from vitrail.data.augment.noise import add_noise
-from vitrail.draws import between, keys, uniforms
+from vitrail.draws import between, keys, sent, uniforms
 
 SPREAD = 3.0  # standard deviations on either side of the mean that gamma's range covers
 
@@ -33,7 +33,7 @@ def change_intensity(
         return between(uniforms(seed, f"augment.{purpose}", counters, channels), low, high)
 
     def shaped(table: np.ndarray | Tensor) -> Tensor:  # [B, C, 1...]
-        return torch.as_tensor(table, dtype=torch.float32).to(values.device).view(*table.shape, *ones)
+        return sent(torch.as_tensor(table, dtype=torch.float32), values.device).view(*table.shape, *ones)
 
     if c.blur:
         widths = between(uniforms(seed, "augment.blur", counters, 1)[:, 0], *c.blur).tolist()
@@ -62,10 +62,10 @@ def blur(values: Tensor, widths: Sequence[float], dims: Sequence[int]) -> Tensor
     steps = np.arange(-reach, reach + 1)
     weights = np.exp(-0.5 * (steps / np.asarray(widths)[:, None]) ** 2)
     weights *= np.abs(steps) <= np.ceil(3 * np.asarray(widths))[:, None]  # a sample's own reach, whatever the others'
-    table = torch.from_numpy((weights / weights.sum(1, keepdims=True)).astype(np.float32)).to(values.device)
+    table = sent((weights / weights.sum(1, keepdims=True)).astype(np.float32), values.device)
     for dim in dims:
         size = values.shape[dim]
-        index = mirror(torch.arange(-reach, size + reach), size).to(values.device)
+        index = sent(mirror(torch.arange(-reach, size + reach), size), values.device)
         wide = values.index_select(dim, index)
         values = torch.zeros_like(values)
         for step, weight in enumerate(table.T):  # [B]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.draws import stream
+from vitrail.draws import sent, stream
 from vitrail.errors import UserError
 
 
@@ -35,7 +35,7 @@ def mix(
             "data.augment: mixup and cutmix mix samples two by two, but a rank reads an odd number of them at once; "
             "make data.batch an even number for each rank"
         )
-    partners = torch.tensor([places[counter ^ 1] for counter in counters], device=values.device)
+    partners = sent([places[counter ^ 1] for counter in counters], values.device)
     shape = tuple(values.shape[2:])
     boxes: dict[int, tuple[slice, ...]] = {}
     blend, own = [], []  # share of the sample itself in its voxels, where it is blended; and in its class
@@ -48,14 +48,15 @@ def mix(
             boxes[place] = box
     other = values.index_select(0, partners)
     if statistics is not None:
-        mean, std = (s.to(values).view(*s.shape, *[1] * len(shape)) for s in statistics)  # [B, C, 1, ...]
+        own_tables = (sent(s, values.device).to(values.dtype) for s in statistics)
+        mean, std = (s.view(*s.shape, *[1] * len(shape)) for s in own_tables)  # [B, C, 1, ...]
         ratio = std / std.index_select(0, partners)
         other = (other - mean.index_select(0, partners)) * ratio + mean
-    factor = torch.tensor(blend, device=values.device).view(-1, *[1] * (values.ndim - 1))
+    factor = sent(blend, values.device).view(-1, *[1] * (values.ndim - 1))
     mixed = values * factor + other * (1 - factor)
     for place, box in boxes.items():
         mixed[place][(slice(None), *box)] = other[place][(slice(None), *box)]
-    weights = torch.tensor(own, device=values.device)[:, None]
+    weights = sent(own, values.device)[:, None]
     classes = torch.nn.functional.one_hot(labels.long(), num_classes).float()
     return mixed, weights * classes + (1 - weights) * classes.index_select(0, partners)
 

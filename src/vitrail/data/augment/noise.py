@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from vitrail.draws import hash32
+from vitrail.draws import hash32, sent
 
 _PIECE = 2**22  # voxels at a time: what lies between stays small
 
@@ -19,8 +19,7 @@ def add_noise(values: Tensor, secrets: list[int], std: Tensor) -> None:
     rows = values.view(values.shape[0] * values.shape[1], -1)
     # Each channel has a secret of its own; Python's numbers do not overflow.
     keys = [(secret + 0x632BE5AB * channel) % 2**63 for secret in secrets for channel in range(values.shape[1])]
-    secret = torch.tensor(keys).to(values.device)[:, None]
-    spread = std.reshape(-1, 1).to(values.device)
+    secret, spread = sent(keys, values.device)[:, None], sent(std.reshape(-1, 1), values.device)
     across = min(rows.shape[1], _PIECE)
     down = max(1, _PIECE // across)
     for first in range(0, rows.shape[1], across):

@@ -1,13 +1,16 @@
 """Augmentation on the device, chosen by the sampler and applied to whole batches."""
 
 import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from vitrail.draws import sent
 from vitrail.layers.parts import Slab
+
+SMALL = 16 * 2**10  # bytes of a sample: below that a call costs more than another copy
 
 
 @cache
@@ -17,6 +20,22 @@ def orientations(crop: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int
     permutations = [p for p in itertools.permutations(axes) if all(crop[i] == crop[j] for i, j in enumerate(p))]
     flips = [f for n in range(len(crop) + 1) for f in itertools.combinations(axes, n)]
     return [(p, f) for p in permutations for f in flips]
+
+
+@cache
+def _codes(crop: tuple[int, ...]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+    return {each: code for code, each in enumerate(orientations(crop))}
+
+
+def flip_first(crop: tuple[int, ...], codes: Sequence[int], flips: np.ndarray) -> list[int]:
+    """The codes of turns of samples of which those axes are flipped before that a table [B, n] names."""
+    turns, numbers = orientations(crop), _codes(crop)
+    found = []
+    for code, flipped in zip(codes, flips.tolist(), strict=True):
+        permutation, own = turns[code]
+        both = tuple(axis for axis, along in enumerate(permutation) if (axis in own) != flipped[along])
+        found.append(numbers[permutation, both])
+    return found
 
 
 def window(code: int, slab: Slab) -> tuple[slice, ...]:
@@ -39,26 +58,25 @@ def orient(values: Tensor, codes: list[int], slab: Slab | None = None) -> Tensor
     if not any(codes):
         return values
     size = tuple(values.shape[2:]) if slab is None else slab.size
+    turned = values.new_empty(*values.shape[:2], *(size if slab is None else slab.shape))
+    if values[0].nbytes > SMALL:
+        for row, code in enumerate(codes):
+            turned[row : row + 1] = _turn(values[row : row + 1], code, size, slab)
+        return turned
     rows: dict[int, list[int]] = {}
     for row, code in enumerate(codes):
         rows.setdefault(code, []).append(row)
-    turned = values.new_empty(*values.shape[:2], *(size if slab is None else slab.shape))
-    for code, own in rows.items():  # all that turn alike at once
-        permutation, flips = orientations(size)[code]
-        index = torch.tensor(own).to(values.device, non_blocking=True)
-        some = values.index_select(0, index)
-        if slab is not None:
-            some = some.unflatten(2, [w.stop - w.start for w in window(code, slab)])
-        some = some.permute(0, 1, *[axis + 2 for axis in permutation])
-        turned.index_copy_(0, index, some.flip([axis + 2 for axis in flips]) if flips else some)
+    order = sent([row for own in rows.values() for row in own], values.device)
+    places = order.split([len(own) for own in rows.values()])
+    for code, index in zip(rows, places, strict=True):  # all that turn alike at once
+        turned.index_copy_(0, index, _turn(values.index_select(0, index), code, size, slab))
     return turned
 
 
-def flip_some(values: Tensor, flips: np.ndarray) -> Tensor:
-    """Flip those axes of each sample of [B, C, *S] that a table [B, n] names."""
-    for axis, chosen in enumerate(flips.T):
-        if chosen.any():
-            mask = torch.from_numpy(chosen.copy()).to(values.device, non_blocking=True)
-            mask = mask.view(-1, *[1] * (values.ndim - 1))
-            values = torch.where(mask, values.flip(axis + 2), values)
-    return values
+def _turn(values: Tensor, code: int, size: tuple[int, ...], slab: Slab | None) -> Tensor:
+    """Samples [B, C, ...] that turn alike."""
+    permutation, flips = orientations(size)[code]
+    if slab is not None:
+        values = values.unflatten(2, [w.stop - w.start for w in window(code, slab)])
+    values = values.permute(0, 1, *[axis + 2 for axis in permutation])
+    return values.flip([axis + 2 for axis in flips]) if flips else values

@@ -70,15 +70,16 @@ class Cifar10Source:
         pixels = self.records[file][row, 1:].reshape(SHAPE)
         return np.ascontiguousarray(pixels[self._channels, top:bottom, left:right])
 
-    def read_many(self, items: np.ndarray, out: np.ndarray) -> None:
-        """Whole images into out [B, C, y, x]."""
+    def read_many(self, items: np.ndarray) -> np.ndarray:
+        """Whole images [B, C, y, x]."""
         numbers = self.kept[items]
         files = np.searchsorted(self._firsts, numbers, side="right") - 1
+        records = np.empty((len(items), RECORD), np.uint8)
         for file in np.unique(files).tolist():
             here = np.flatnonzero(files == file)
-            records = np.take(np.asarray(self.records[file]), numbers[here] - self._firsts[file], axis=0)
-            pixels = records[:, 1:].reshape(-1, *SHAPE)
-            out[here] = pixels if self._channels == [0, 1, 2] else pixels[:, self._channels]
+            records[here] = np.take(np.asarray(self.records[file]), numbers[here] - self._firsts[file], axis=0)
+        pixels = records[:, 1:].reshape(-1, *SHAPE)
+        return pixels if self._channels == [0, 1, 2] else pixels[:, self._channels]
 
     def labels_of(self, items: np.ndarray) -> np.ndarray:
         """The classes of images [B]."""
