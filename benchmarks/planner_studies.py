@@ -12,7 +12,7 @@ import dataclasses
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,6 +34,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.0f} %"
+
+
+def _missed(ratios: Collection[float]) -> str:
+    """Mean error in percent."""
+    return f"{100 * statistics.mean(abs(ratio - 1) for ratio in ratios):.1f}"
 
 
 def page(cluster: Cluster, out: Path) -> str:
@@ -61,7 +66,9 @@ def page(cluster: Cluster, out: Path) -> str:
     }
     pairs5, wrong5 = t.ranked(rates, 0.05)
     pairs10, wrong10 = t.ranked(rates, 0.10)
-    memory_error = statistics.mean(abs(full / measured - 1) for _, _, measured, _, full in memory)
+    judged = {(mode, m): c / a for mode, m, a, _, c, clipped in memory if not clipped}
+    base = [ratio for (_, m), ratio in judged.items() if m == "base"]
+    larger = [ratio for (_, m), ratio in judged.items() if m != "base"]
     values = {
         "model_errors": ", ".join(f"{model} {100 * error:.0f} %" for model, error in by_model.items()),
         "mean": f"{100 * t.mean_error(rates):.1f}",
@@ -69,11 +76,20 @@ def page(cluster: Cluster, out: Path) -> str:
         "rank5": f"{pairs5 - len(wrong5)} of {pairs5}",
         "rank10": f"{pairs10 - len(wrong10)} of {pairs10}",
         "wrong10": "; ".join(wrong10) or "none",
-        "memory_mean": f"{100 * memory_error:.1f}",
-        "memory_large": f"{100 * max(abs(c / a - 1) for _, m, a, _, c in memory if m != 'base'):.0f}",
+        "memory_mean": _missed(judged.values()),
+        "memory_larger": _missed(larger),
+        "memory_most": f"{100 * max(abs(ratio - 1) for ratio in larger):.0f}",
+        "memory_base": _missed(base),
+        "memory_base_least": f"{100 * (1 - max(base)):.0f}",
+        "memory_base_most": f"{100 * (1 - min(base)):.0f}",
+        "memory_clipped": str(len(memory) - len(judged)),
+        "memory_judged": str(len(judged)),
         "memory": table(
             ("mode", "model", "published", "planner", "with what that software keeps", "error"),
-            ((mode, m, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}", percent(c / a)) for mode, m, a, b, c in memory),
+            (
+                (mode, m, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}", "clipped" if clipped else percent(c / a))
+                for mode, m, a, b, c, clipped in memory
+            ),
         ),
         "sensitivity": table(
             ("assumed instead", "mean error", "ranked as measured (beyond 10 %)"),

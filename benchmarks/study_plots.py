@@ -42,7 +42,7 @@ def plot_frontier(rates: dict[tuple[str, str], list[float]], path: Path) -> None
     _save(figure, path)
 
 
-def plot_memory(rows: Sequence[tuple[str, str, float, float, float]], path: Path) -> None:
+def plot_memory(rows: Sequence[tuple[str, str, float, float, float, bool]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(p.MODELS), figsize=(14, 4.2))
     for axis, model in zip(axes, p.MODELS, strict=True):
         mine = [row for row in rows if row[1] == model]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,8 +19,7 @@ import published
 
 from vitrail.cost.cluster import Cluster, Link, load_cluster
 from vitrail.cost.memory import Memory
-from vitrail.cost.plan import GIB, Shares, fits, memory_for, model_of, settle, time_for, works_of
-from vitrail.cost.whole_matrix import LIVING, is_whole, scores_of
+from vitrail.cost.plan import GIB, Shares, fits, memory_for, num_parameters, settle, time_for
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import Recipe, load_recipe
 
@@ -96,27 +96,34 @@ def frontier_step(cluster: Cluster, model: str, mode: str, nodes: int, *more: st
     return Prediction(recipe, cluster, 1, gpus) if mode == "HYBRID_1" else Prediction(recipe, cluster, gpus)
 
 
-def gib_of(cluster: Cluster, model: str, mode: str, nodes: int) -> tuple[float, float]:
-    """GiB that the planner allocates, and the study's figure with what its software keeps besides.
+class Gib(NamedTuple):
+    """Memory of a GCD."""
 
-    Its attention made whole matrices of scores, of which three in fp32 live at once in the backward. FSDP's first
-    version keeps bf16 gradients until the collectives that read them are over, and the bf16 parameters where it does
-    not shard. DDP without gradient_as_bucket_view has gradients twice. All but FULL_SHARD are of reserved memory.
+    own: float  # what the planner allocates
+    study: float  # with what the study's software keeps besides
+    clipped: bool  # at what the GCD has: then the error says little
+
+
+def gib_of(cluster: Cluster, model: str, mode: str, nodes: int) -> Gib:
+    """FSDP's first version keeps bf16 gradients until the collectives that read them are over, and the bf16 parameters
+    where it does not shard. DDP has buckets of fp32 gradients beside the gradients themselves (it ran without
+    gradient_as_bucket_view) and no copies of parameters; gradients come as activations go, and what is more counts.
+    All but FULL_SHARD are of reserved memory.
     """
     recipe = recipe_of(f"vit_fsdp_study/{model}.yaml", changes_of(mode), "frontier")
     found = Prediction(recipe, cluster, PER_NODE * nodes)
     layout, memory = found.layout, found.memory
-    ops = [op for segment in works_of(recipe, layout, BATCH)[0].segments for op in segment.forward]
-    scores = 0 if any(map(is_whole, ops)) else LIVING * max(map(scores_of, ops))
-    parameters = sum(parameter.numel() for parameter in model_of(recipe.model).parameters())
-    own = parameters / layout.shard
+    own = num_parameters(recipe) / layout.shard
     if mode == "DDP":
-        peak = 20.0 * parameters + memory.temporary + memory.inputs + scores
+        buckets, late = 4 * own, 4 * own - memory.gradients - memory.activations
+        added = buckets - memory.gathered + max(0.0, late)
     else:
-        peak = memory.peak + scores + 2 * own + (2 * own if layout.shard == 1 else 0)
+        added = 2 * own + (2 * own if layout.shard == 1 else 0)
+    peak = (memory.peak + added) / GIB
     if mode == "FULL_SHARD":
-        return memory.peak / GIB, peak / GIB
-    return memory.peak / GIB, min(peak * cluster.device.fragmentation / GIB, cluster.device.memory_gib)
+        return Gib(memory.peak / GIB, peak, clipped=False)
+    reserved, most = peak * cluster.device.fragmentation, cluster.device.memory_gib
+    return Gib(memory.peak / GIB, min(reserved, most), clipped=reserved > most)
 
 
 def gh200_step(cluster: Cluster, nodes: int, masked: float) -> Prediction:

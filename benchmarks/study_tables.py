@@ -55,8 +55,8 @@ def ranked(rates: Rates, apart: float) -> tuple[int, list[str]]:
     return pairs, wrong
 
 
-def memory_rows(cluster: Cluster) -> list[tuple[str, str, float, float, float]]:
-    """Mode, model, measured, the planner's own, and with what the study's software keeps besides; GiB."""
+def memory_rows(cluster: Cluster) -> list[tuple[str, str, float, float, float, bool]]:
+    """Mode, model, measured, the planner's own, with what the study's software keeps besides; GiB; whether clipped."""
     cells = [(mode, 1, row) for mode, row in p.RESERVED_GIB.items()]
     cells += [("FULL_SHARD", nodes, row) for nodes, row in p.FULL_SHARD_ACTIVE_GIB.items()]
     return [

@@ -137,3 +137,37 @@ def test_the_verb_costs_nothing_until_it_is_called() -> None:
     code = "import sys; from vitrail.verbs import plan; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_wrong_words_are_told_before_torch_is_loaded() -> None:
+    for words in (
+        ["--cluster", "dgx"],
+        ["--cluster", "gh200", "--gpus", "5000"],
+        ["--cluster", "gh200", "--price", "inf"],
+    ):
+        code = f"""
+import sys, typer
+from vitrail.errors import UserError
+from vitrail.verbs.plan import add
+app = typer.Typer()
+app.callback()(lambda: None)
+add(app)
+try:
+    app(["plan", "nowhere.yaml", *{words}], standalone_mode=False)
+except UserError as error:
+    print("torch" in sys.modules, str(error)[:9])
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.stdout.startswith("False "), (done.stdout, done.stderr)
+
+
+def test_no_layout_of_ones_own_on_one_gpu_is_faster_than_what_is_found() -> None:
+    words = (config("vit_fsdp_study/3b.yaml"), "--cluster", "dgx_a100", "--gpus", "1", "parallel.compile=false")
+    for batch in (30, 45):
+        (best, *_) = layouts(*words, f"data.batch={batch}/rank", "--top", "3")
+        assert best["fits"]
+        for again in ("none", "{keep: [attention]}", "full"):
+            for micro in (batch, batch // 3):
+                more = (f"data.batch={batch}/rank", f"parallel.recompute={again}", f"data.micro_batch={micro}")
+                (own,) = layouts(*words, *more, "--as-is")
+                assert not own["fits"] or own["samples_per_second"] <= 1.001 * best["samples_per_second"], more

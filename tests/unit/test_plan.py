@@ -10,15 +10,17 @@ from typer.testing import CliRunner
 
 from vitrail.cost import plan as planning
 from vitrail.cost import plan_page, search
+from vitrail.cost.candidates import micros
 from vitrail.cost.cluster import load_cluster
 from vitrail.cost.complete import complete
+from vitrail.cost.gpus import check_gpus, more_gpus, read_gpus
 from vitrail.cost.memory import Memory
-from vitrail.cost.plan import check_gpus, estimate, plan, settle
+from vitrail.cost.plan import estimate, plan, settle
 from vitrail.cost.trace import Op, Segment, Work
 from vitrail.errors import UserError
+from vitrail.parallel.check import refuse
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import load_recipe
-from vitrail.verbs.plan import read_gpus
 
 SAVED = 40  # bytes a token and channel that a stand-in block keeps
 
@@ -176,7 +178,7 @@ def test_the_search_ranks_what_fits_and_every_layout_can_be_trained() -> None:
         layout = layout_of(again.parallel, 16)
         assert (layout.tensor, layout.context, layout.pipeline) == (one.tensor, one.context, one.pipeline)
         assert again.data.global_batch(layout.data) == one.batch
-        planning.refuse(again, 16)
+        refuse(again, 16)
 
 
 def test_impossible_layouts_are_left_out() -> None:
@@ -228,6 +230,121 @@ def test_what_does_not_fit_has_a_nearest_that_does() -> None:
     near = search.nearest(recipe, cluster, 8)
     assert near is not None
     assert (near.strategy, near.gpus, near.batch) == ("NO_SHARD", 8, 8 * 4096)
+
+
+def test_what_training_refuses_is_not_shown() -> None:
+    cases: list[dict[str, Any]] = [
+        {"parallel__pipeline": 2, "parallel__schedule": "interleaved", "data__batch": "6/rank"},
+        {"parallel__strategy": "DDP", "parallel__bucket_mib": 25},
+        {"parallel__strategy": "NO_SHARD", "parallel__bucket_mib": 25, "parallel__prefetch": {"forward": 2}},
+        {"parallel__offload": True, "data__batch": "12/rank"},
+    ]
+    for changes in cases:
+        recipe, cluster = ready(**changes)
+        for any_batch in (False, True):
+            found = search.search(recipe, cluster, 8, top=1000, any_batch=any_batch)
+            assert found
+            for one in found[:: max(1, len(found) // 8)]:
+                refuse(planning.without_device(load_recipe(tree(**changes), one.changes)), 8)
+    assert any(one.pipeline == 2 for one in search.search(ready(**cases[0])[0], cluster, 8, top=1000))
+
+
+def test_answers_are_kept_by_all_that_they_depend_on() -> None:
+    for reduce in ("fp32", "bf16"):  # buckets have more blocks of smaller gradients, and prefetching fewer groups
+        deep = {"parallel__bucket_mib": 100, "parallel__prefetch": {"forward": 5}, "precision__reduce": reduce}
+        recipe, cluster = ready(parallel__strategy="DDP", **deep)
+        kinds = {one.strategy for one in search.search(recipe, cluster, 8, top=1000)}
+        assert ("DDP" in kinds) == (reduce == "fp32")
+
+
+def test_micro_batches_are_divisors_of_any_share() -> None:
+    def sizes(**changes: Any) -> list[int]:
+        recipe, _ = ready(**changes)
+        layout = layout_of(recipe.parallel, 8)
+        return micros(recipe, layout, planning.Shares.of(recipe, layout))
+
+    assert sizes(data__batch="12/rank") == [12, 6, 4, 2, 1]
+    assert sizes(data__batch="4095/rank")[:3] == [4095, 1365, 819]
+    assert sizes(data__batch="4095/rank")[-1] == 1
+    assert sizes(data__batch="12/rank", data__micro_batch=5) == [5, 3, 2, 1]  # its own first
+    assert sizes(data__batch="12/rank", parallel__pipeline=4) == [3, 2, 1]
+    rounds = {"parallel__pipeline": 4, "parallel__schedule": "interleaved"}  # 8 stages, in rounds of 4
+    assert sizes(data__batch="12/rank", **rounds) == [1]
+    assert sizes(data__batch="9/rank", **rounds) == []
+
+
+def test_no_own_layout_is_faster_than_what_is_found() -> None:
+    for batch in (30, 210, 240, 251, 300):
+        recipe, cluster = ready(data__batch=f"{batch}/rank", parallel__recompute="full")
+        best = search.search(recipe, cluster, 1, top=3)[0]
+        for choice in ("none", "{keep: [attention]}", "full"):
+            for micro in {
+                batch,
+                *micros(recipe, layout_of(recipe.parallel, 1), planning.Shares(batch, batch, batch, 1)),
+            }:
+                words = (f"parallel.recompute={choice}", f"data.micro_batch={micro}", f"data.batch={batch}/rank")
+                (own,) = plan(load_recipe(tree(), words), cluster=cluster, gpus=1, as_is=True)
+                assert not own.fits or own.samples_per_second <= 1.001 * best.samples_per_second, words
+
+
+def test_every_way_to_recompute_is_looked_at() -> None:
+    for own in ("full", {"every": 2}):
+        recipe, cluster = ready(parallel__recompute=own)
+        best = search.search(recipe, cluster, 8)[0]
+        assert best.recompute == "none"
+        assert "parallel.recompute=none" in best.changes
+    assert len(search._choices(recipe)) == 4
+
+
+def test_a_short_last_pass_costs_less_than_a_full_one() -> None:
+    def seconds(micro: int) -> float:
+        recipe, cluster = ready(data__batch="260/rank", data__micro_batch=micro, parallel__strategy="NO_SHARD")
+        one = estimate(recipe, cluster, 8)
+        assert sum(one.limits.values()) == pytest.approx(one.step_seconds)
+        return one.step_seconds
+
+    assert seconds(260) < seconds(256) < 1.2 * seconds(260)  # not 512 samples' worth
+    assert seconds(131) == pytest.approx(seconds(130), rel=0.05)  # 131 and 129
+
+
+def test_mfu_counts_what_the_objective_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, cluster = ready()
+    before = estimate(recipe, cluster, 8)
+
+    def twice(*words: Any, **more: Any) -> Work:
+        work = fake_trace(*words, **more)
+        return planning.dataclasses.replace(work, flops=work.flops * 2)
+
+    monkeypatch.setattr(planning, "trace", twice)
+    after = estimate(recipe, cluster, 8)
+    assert after.mfu == pytest.approx(2 * before.mfu)
+    assert after.hfu == pytest.approx(2 * before.hfu)
+
+
+def test_the_nearest_is_looked_for_to_the_end() -> None:
+    cluster = load_cluster("dgx_a100")
+    assert list(more_gpus(cluster, 5))[:3] == [5, 8, 16]
+    assert list(more_gpus(cluster, 24))[:3] == [24, 32, 64]
+    assert list(more_gpus(cluster, 1))[-1] == cluster.gpus
+    big = {"model__width": 8192, "model__depth": 48, "model__heads": 64}
+    for gpus, more in ((5, {}), (4, {"parallel__tensor": 8})):  # no whole nodes when doubled; no layout at all
+        near = search.nearest(ready(**big, **more)[0], cluster, gpus)
+        assert near is not None
+        assert near.gpus > gpus
+    recipe, cluster = ready(data__batch="16384/rank", data__micro_batch=16384, parallel__strategy="NO_SHARD")
+    near = search.nearest(recipe, cluster, 8)
+    assert near is not None
+    assert (near.strategy, near.gpus) == ("NO_SHARD", 8)
+    assert f"data.micro_batch={near.micro_batch}" in near.changes
+
+
+def test_any_batch_needs_a_batch_per_rank() -> None:
+    with pytest.raises(UserError, match=r"--any-batch: data.batch is 256 .*data.batch=32/rank"):
+        plan(load_recipe(tree(data__batch=256)), cluster="dgx_a100", gpus=8, any_batch=True)
+    with pytest.raises(UserError, match="--any-batch: --as-is keeps"):
+        plan(load_recipe(tree()), cluster="dgx_a100", gpus=8, any_batch=True, as_is=True)
+    found = plan(load_recipe(tree(data__micro_batch=8)), cluster="dgx_a100", gpus=16, any_batch=True, top=1000)
+    assert {one.pipeline for one in found} > {1, 2}  # whose small batches are less than the recipe's passes
 
 
 def test_a_global_batch_stays_what_it_is() -> None:
@@ -338,6 +455,8 @@ def test_numbers_that_cannot_be_used_are_left_out_of_a_curve(tmp_path) -> None:
         (["--cluster", "gh200", "--gpus", "8:16"], {}, r"--gpus 8:16: expected a number"),
         (["--cluster", "gh200", "--gpus", "8", "--plot", "x.png"], {}, "--plot x.png: a curve needs a range"),
         (["--cluster", "gh200", "--gpus", "4..8", "--plot", "x.txt"], {}, "ends with .png, .svg or .pdf"),
+        (["--cluster", "gh200", "--gpus", "4..8", "--plot", "no/such/x.png"], {}, "there is no folder no/such"),
+        (["--cluster", "gh200", "--price", "inf"], {}, "--price inf: expected what a GPU hour costs"),
         (
             ["--cluster", "gh200", "--gpus", "16", "--as-is", "parallel.tensor=3"],
             {},

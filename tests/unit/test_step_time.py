@@ -50,6 +50,7 @@ def work(*, depth: int = 20, parameters: int = 10_000_000, kernels: int = 1, aga
 
 def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, **keys: Any) -> StepTime:
     micro_batches, compute = keys.pop("micro_batches", 1), keys.pop("compute", "bf16")
+    optimizer = keys.pop("optimizer", "adamw")
     parallel = Parallel(**keys)
     layout = layout_of(parallel, gpus)
     return step_time(
@@ -60,6 +61,7 @@ def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, *
         parallel=parallel,
         compute=compute,
         micro_batches=micro_batches,
+        optimizer=optimizer,
     )
 
 
@@ -79,7 +81,8 @@ def test_one_gpu_is_its_computation() -> None:
     time = step()
     assert time.seconds == pytest.approx(20 * (0.02 + 0.04), rel=0.02)
     assert time.communication == time.exposed == time.bubble == 0
-    assert time.optimizer == pytest.approx(201e6 * 28 / 1e12)
+    assert time.optimizer == pytest.approx(201e6 * 28 / 1e12)  # itself, its gradient, two moments
+    assert step(optimizer="sgd").optimizer == pytest.approx(201e6 * 20 / 1e12)  # one moment
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
     assert step(of=work(again=True)).seconds == pytest.approx(time.seconds + 20 * 0.02, rel=0.01)
     assert step(micro_batches=4).seconds == pytest.approx(4 * time.seconds, rel=0.05)

@@ -8,6 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.cost import trace as tracing
+from vitrail.cost.key import Key, key_of
+from vitrail.cost.rough import divided
 from vitrail.cost.samples import build_objective, prepare
 from vitrail.cost.trace import Work, trace
 from vitrail.errors import UserError
@@ -191,6 +193,12 @@ def test_what_a_block_keeps() -> None:
         statistics = rows * (4 * 4 + 6 * 4)  # mean and deviation of two norms, log-sum-exp of six heads; fp32
         assert block.count == 12
         assert block.saved == pytest.approx(16 * rows * 384 * 2 + statistics, rel=0.001)
+        assert not block.recomputed
+    for choice in ("full", Recompute(keep=("attention",))):
+        assert trace(config, ClassifyConfig(), samples=1, compute="bf16", recompute=choice).segments[1].recomputed
+    pieces = trace(config, ClassifyConfig(), samples=1, compute="bf16", chunk=Chunk(mlp=64)).segments[1]
+    assert pieces.again
+    assert not pieces.recomputed
     full = trace(config, ClassifyConfig(), samples=64, compute="bf16", recompute="full").segments[1]
     assert full.saved == 64 * 196 * 384 * 2
     assert full.peak > block.peak
@@ -201,7 +209,7 @@ def test_any_number_of_samples_lies_on_a_line() -> None:
         config, objective = CASES[name]
         options = tracing._Options("bf16", "none", False, Chunk(), 1, 1)
         found = trace(config, objective, samples=24, compute="bf16")
-        direct = tracing._traced(tracing._Same(config), tracing._Same(objective), 24, options)
+        direct = tracing._traced(key_of(config), key_of(objective), 24, options)
         assert found.samples == direct.samples == 24
         assert found.inputs == pytest.approx(direct.inputs, rel=0.001)
         assert found.loss_peak == pytest.approx(direct.loss_peak, rel=0.01, abs=4096)
@@ -257,6 +265,19 @@ def test_a_large_model_is_traced_block_by_block() -> None:
     assert 8 * 56 * work.segments[1].parameters == pytest.approx(101.5e9, rel=0.01)
 
 
+@pytest.mark.parametrize(("name", "cut"), [("mae 3-D cross", True), ("ditan", True), ("unetr", False)])
+def test_ranks_that_share_a_sample_hold_what_the_loader_gives_them(name: str, cut: bool) -> None:
+    """A slab of the values where the objective can do with one, else the whole; a divided trace says the same."""
+    config, objective = CASES[name]
+    one, part = (trace(config, objective, samples=8, compute="bf16", context=ranks) for ranks in (1, 2))
+    assert bool(one.slabs) == cut
+    assert part.raw == one.raw - one.slabs / 2
+    rough = divided(one, samples=8, tensor=1, context=2)
+    assert (rough.raw, rough.slabs) == (part.raw, part.slabs)
+    assert rough.inputs == pytest.approx(part.inputs, rel=0.5)
+    assert divided(one, samples=4, tensor=1, context=1).raw == one.raw / 2
+
+
 # ---------------------------------------------------------------- inputs, and what is refused
 
 
@@ -268,7 +289,8 @@ def test_inputs_are_those_of_the_objective() -> None:
     assert tuple(inputs["x"].shape) == (3, visible, 64)
     assert inputs["x"].device.type == "meta"
     assert tuple(targets.values.shape) == (3, predicted, 64)
-    assert raw >= 3 * 16**3 * 4
+    assert raw.whole >= raw.slabs == 3 * 16**3 * 4
+    assert prepare(objective, built, config, 3, 2)[2].slabs == raw.slabs // 2
 
 
 def test_errors_say_what_to_do() -> None:
@@ -293,3 +315,18 @@ def test_what_needs_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CASES["vit"][0], classes=11)  # not traced before
     with pytest.raises(UserError, match=r"model 'vit' with objective 'classify' cannot be traced .* meta device"):
         trace(config, ClassifyConfig(), samples=1, compute="bf16")
+
+
+def test_our_own_mistakes_are_not_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(tracing, "_segments", broken)
+    config = replace(CASES["vit"][0], classes=12)  # not traced before
+    with pytest.raises(TypeError, match="a mistake"):
+        trace(config, ClassifyConfig(), samples=1, compute="bf16")
+
+
+def test_keys_are_equal_by_their_text() -> None:
+    assert Key("a", int) == Key("a", str) != Key("b", int)
+    assert len({key_of(CASES["vit"][0]), key_of(CASES["vit"][0])}) == 1

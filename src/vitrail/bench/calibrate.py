@@ -131,7 +131,7 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
 
 
 def _curve(points: Points, peak: float) -> Curve:
-    return tuple((x, _short(rate / peak)) for x, rate in rising(points))
+    return tuple((x, _short(min(1.0, rate / peak))) for x, rate in rising(points))
 
 
 def _short(value: float) -> float:

@@ -10,11 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from vitrail.cost.cluster import Cluster
 from vitrail.cost.plan import Shares, num_parameters, time_for, without_device
-from vitrail.parallel.check import CHECKS, Case, Impossible, _sequences, check_batch, check_micro_batches
+from vitrail.cost.rough import Key
+from vitrail.parallel.check import (
+    CHECKS,
+    Case,
+    Impossible,
+    check_batch,
+    check_micro_batches,
+    fill_pipeline,
+    sequences_of,
+)
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import Recipe
 from vitrail.recipe.sections import Parallel, Recompute
@@ -39,7 +49,8 @@ class Candidate:
 
     def with_passes(self, *, micro: int, choice: Any) -> Candidate:
         parallel = self.recipe.parallel.model_copy(update={"recompute": choice})
-        data = self.recipe.data.model_copy(update={"micro_batch": None if micro == self.shares.rank else micro})
+        size = self.recipe.data.micro_batch if micro == self.shares.micro else micro
+        data = self.recipe.data.model_copy(update={"micro_batch": size})
         return self._changed({"parallel": parallel, "data": data})
 
     def with_batch(self, samples: int) -> Candidate:
@@ -57,23 +68,31 @@ class Candidate:
 
 def candidates(recipe: Recipe, cluster: Cluster, gpus: int) -> Iterator[Candidate]:
     """Possible layouts, each with what its state takes at least."""
-    base = Case(without_device(recipe), gpus, Layout(1, gpus, reshard=True))
+    shown = repr((recipe.model, recipe.data.crop))
+    alone = _case(Key(shown, lambda: Case(recipe, 1, Layout(1, 1, reshard=True))))  # its model serves all of them
+    base = Case(without_device(recipe), gpus, Layout(1, gpus, reshard=True), alone)
     parameters = 0 if recipe.parallel.offload else num_parameters(recipe)
+    text = f"{shown} {recipe.precision!r} {recipe.run.device}"
     for shape in _shapes(base, cluster, gpus):
         ranks = gpus // math.prod(shape.values())
-        if not _is_possible(base, _with(recipe.parallel, shape, "FULL_SHARD", None)):
-            continue
         for strategy, group in _strategies(ranks, recipe.parallel):
             parallel = _with(recipe.parallel, shape, strategy, group)
+            if not _is_possible(base, text, parallel):
+                continue
             changed = recipe.model_copy(update={"parallel": parallel})
             layout = layout_of(parallel, gpus)
             if (shares := _shares(changed, gpus, layout)) is not None:
                 yield Candidate(changed, layout, shares, _state(parameters, recipe.optimizer.kind, layout))
 
 
+@lru_cache(maxsize=4)
+def _case(key: Key) -> Case:
+    return key.make()
+
+
 def _shapes(base: Case, cluster: Cluster, gpus: int) -> Iterator[dict[str, int]]:
     """Tensor, context and pipeline ranks."""
-    tokens = max(_sequences(base).values(), default=1)  # of the longest sequence of a sample
+    tokens = max(sequences_of(base).values(), default=1)  # of the longest sequence of a sample
     blocks = len(base.model.blocks()) if base.model is not None else 1
     for tensor in _powers(min(cluster.gpus_per_node, gpus)):
         for context in _powers(min(MOST_CONTEXT, gpus, max(1, tokens // LEAST_TOKENS))):
@@ -110,18 +129,23 @@ def _with(parallel: Parallel, shape: dict[str, int], strategy: str, group: int |
     return parallel.model_copy(update=update)
 
 
-_POSSIBLE: dict[str, bool] = {}  # answers, by what was asked: they do not depend on the number of GPUs
+def _is_possible(base: Case, text: str, parallel: Parallel) -> bool:
+    """By the rules that do not depend on the batch, for the fewest ranks that have the shape; `text` tells the rest."""
+    if parallel.strategy not in ("NO_SHARD", "DDP"):  # how it is sharded matters to none of them
+        parallel = parallel.model_copy(update={"strategy": "FULL_SHARD", "group": None})
 
-
-def _is_possible(base: Case, parallel: Parallel) -> bool:
-    """By the rules that do not depend on the batch or the strategy, for the fewest ranks that the shape has."""
-    text = repr((base.recipe.model, base.recipe.data.crop, parallel))
-    if text not in _POSSIBLE:
+    def make() -> bool:
         world = parallel.tensor * parallel.context * parallel.pipeline
         recipe = base.recipe.model_copy(update={"parallel": parallel.model_copy(update={"offload": False})})
         case = Case(recipe, world, layout_of(parallel, world), base)
-        _POSSIBLE[text] = not any(_refuses(check, case) for check in CHECKS if check not in _OF_BATCHES)
-    return _POSSIBLE[text]
+        return not any(_refuses(check, case) for check in CHECKS if check not in _OF_BATCHES)
+
+    return _answer(Key(f"{text} {parallel!r}", make))
+
+
+@lru_cache(maxsize=4096)
+def _answer(key: Key) -> bool:
+    return bool(key.make())
 
 
 def _refuses(check: Callable[[Case], None], case: Case) -> bool:
@@ -134,29 +158,40 @@ def _refuses(check: Callable[[Case], None], case: Case) -> bool:
 
 def _shares(recipe: Recipe, gpus: int, layout: Layout) -> Shares | None:
     """How the batch is shared out in this layout; None where it cannot be."""
-    case, shares = Case(recipe, gpus, layout), Shares.of(recipe, layout)
-    try:
-        check_batch(case)
-        if recipe.data.micro_batch is not None:
-            check_micro_batches(case)
-    except Impossible:
+    if _refuses(check_batch, Case(recipe, gpus, layout)):
         return None
+    shares = Shares.of(recipe, layout)
     return shares if micros(recipe, layout, shares) else None
 
 
 def _state(parameters: int, optimizer: str, layout: Layout) -> float:
-    """Bytes of a rank's parameters, gradients and moments, at least."""
+    """Bytes of a rank's parameters, gradients and moments, at least: in the update, or where all is gathered."""
     whole = parameters / (layout.tensor * layout.pipeline)
-    each = 16 if optimizer == "adamw" else 8
+    number = whole / (layout.shard * layout.context)
+    update = 16 if optimizer == "adamw" else 8
     gathered = 2 * whole if layout.shard > 1 and not layout.reshard else 0.0  # in bf16 at least, while it computes
-    return each * whole / (layout.shard * layout.context) + gathered
+    return max(update * number, (update - 4) * number + gathered)  # then there are no gradients yet
 
 
 def micros(recipe: Recipe, layout: Layout, shares: Shares) -> list[int]:
-    """Samples of a pass, the most first: the recipe's own, or halves of the share; a pipeline needs so many passes."""
-    own, share = recipe.data.micro_batch, shares.rank
-    sizes = [share // 2**power for power in range(share.bit_length()) if share % 2**power == 0]
-    return [size for size in ([min(own, share)] if own else sizes) if math.ceil(share / size) >= layout.pipeline]
+    """Samples of a pass, the most first: the recipe's own or the whole share, and divisors of it below that.
+
+    What would not fill a pipeline is left out. Each is at most 2/3 of the one before; the smallest is always there.
+    """
+    found: list[int] = []
+    sizes = [shares.micro, *(size for size in _divisors(shares.rank) if size < shares.micro)]
+    good = [s for s in sizes if fill_pipeline(recipe.parallel, layout.pipeline, math.ceil(shares.rank / s))]
+    for size in good:
+        if not found or 3 * size <= 2 * found[-1] or size == good[-1]:
+            found.append(size)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
+    """The largest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}, reverse=True))
 
 
 def changes_of(before: Recipe, after: Recipe) -> tuple[str, ...]:

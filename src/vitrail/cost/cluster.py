@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,25 @@ from typing import TYPE_CHECKING, Any
 from vitrail.errors import UserError
 from vitrail.recipe import yaml
 from vitrail.recipe.kinds import nearest
-from vitrail.recipe.trees import show
+from vitrail.recipe.trees import dotted, show
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Curve = tuple[tuple[float, float], ...]
 
+TYPES = ("bf16", "fp32", "float8")  # that have a peak
 FOLDER = Path(__file__).with_name("clusters")
+UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # as pydantic calls keys that no class has
+GIVEN = {  # what a type of a field asks for, in words
+    "str": "text",
+    "int": "a whole number",
+    "Device": "the keys of a device (name, memory_gib ...)",
+    "Link": "{latency_us: ..., gb_s: ...}",
+    "Curve": "points [[x, share], ...]",
+    "dict[str, float]": "peaks by type, {bf16: ...}",
+    "dict[str, Curve]": "{forward: [[x, share], ...], backward: [[x, share], ...]}",
+}
 _STRICT = {"extra": "forbid"}  # what pydantic reads from __pydantic_config__
 
 
@@ -63,8 +74,12 @@ class Device:
         _positive(self, "device", "launch_us", "reserve_gib", zero=True)
         if not self.fragmentation >= 1:
             raise ValueError(f"device.fragmentation: expected 1 or more, got {self.fragmentation}")
-        if "bf16" not in self.tflops or not all(peak > 0 for peak in self.tflops.values()):
-            raise ValueError(f"device.tflops: expected peaks above 0 and one for bf16, got {self.tflops}")
+        finite = all(0 < peak < math.inf for peak in self.tflops.values())
+        if "bf16" not in self.tflops or not finite or not set(self.tflops) <= set(TYPES):
+            raise ValueError(
+                f"device.tflops: expected peaks above 0, of bf16 and of any of {', '.join(TYPES[1:])}, "
+                f"got {self.tflops}"
+            )
         if set(self.attention) != {"forward", "backward"}:
             raise ValueError(f"device.attention: expected forward and backward, got {', '.join(self.attention)}")
         curves = {"gemm": self.gemm, "gemm_fp32": self.gemm_fp32, "convolution": self.convolution}
@@ -117,8 +132,8 @@ class Cluster:
         _check_curve("congestion", self.congestion)
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap: expected a share from 0 to 1, got {self.overlap}")
-        if self.price is not None and self.price < 0:
-            raise ValueError(f"price: expected 0 or more, got {self.price}")
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ValueError(f"price: expected a number of 0 or more, got {self.price}")
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.nodes, self.inside, self.between))
@@ -137,9 +152,11 @@ def _positive(owner: Any, prefix: str, *names: str, zero: bool = False) -> None:
 
 def _check_curve(name: str, curve: Curve) -> None:
     xs = [x for x, _ in curve]
-    if not xs or xs[0] <= 0 or xs != sorted(set(xs)) or not all(0 < y < math.inf for _, y in curve):
+    sound = bool(xs) and xs[0] > 0 and xs[-1] < math.inf and xs == sorted(set(xs))
+    if not sound or not all(0 < share <= 1 for _, share in curve):
         raise ValueError(
-            f"{name}: expected points [x, y] above 0 with x rising, got {[list(point) for point in curve]}"
+            f"{name}: expected points [x, share] with x above 0 and rising and shares above 0 up to 1, "
+            f"got {[list(point) for point in curve]}"
         )
 
 
@@ -175,11 +192,32 @@ def _read(path: Path) -> Cluster:
     try:
         return _adapter().validate_python(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        words = first["msg"].removeprefix("Value error, ")
-        unknown = first["type"] in ("unexpected_keyword_argument", "extra_forbidden")
-        raise UserError(f"{path}: {where + ': ' if where else ''}{'unknown key' if unknown else words}") from error
+        raise UserError(f"{path}: {_sentence(error.errors(include_url=False))}") from error
+
+
+def _sentence(faults: list[Any]) -> str:
+    """Of the first problem: unknown keys before missing ones, as a misspelt key is both."""
+    first = next((fault for fault in faults if fault["type"] in UNKNOWN), faults[0])
+    *path, key = first["loc"] or ("",)
+    where = dotted(first["loc"])
+    owner = {"device": Device, "inside": Link, "between": Link}.get(str(path[0]) if path else "", Cluster)
+    if first["type"] in UNKNOWN:
+        keys = [one.name for one in fields(owner)]
+        near = nearest(str(key), keys)
+        return f"{where}: unknown key{f'; did you mean {near!r}?' if near else ''} (keys here: {', '.join(keys)})"
+    if first["type"] == "missing":
+        return f"{where} is missing: give {_given(owner, key)}"
+    words = first["msg"].removeprefix("Value error, ")
+    # Checks of a whole section name their own key; links stand under two names.
+    if first["type"] == "value_error":
+        return words.replace("link.", f"{where}.", 1) if where in ("inside", "between") else words
+    asked = f"expected {_given(owner, key)}" if first["type"] == "dataclass_type" else words.split(",")[0]
+    return f"{where}: {asked.replace('Input should be', 'expected')}, got {show(first['input'])}"
+
+
+def _given(owner: type, key: Any) -> str:
+    """What to give for a key, in words."""
+    return next((GIVEN.get(str(one.type), "a number") for one in fields(owner) if one.name == key), "a number")
 
 
 @lru_cache(maxsize=1)

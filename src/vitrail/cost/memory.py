@@ -9,12 +9,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from vitrail.cost.work import Segment, Work
 
-BYTES = {"bf16": 2, "float8": 2, "fp32": 4}
-MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1}  # of an optimizer, each as large as the parameters
+BYTES = {"bf16": 2, "float8": 2, "fp32": 4}  # of a gathered parameter, or of a gradient between ranks
+MOMENTS = {"adamw": 2, "sgd": 1}  # of an optimizer, each as large as the parameters
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class _State:
     compute: int  # bytes of a number
     reduce: int
 
-    @property
+    @cached_property
     def every(self) -> list[Segment]:
         return [replace(segment, count=1) for segment in self.work.segments for _ in range(segment.count)]
 
@@ -115,7 +116,7 @@ class _State:
         """Parameters of which this rank has the master."""
         return -(-segment.parameters // (self.ranks * (1 if segment.gathered else self.tensor)))
 
-    @property
+    @cached_property
     def owned(self) -> int:
         return sum(self.own(segment) for segment in self.every)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,15 +22,18 @@ import torch
 
 from vitrail.cost.cluster import Cluster, load_cluster
 from vitrail.cost.complete import complete
+from vitrail.cost.gpus import check_gpus
+from vitrail.cost.key import Key
 from vitrail.cost.memory import Memory, memory_of
-from vitrail.cost.rough import SAMPLES, Key
+from vitrail.cost.rough import SAMPLES
 from vitrail.cost.rough import works as rough_works
 from vitrail.cost.step import StepTime, step_time
 from vitrail.cost.trace import Compute, Work, trace
+from vitrail.cost.whole_matrix import whole_matrix
+from vitrail.cost.work import places
 from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.parallel import recompute
-from vitrail.parallel.check import refuse
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.durations import parse_duration
@@ -88,15 +92,12 @@ def plan(
 
     Where none fits they are the ones that need least memory; nearest() tells what would fit.
     """
-    from vitrail.cost.search import search
+    from vitrail.cost.search import layouts
 
     place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     ready = settle(load_recipe(recipe, overrides), place)
     check_gpus(place, gpus)
-    if as_is:
-        refuse(without_device(ready), gpus)
-        return [estimate(ready, place, gpus)]
-    return search(ready, place, gpus, any_batch=any_batch, top=top)
+    return layouts(ready, place, gpus, as_is=as_is, any_batch=any_batch, top=top)
 
 
 def settle(recipe: Recipe, cluster: Cluster) -> Recipe:
@@ -131,22 +132,6 @@ def compute_of(recipe: Recipe) -> Compute:
     return recipe.precision.compute
 
 
-def check_gpus(cluster: Cluster, gpus: int) -> None:
-    """A number of GPUs that the cluster can give, in whole nodes."""
-    per_node = cluster.gpus_per_node
-    if not 1 <= gpus <= cluster.gpus:
-        raise UserError(
-            f"--gpus {gpus}: cluster {cluster.name} has {cluster.gpus:,} GPUs ({cluster.nodes:,} nodes of {per_node}); "
-            f"choose 1 to {cluster.gpus}"
-        )
-    if gpus > per_node and gpus % per_node:
-        below = gpus // per_node * per_node
-        raise UserError(
-            f"--gpus {gpus}: nodes of cluster {cluster.name} have {per_node} GPUs each; choose {below} or "
-            f"{min(below + per_node, cluster.gpus)}"
-        )
-
-
 def model_of(config: Any) -> Model:
     """On the meta device."""
     return _built(Key(repr(config), config.build))
@@ -171,6 +156,11 @@ class Shares:
     micro: int  # of one pass
     passes: int
 
+    @property
+    def rest(self) -> int:
+        """Samples of the last pass where it is a short one, else 0."""
+        return self.rank % self.micro
+
     @classmethod
     def of(cls, recipe: Recipe, layout: Layout) -> Shares:
         batch = recipe.data.global_batch(layout.data)
@@ -182,19 +172,17 @@ class Shares:
 def works_of(recipe: Recipe, layout: Layout, micro: int, *, rough: bool = False) -> Sequence[Work]:
     """What the ranks of a pipeline compute that may differ; one where there is none. `rough` is for comparing many."""
     if rough:
-        text = repr(
-            (recipe.model, recipe.objective, recipe.precision, recipe.parallel.recompute, recipe.parallel.chunk)
-        )
+        c = recipe.parallel
+        text = repr((recipe.model, recipe.objective, recipe.precision, c.recompute, c.chunk, c.attention))
         whole = Layout(1, 1, reshard=False)
-        key = Key(f"{text} {recipe.parallel.compile}", lambda: _work(recipe, whole, SAMPLES, 0))
+        key = Key(f"{text} {c.compile}", lambda: _work(recipe, whole, SAMPLES, 0))
         return rough_works(key, layout, micro)
-    last = layout.pipeline - 1
-    return [_work(recipe, layout, micro, rank) for rank in sorted({0, last // 2, last})]
+    return [_work(recipe, layout, micro, rank) for rank in places(layout.pipeline)]
 
 
 def _work(recipe: Recipe, layout: Layout, micro: int, rank: int) -> Work:
     c = recipe.parallel
-    return trace(
+    work = trace(
         recipe.model,
         recipe.objective,
         samples=micro,
@@ -205,8 +193,10 @@ def _work(recipe: Recipe, layout: Layout, micro: int, rank: int) -> Work:
         tensor=layout.tensor,
         context=layout.context,
         pipeline_rank=(rank, layout.pipeline),
-        average=recipe.ema is not None,
     )
+    if c.attention in ("math", "reference"):
+        return whole_matrix(work, item=4 if compute_of(recipe) == "fp32" else 2)
+    return work
 
 
 def memory_for(recipe: Recipe, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
@@ -230,8 +220,10 @@ def memory_for(recipe: Recipe, layout: Layout, shares: Shares, *, rough: bool = 
             offload=c.offload,
             micro_batches=shares.passes,
             schedule=c.schedule,
+            read_ahead=recipe.data.prefetch + 1,  # that wait, and the one that is being made
+            rank=rank,
         )
-        for work in works_of(recipe, layout, shares.micro, rough=rough)
+        for rank, work in zip(places(layout.pipeline), works_of(recipe, layout, shares.micro, rough=rough), strict=True)
     )
     return max(found, key=lambda memory: memory.peak)
 
@@ -244,20 +236,49 @@ def time_for(
     recipe: Recipe, cluster: Cluster, gpus: int, layout: Layout, shares: Shares, *, rough: bool = False
 ) -> StepTime:
     """Of the slowest rank."""
-    found = (
-        step_time(
-            work,
-            cluster,
-            gpus=gpus,
-            layout=layout,
-            parallel=recipe.parallel,
-            compute=compute_of(recipe),
-            reduce=recipe.precision.reduce,
-            micro_batches=shares.passes,
+
+    def times(micro: int, passes: int) -> list[StepTime]:
+        return [
+            step_time(
+                work,
+                cluster,
+                gpus=gpus,
+                layout=layout,
+                parallel=recipe.parallel,
+                compute=compute_of(recipe),
+                reduce=recipe.precision.reduce,
+                micro_batches=passes,
+                optimizer=recipe.optimizer.kind,
+            )
+            for work in works_of(recipe, layout, micro, rough=rough)
+        ]
+
+    if not shares.rest:
+        return max(times(shares.micro, shares.passes), key=lambda time: time.seconds)
+    # All passes but one, and what a short one adds to as many.
+    full, more, less = (
+        times(micro, passes)
+        for micro, passes in (
+            (shares.micro, shares.passes - 1),
+            (shares.rest, shares.passes),
+            (shares.rest, shares.passes - 1),
         )
-        for work in works_of(recipe, layout, shares.micro, rough=rough)
     )
-    return max(found, key=lambda time: time.seconds)
+    return max(map(_with_added, full, more, less), key=lambda time: time.seconds)
+
+
+def _with_added(time: StepTime, more: StepTime, less: StepTime) -> StepTime:
+    """A step's time with what another has more than a third."""
+    parts = Counter(time.parts)
+    parts.update(more.parts)
+    parts.subtract(less.parts)
+    numbers = {
+        name: value + getattr(more, name) - getattr(less, name)
+        for name, value in vars(time).items()
+        if isinstance(value, int | float)
+    }
+    kept = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    return dataclasses.replace(time, **numbers, parts=kept, limited_by=max(kept, key=lambda name: kept[name]))
 
 
 def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str, ...] = ()) -> Estimate:
@@ -268,8 +289,8 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     time = time_for(recipe, cluster, gpus, layout, shares)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")
-    training, hardware = _flops(Key(repr(recipe.model), recipe.model.build), c.recompute, c.chunk.mlp is not None)
     work = works_of(recipe, layout, shares.micro)[0]
+    again = recompute.plan(model_of(recipe.model).blocks(), c.recompute, pieces=c.chunk.mlp is not None).again
     enough = fits(memory, cluster)
     hours = run_hours(recipe, shares.batch, time.seconds)
     price = None if cluster.price is None else cluster.price * gpus
@@ -290,8 +311,8 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
         step_seconds=time.seconds,
         samples_per_second=rate,
         tokens_per_second=rate * work.tokens,
-        mfu=rate * training / peak,
-        hfu=rate * hardware / peak,
+        mfu=rate * work.flops.training / peak,
+        hfu=rate * work.flops.hardware(recompute=again) / peak,
         limited_by=time.limited_by if enough else "memory",
         cost_per_million_samples=None if price is None else price / 3600 * 1e6 / rate,
         run_hours=hours,
@@ -302,14 +323,6 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
         limits=dict(time.parts),
         changes=changes,
     )
-
-
-@lru_cache(maxsize=64)
-def _flops(key: Key, choice: Any, pieces: bool) -> tuple[float, float]:
-    """Of one sample: what the model needs, and what the device computes."""
-    model = _built(key)
-    again = recompute.plan(model.blocks(), choice, pieces=pieces).again
-    return model.flops().training, model.flops().hardware(recompute=again)
 
 
 def strategy_of(recipe: Recipe, layout: Layout) -> str:

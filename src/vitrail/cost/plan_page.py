@@ -7,7 +7,6 @@ from pathlib import Path
 
 from vitrail.cost.cluster import Cluster
 from vitrail.cost.plan import HEADROOM, Estimate
-from vitrail.errors import UserError
 from vitrail.report.units import compact, count, duration
 
 BAR = 30  # characters of the longest bar
@@ -125,10 +124,6 @@ def layout_words(one: Estimate) -> str:
 
 def draw(layouts: Sequence[Estimate], path: Path, title: str) -> None:
     """Samples a second against GPUs with the ideal line, and MFU below."""
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {path}: expected a file that ends with .png, .svg or .pdf")
-    if not path.resolve().parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {path.parent}; make it first")
     from matplotlib.figure import Figure
 
     gpus, rates = [one.gpus for one in layouts], [one.samples_per_second for one in layouts]

@@ -6,14 +6,15 @@ and context divide it evenly. What is shown in the end is traced for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
+from vitrail.cost.key import Key
 from vitrail.cost.trace import Op, Work
-from vitrail.cost.work import stage_of
+from vitrail.cost.work import places, stage_of
 from vitrail.parallel.mesh import Layout
+
+__all__ = ["SAMPLES", "Key", "divided", "works"]
 
 SAMPLES = 8  # of the trace
 
@@ -48,28 +49,17 @@ def divided(work: Work, *, samples: int, tensor: int, context: int) -> Work:
         )
         for segment in work.segments
     ]
+    raw = round((work.raw - work.slabs) * samples / work.samples + work.slabs * factor)
     return replace(
         work,
         segments=tuple(segments),
-        inputs=round(work.inputs * samples / work.samples),
-        raw=round(work.raw * samples / work.samples),
+        inputs=round((work.inputs - work.raw) * factor) + raw,
+        raw=raw,
+        slabs=round(work.slabs * factor),
         loss=ops(work.loss),
         loss_peak=round(work.loss_peak * factor),
         samples=samples,
     )
-
-
-class Key:
-    """What is made but once, by a text: configs may hold what has no hash."""
-
-    def __init__(self, text: str, make: Callable[[], Any]) -> None:
-        self.text, self.make = text, make
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and self.text == other.text
 
 
 @lru_cache(maxsize=16)
@@ -84,8 +74,8 @@ def _share(key: Key, micro: int, tensor: int, context: int) -> Work:
 
 @lru_cache(maxsize=4096)
 def _works(key: Key, micro: int, tensor: int, context: int, pipeline: int) -> tuple[Work, ...]:
-    work, last = _share(key, micro, tensor, context), pipeline - 1
-    return (work,) if not last else tuple(stage_of(work, rank, pipeline) for rank in sorted({0, last // 2, last}))
+    work = _share(key, micro, tensor, context)
+    return (work,) if pipeline == 1 else tuple(stage_of(work, rank, pipeline) for rank in places(pipeline))
 
 
 def works(key: Key, layout: Layout, micro: int) -> tuple[Work, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from vitrail.layers.parts import WHOLE, Part
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.inputs import encoder_of
+
+
+class Raw(NamedTuple):
+    """Bytes of a batch as it was read, and those of them that are slabs, or could be for two ranks."""
+
+    whole: int
+    slabs: int
 
 
 class Shapes(Draws):
@@ -33,7 +40,7 @@ def build_objective(objective: Any, model: Any) -> Any:
     return objective.build(model, Statistics(*((value,) * _channels(objective, model) for value in (0.0, 1.0))))
 
 
-def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) -> tuple[dict[str, Any], Any, int]:
+def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) -> tuple[dict[str, Any], Any, Raw]:
     """Inputs and targets of one rank, and the bytes of the batch itself."""
     from vitrail.data.batch import Batch
     from vitrail.objectives.objective import drop_path_table, labels_of
@@ -59,10 +66,12 @@ def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) ->
     table = drop_path_table(draws, rates)
     if table is not None:
         inputs["drop_path"] = table.to("meta")
-    raw = samples * batch.values[0].numel() * 4 + (0 if labels is None else samples * labels[0].numel() * 8)
+    values, own = samples * batch.values[0].numel() * 4, 0 if labels is None else samples * labels[0].numel() * 8
+    # As the loader does it: a rank reads its slab of the values, where the objective can do with one; labels are whole.
+    slabs = 0 if built.slab(size, Part(0, max(2, parts))) is None else values // parts
     if adaptive:
         inputs, targets = (_on_meta(one, samples) for one in (inputs, targets))
-    return inputs, targets, raw // parts
+    return inputs, targets, Raw((slabs or values) + own, slabs)
 
 
 def _channels(objective: Any, model: Any) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from vitrail.cost.cluster import Cluster
+from vitrail.cost.memory import BYTES, MOMENTS
 from vitrail.cost.network import Group, all_gather, all_reduce, all_to_all, group_of, reduce_scatter, send
 from vitrail.cost.roofline import LIMITS, Seconds, Way, seconds_of
 from vitrail.cost.timeline import BETWEEN, INSIDE, Piece, Talk, Timeline, link_of
@@ -20,8 +21,7 @@ from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Parallel
 
 LAUNCHES, BUBBLE = "kernel launches", "pipeline bubble"
-ITEM = {"bf16": 2, "float8": 2, "fp32": 4}  # bytes of a gathered parameter, or of a gradient between ranks
-ADAM = 28  # bytes read and written for a parameter: itself, its gradient and two moments, in fp32
+PARAMETER, MOMENT = 12, 8  # bytes an update moves, in fp32: a parameter read and written, its gradient read; a moment
 HOOKS = 30  # launches that a group of sharded parameters adds to a micro-batch: casts, copies, collectives
 HOST_GB_S = 20.0  # between host and device, where the optimizer runs on the host
 
@@ -51,6 +51,7 @@ def step_time(
     compute: Compute,
     reduce: str = "fp32",
     micro_batches: int = 1,
+    optimizer: str = "adamw",
 ) -> StepTime:
     """Of one optimizer step with so many micro-batches, of which `work` is one.
 
@@ -60,17 +61,17 @@ def step_time(
     rank = _Rank(work, cluster, layout, parallel, compute, reduce)
     spent, busy = rank.micro_batches(micro_batches)
     running, waiting = spent.total, spent[INSIDE] + spent[BETWEEN]
-    optimizer = rank.optimizer()
+    updating = rank.update(optimizer)
     chunks = parallel.stages or (2 if parallel.schedule == "interleaved" else 1)
     bubble = running / micro_batches * (layout.pipeline - 1) / chunks
-    spent[LIMITS["memory"]] += optimizer
+    spent[LIMITS["memory"]] += updating
     spent[BUBBLE] += bubble
     return StepTime(
         seconds=spent.total,
         compute=running - waiting,
         communication=busy.total,
         exposed=waiting,
-        optimizer=optimizer,
+        optimizer=updating,
         bubble=bubble,
         host=rank.host() * micro_batches,
         limited_by=max(spent, key=lambda name: spent[name]),
@@ -132,7 +133,7 @@ class _Rank:
 
     def _send(self, clock: Timeline) -> None:
         """To the next stage of a pipeline and back, hidden behind other micro-batches."""
-        size = max((_stream(segment, ITEM[self.compute]) for segment in self.work.segments), default=0.0)
+        size = max((_stream(segment, BYTES[self.compute]) for segment in self.work.segments), default=0.0)
         crosses = self.layout.data * self.layout.parts >= self.cluster.gpus_per_node
         talk = send(size / self.layout.tensor, self.cluster, crosses=crosses)
         clock.busy[BETWEEN if crosses else INSIDE] += 2 * talk
@@ -156,7 +157,7 @@ class _Rank:
             return 1
         size = self.parallel.wrap
         if self.parallel.bucket_mib is not None:
-            size = -(-self.parallel.bucket_mib * 2**20 // max(1, segment.parameters * ITEM[self.reduce]))
+            size = -(-self.parallel.bucket_mib * 2**20 // max(1, segment.parameters * BYTES[self.reduce]))
         return min(max(1, size), segment.count)
 
     def _piece(self, segment: Segment, size: int) -> Piece:
@@ -168,7 +169,7 @@ class _Rank:
             forward.add(waits)
             backward.add(waits, 2 if segment.again else 1)
         # Parameters are cast and copied with each gather, gradients once.
-        copying = parameters * 2 * ITEM[self.compute] / (1e9 * self.cluster.device.bandwidth_gb_s)
+        copying = parameters * 2 * BYTES[self.compute] / (1e9 * self.cluster.device.bandwidth_gb_s)
         forward[LIMITS["memory"]] += copying
         backward[LIMITS["memory"]] += 2 * copying
         talks = self._talks(parameters * size, ("shard", "context"))
@@ -179,7 +180,7 @@ class _Rank:
         if not parameters:
             return Talk(), Talk(), Talk()
         shards, copies = group_of(self.layout, axes, self.cluster), group_of(self.layout, ("replicate",), self.cluster)
-        gathered, reduced = parameters * ITEM[self.compute], parameters * ITEM[self.reduce]
+        gathered, reduced = parameters * BYTES[self.compute], parameters * BYTES[self.reduce]
         return (
             Talk(all_gather(gathered, shards, self.cluster), link_of(shards)),
             Talk(reduce_scatter(reduced, shards, self.cluster), link_of(shards)),
@@ -189,7 +190,7 @@ class _Rank:
     def _inside_block(self, segment: Segment) -> Seconds:
         """Waits of one pass through a block whose tokens or heads are spread over ranks."""
         waits = Seconds()
-        item = ITEM[self.compute]
+        item = BYTES[self.compute]
         if self.layout.tensor > 1:  # attention and MLP: tokens are gathered before, partial sums scattered after
             group = group_of(self.layout, ("tensor",), self.cluster)
             tokens = _stream(segment, item)
@@ -220,14 +221,15 @@ class _Rank:
     def _seconds(self, ops: tuple[Op, ...], way: Way) -> Seconds:
         return seconds_of(ops, self.cluster.device, self.compute, way)
 
-    def optimizer(self) -> float:
-        """It reads and writes the state of this rank's shards."""
+    def update(self, optimizer: str) -> float:
+        """The optimizer reads and writes the state of this rank's shards."""
         shards = self.layout.shard * self.layout.context
         owned = sum(
             segment.parameters * segment.count / (shards if segment.gathered else shards * self.layout.tensor)
             for segment in self.work.segments
         )
-        return owned * ADAM / (1e9 * (HOST_GB_S if self.parallel.offload else self.cluster.device.bandwidth_gb_s))
+        moved = owned * (PARAMETER + MOMENT * MOMENTS.get(optimizer, 2))
+        return moved / (1e9 * (HOST_GB_S if self.parallel.offload else self.cluster.device.bandwidth_gb_s))
 
     def host(self) -> float:
         """Seconds to launch one micro-batch."""

@@ -22,6 +22,7 @@ from vitrail.cost import fused, norm_op
 from vitrail.cost import samples as inputs_of
 from vitrail.cost.attention_op import TracedSequence, attend_with
 from vitrail.cost.flops import Flops
+from vitrail.cost.key import Key, key_of
 from vitrail.cost.recorder import Op, Run, record
 from vitrail.cost.split import split_block
 from vitrail.cost.work import Segment, Work, between, stage_of
@@ -47,16 +48,15 @@ def trace(
     tensor: int = 1,
     context: int = 1,
     pipeline_rank: tuple[int, int] = (0, 1),
-    average: bool = False,
 ) -> Work:
     """The work of one rank for a micro-batch of so many samples; `model` and `objective` are the recipe's configs.
 
-    Settings that the model cannot have are ValueErrors. `average` changes nothing here: averages are of parameters.
+    Settings that the model cannot have are ValueErrors.
     """
     if samples < 1:
         raise ValueError(f"samples {samples} must be at least 1")
     options = _Options(compute, recompute, compiled, chunk, tensor, context)
-    work = _work_of(_Same(model), _Same(objective), samples, options)
+    work = _work_of(key_of(model), key_of(objective), samples, options)
     return work if pipeline_rank[1] == 1 else stage_of(work, *pipeline_rank)
 
 
@@ -73,21 +73,8 @@ class _Options:
         return hash(repr(self))
 
 
-class _Same:
-    """A config as a key: configs may hold what has no hash."""
-
-    def __init__(self, config: Any):
-        self.config, self.text = config, repr(config)
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.text == other.text
-
-
 @lru_cache(maxsize=4096)
-def _work_of(model: _Same, objective: _Same, samples: int, options: _Options) -> Work:
+def _work_of(model: Key, objective: Key, samples: int, options: _Options) -> Work:
     if samples <= FEW or samples in BASE:
         return _traced(model, objective, samples, options)
     low, high = (_work_of(model, objective, base, options) for base in BASE)
@@ -96,25 +83,23 @@ def _work_of(model: _Same, objective: _Same, samples: int, options: _Options) ->
     return _traced(model, objective, samples, options) if found is None else replace(found, samples=samples)
 
 
-def _traced(model: _Same, objective: _Same, samples: int, options: _Options) -> Work:
+def _traced(model: Key, objective: Key, samples: int, options: _Options) -> Work:
     try:
-        return _trace(model, objective, samples, options)
-    except (UserError, ValueError):
-        raise
-    except Exception as error:
-        kinds = f"model {model.config.kind!r} with objective {objective.config.kind!r}"
+        return _trace(model.make(), objective.make(), samples, options)
+    except RuntimeError as error:  # what PyTorch raises where values or kernels are missing
+        kinds = f"model {model.make().kind!r} with objective {objective.make().kind!r}"
         raise UserError(
             f"{kinds} cannot be traced without data: {type(error).__name__}: {error}; what they do in prepare(), "
             "forward() and loss() must work on PyTorch's meta device, which has shapes and no values"
         ) from error
 
 
-def _trace(model: _Same, objective: _Same, samples: int, options: _Options) -> Work:
-    built = inputs_of.build_objective(objective.config, model.config)
+def _trace(model: Any, objective: Any, samples: int, options: _Options) -> Work:
+    built = inputs_of.build_objective(objective, model)
     parts = options.tensor * options.context
-    if parts > 1 and not hasattr(encoder_of(model.config), "tokens"):
-        raise ValueError(f"{model.config.kind} has no tokens that ranks could share; set tensor and context to 1")
-    inputs, targets, raw = inputs_of.prepare(objective.config, built, model.config, samples, parts)
+    if parts > 1 and not hasattr(encoder_of(model), "tokens"):
+        raise ValueError(f"{model.kind} has no tokens that ranks could share; set tensor and context to 1")
+    inputs, targets, raw = inputs_of.prepare(objective, built, model, samples, parts)
 
     def loss(output: Tensor) -> Tensor:
         if parts > 1 and built.needs_whole:
@@ -122,7 +107,7 @@ def _trace(model: _Same, objective: _Same, samples: int, options: _Options) -> W
         return built.loss(output, targets).sum
 
     return trace_model(
-        model.config,
+        model,
         inputs,
         loss,
         samples=samples,
@@ -130,7 +115,8 @@ def _trace(model: _Same, objective: _Same, samples: int, options: _Options) -> W
         flops=built.flops,
         tokens=built.tokens_per_sample(),
         held=inputs_of.bytes_of(targets),
-        raw=raw,
+        raw=raw.whole,
+        slabs=raw.slabs,
     )
 
 
@@ -145,6 +131,7 @@ def trace_model(
     tokens: int = 0,
     held: int = 0,
     raw: int = 0,
+    slabs: int = 0,
     **settings: Any,
 ) -> Work:
     """The work of a model on these inputs, which are on the meta device; `held` and `raw` are bytes beside them."""
@@ -167,6 +154,7 @@ def trace_model(
         flops=count,
         tokens=tokens,
         raw=raw,
+        slabs=slabs,
     )
 
 
@@ -251,6 +239,7 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
                     peak=run.peak,
                     gathered=bool(blocks),
                     forward_peak=run.forward_peak,
+                    recomputed=bool(blocks) and kept[blocks[0]] is not None,
                 )
                 segments.append(segment)
                 if key is not None:

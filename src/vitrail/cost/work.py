@@ -20,6 +20,7 @@ class Segment:
     peak: int  # bytes that one needs for a moment besides, in its backward
     gathered: bool = True  # its parameters are gathered and freed block by block; else they are the root's
     forward_peak: int = 0  # the same in its forward
+    recomputed: bool = False  # as a whole, but for what it keeps; MLPs in pieces are, too, without this
 
     @property
     def flops(self) -> float:
@@ -38,6 +39,7 @@ class Work:
     flops: Flops  # of one sample
     tokens: int  # all of a sample
     raw: int = 0  # of the inputs, the batch as it was read: others may lie on the device, too
+    slabs: int = 0  # of that, what ranks that share a sample read a slab of each, where it can be cut evenly
 
 
 # ---------------------------------------------------------------- between two traces
@@ -85,12 +87,18 @@ def between(low: Work, high: Work, share: float) -> Work | None:
         segments=tuple(segments),
         inputs=round(line(low.inputs, high.inputs)),
         raw=round(line(low.raw, high.raw)),
+        slabs=round(line(low.slabs, high.slabs)),
         loss=ops(low.loss, high.loss),
         loss_peak=round(line(low.loss_peak, high.loss_peak)),
     )
 
 
 # ---------------------------------------------------------------- pipelines
+
+
+def places(pipeline: int) -> list[int]:
+    """Of the ranks of a pipeline those that may differ."""
+    return sorted({0, (pipeline - 1) // 2, pipeline - 1})
 
 
 def stage_of(work: Work, rank: int, number: int) -> Work:

@@ -270,7 +270,7 @@ def check_tokens(case: Case) -> None:
             f"{case.recipe.model.kind!r} hold no attention of vitrail's (layers.attention) that could see them all",
             Change(("parallel.context=1", "parallel.tensor=1")),
         )
-    for what, number in _sequences(case).items():
+    for what, number in sequences_of(case).items():
         if number < parts:
             axes = [axis for axis in ("context", "tensor") if getattr(case.layout, axis) > 1]
             shown = " x ".join(f"parallel.{axis}={getattr(case.layout, axis)}" for axis in axes)
@@ -282,7 +282,7 @@ def check_tokens(case: Case) -> None:
             )
 
 
-def _sequences(case: Case) -> dict[str, int]:
+def sequences_of(case: Case) -> dict[str, int]:
     """Tokens of the sequences of a sample, those of each variable by themselves where they are separate."""
     if case.model is None:
         return {}
@@ -341,20 +341,25 @@ def check_pipeline(case: Case) -> None:
         )
 
 
+def fill_pipeline(parallel: Parallel, ranks: int, number: int) -> bool:
+    """Whether so many micro-batches are enough for a pipeline of so many ranks."""
+    return ranks == 1 or (number >= num_parts(parallel, ranks) and number % _rounds(parallel, ranks) == 0)
+
+
+def _rounds(parallel: Parallel, ranks: int) -> int:
+    return ranks if parallel.schedule == "interleaved" else 1
+
+
 def check_micro_batches(case: Case) -> None:
     """A pipeline needs at least one micro-batch for each stage; an interleaved one whole rounds of them."""
     c, ranks = case.parallel, case.layout.pipeline
     if ranks == 1:
         return
     share, stages, data = case.batch // case.layout.data, num_parts(c, ranks), case.recipe.data
-    multiple = ranks if c.schedule == "interleaved" else 1
-
-    def fits(number: int) -> bool:
-        return number >= stages and number % multiple == 0
-
     number = math.ceil(share / (data.micro_batch or share))
-    if fits(number):
+    if fill_pipeline(c, ranks, number):
         return
+    multiple = _rounds(c, ranks)
     needed = math.ceil(stages / multiple) * multiple
     more = f"{needed}/rank" if isinstance(data.batch, str) else needed * case.layout.data
     wanted = f"at least {stages}" + (f", a multiple of {ranks}" if multiple > 1 else "")
@@ -362,7 +367,11 @@ def check_micro_batches(case: Case) -> None:
         f"data.micro_batch: {share} sample{'s' * (share > 1)} of a data-parallel rank make {number} "
         f"micro-batch{'es' * (number > 1)} "
         f"of {data.micro_batch or share}, but {stages} pipeline stages ({c.schedule}) need {wanted}",
-        *(Change((f"data.micro_batch={n}",)) for n in range(share, 0, -1) if share % n == 0 and fits(share // n)),
+        *(
+            Change((f"data.micro_batch={n}",))
+            for n in range(share, 0, -1)
+            if share % n == 0 and fill_pipeline(c, ranks, share // n)
+        ),
         Change((f"data.batch={more}", "data.micro_batch=1")),
         *_other_sizes(case, "pipeline"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add(app: typer.Typer) -> None:
-    app.command()(plan)
+    app.command(short_help="Tell what fits and how fast it goes, without a GPU.")(plan)
 
 
 def plan(
@@ -42,18 +42,34 @@ def plan(
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what fits and how fast it goes, without a GPU."""
+    """Tell what fits and how fast it goes, without a GPU.
+
+    \b
+    vitrail plan configs/vit_fsdp_study/1b.yaml --cluster frontier --gpus 64
+    vitrail plan configs/vit_fsdp_study/1b.yaml --cluster frontier --gpus 8..1024 --as-is
+    vitrail plan configs/mae3d/2b.yaml model.channels=1 --cluster h200 --json
+    vitrail plan configs/dummy/dit_7b.yaml --cluster here.yaml      a file of `vitrail doctor --calibrate`
+
+    Layouts of the recipe on so many GPUs, the fastest that fits first: memory of a rank, seconds of a step, and what
+    limits it. With a range the best of each number is shown: weak scaling where the batch is given per rank, strong
+    where it is that of all. Data need not be there; what they would tell is asked for by key.
+    """
     from vitrail.cost.cluster import list_clusters, load_cluster
-    from vitrail.cost.plan import settle
-    from vitrail.recipe.find import find_recipe
+    from vitrail.cost.gpus import read_gpus
 
     if cluster is None:
         raise UserError(f"--cluster is missing; choose one of {', '.join(list_clusters())}, or the path of a file")
     place = load_cluster(cluster)
+    if price is not None and not math.isfinite(price):
+        raise UserError(f"--price {price}: expected what a GPU hour costs, such as 2.5")
     place = place if price is None else replace(place, price=price)
     numbers = read_gpus(gpus or str(place.gpus_per_node), place)
-    if plot is not None and len(numbers) == 1:
-        raise UserError(f"--plot {plot}: a curve needs a range of GPUs, such as --gpus 8..512")
+    if plot is not None:
+        _check_plot(plot, numbers)
+
+    from vitrail.cost.plan import settle  # imports torch: what is wrong above is told at once
+    from vitrail.recipe.find import find_recipe
+
     load_plugins(plugins)
     # About what checkpointing under torch.compile must not hold: blocks are known, and a plan is to be read.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -63,30 +79,14 @@ def plan(
     answer(ready, place, numbers, as_json=as_json, top=top, plot=plot, **options)
 
 
-def read_gpus(text: str, cluster: Cluster) -> list[int]:
-    """A number, or the powers of two times a node's GPUs between two numbers and these themselves."""
-    from vitrail.cost.plan import check_gpus
-
-    found = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", text.strip())
-    if not found or (found[2] and int(found[2]) < int(found[1])):
-        raise UserError(f"--gpus {text}: expected a number such as 64, or a range from less to more such as 8..512")
-    first, last = int(found[1]), int(found[2] or found[1])
-    for number in (first, last):
-        check_gpus(cluster, number)
-    sizes = (cluster.gpus_per_node * 2**power for power in range(-10, 31))
-    between = {int(size) for size in sizes if size == int(size) and first < size < last}
-    return sorted({first, last} | between)
-
-
-def _layouts(recipe: Recipe, cluster: Cluster, gpus: int, top: int, *, as_is: bool, any_batch: bool) -> list[Estimate]:
-    from vitrail.cost.plan import estimate, without_device
-    from vitrail.cost.search import search
-    from vitrail.parallel.check import refuse
-
-    if not as_is:
-        return search(recipe, cluster, gpus, any_batch=any_batch, top=top)
-    refuse(without_device(recipe), gpus)
-    return [estimate(recipe, cluster, gpus)]
+def _check_plot(path: Path, numbers: list[int]) -> None:
+    """Before anything is searched."""
+    if len(numbers) == 1:
+        raise UserError(f"--plot {path}: a curve needs a range of GPUs, such as --gpus 8..512")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {path}: expected a file that ends with .png, .svg or .pdf")
+    if not path.resolve().parent.is_dir():
+        raise UserError(f"--plot {path}: there is no folder {path.parent}; make it first")
 
 
 def _one(
@@ -94,10 +94,11 @@ def _one(
 ) -> None:
     """Layouts for one number of GPUs."""
     from vitrail.cost import plan_page as page
+    from vitrail.cost.search import layouts as layouts_of
     from vitrail.cost.search import nearest
 
     gpus = numbers[0]
-    layouts = _layouts(recipe, cluster, gpus, top, **options)
+    layouts = layouts_of(recipe, cluster, gpus, top=top, **options)
     near = None if layouts[0].fits else nearest(recipe, cluster, gpus)
     note = "" if layouts[0].fits else page.advice(near, cluster, gpus)
     if as_json:
@@ -117,11 +118,12 @@ def _curve(
 ) -> None:
     """The best layout for each number of GPUs."""
     from vitrail.cost import plan_page as page
+    from vitrail.cost.search import layouts as layouts_of
 
     layouts, left_out = [], []
     for gpus in numbers:
         try:
-            layouts.append(_layouts(recipe, cluster, gpus, 1, **options)[0])
+            layouts.append(layouts_of(recipe, cluster, gpus, top=1, **options)[0])
         except UserError as error:
             left_out.append((gpus, error))
     if not layouts:
@@ -148,7 +150,7 @@ def _print_json(recipe: Recipe, cluster: Cluster, layouts: list[Estimate], **mor
         "parameters": _parameters(recipe),
         "currency": cluster.currency if cluster.price is not None else None,
     }
-    print(json.dumps({**head, "layouts": [one.as_json() for one in layouts], **more}, indent=2))
+    print(json.dumps({**head, "layouts": [one.as_json() for one in layouts], **more}, indent=2, allow_nan=False))
 
 
 def _parameters(recipe: Recipe) -> int:
