@@ -268,13 +268,13 @@ def test_all_signals_in_all_phases(
 
 
 def test_a_second_interrupt_ends_at_once(volume: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(volume, tmp_path / "recipe.yaml", tmp_path / "run", run__steps=10**6, data__batch=256)
+    recipe = make_recipe(volume, tmp_path / "recipe.yaml", tmp_path / "run", run__steps=10**6, data__batch=1024)
     process = launch(1, recipe)
     try:
         Phase(process, tmp_path / "run").steps(1)
         while process.poll() is None:  # two that arrive during one operation count as one
             os.kill(process.pid, signal.SIGINT)
-            time.sleep(0.2)
+            time.sleep(0.1)
         code, output = finish(process)
     finally:
         end(process)
