@@ -274,7 +274,7 @@ def test_a_second_interrupt_ends_at_once(volume: Path, tmp_path: Path) -> None:
         Phase(process, tmp_path / "run").steps(1)
         while process.poll() is None:  # two that arrive during one operation count as one
             os.kill(process.pid, signal.SIGINT)
-            time.sleep(0.1)
+            time.sleep(0.03)
         code, output = finish(process)
     finally:
         end(process)
