@@ -148,11 +148,8 @@ def _lines(columns: dict[str, list[str]]) -> list[str]:
     left = {"strategy", "recompute", "limited by", "layout", "of ideal"}
     rows = [list(columns), *map(list, zip(*columns.values(), strict=True))]
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
-    cells = (
-        [f"{cell:<{width}}" if name in left else f"{cell:>{width}}" for name, cell, width in zip(columns, row, widths)]  # noqa: B905
-        for row in rows
-    )
-    return ["  ".join(row).rstrip() for row in cells]
+    sides = [f"{'<' if name in left else '>'}{width}" for name, width in zip(columns, widths, strict=True)]
+    return ["  ".join(format(*both) for both in zip(row, sides, strict=True)).rstrip() for row in rows]
 
 
 def _seconds(value: float) -> str:
