@@ -62,7 +62,7 @@ class Prediction:
 
     @cached_property
     def memory(self) -> Memory:
-        return memory_for(self.recipe, self.layout, self.shares)
+        return memory_for(self.recipe, self.cluster, self.layout, self.shares)
 
     @property
     def fits(self) -> bool:

@@ -54,12 +54,12 @@ def run_case(tree: dict[str, Any], out: Path) -> None:
         names = {id(p): n for n, p in parts.model.named_parameters()}
         update = training.step
 
-        def step(optimizer: Any, rate: float) -> None:
+        def step(optimizer: Any, rate: float, skip: Tensor) -> None:
             for group in optimizer.param_groups:
                 for source in group["sources"]:
                     gradient = torch.zeros_like(source) if source.grad is None else source.grad
                     found.update(pieces(f"gradient{trainer.done}", names[id(source)], gradient, source))
-            update(optimizer, rate)
+            update(optimizer, rate, skip)
 
         training.step = step
         try:

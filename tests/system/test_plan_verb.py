@@ -125,7 +125,7 @@ def test_what_is_compared_is_near_what_is_traced() -> None:
         recipe = settle(load_recipe(config("dummy/dit_0.5b.yaml"), [*words, *more]), cluster)
         layout = layout_of(recipe.parallel, 8)
         shares = Shares.of(recipe, layout)
-        rough, exact = (memory_for(recipe, layout, shares, rough=rough).peak for rough in (True, False))
+        rough, exact = (memory_for(recipe, cluster, layout, shares, rough=rough).peak for rough in (True, False))
         assert rough == pytest.approx(exact, rel=0.3), more
         rough, exact = (time_for(recipe, cluster, 8, layout, shares, rough=rough).seconds for rough in (True, False))
         assert rough == pytest.approx(exact, rel=0.15), more

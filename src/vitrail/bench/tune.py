@@ -213,7 +213,7 @@ def planned_size(
 
     def needs(size: int) -> float:
         one = settle(load_recipe(recipe, sizes.changes(size)), place)
-        return memory_for(one, sizes.layout, Shares.of(one, sizes.layout)).reserved(place.device)
+        return memory_for(one, place, sizes.layout, Shares.of(one, sizes.layout)).reserved(place.device)
 
     small = sizes.candidates[0]
     large = sizes.candidates[min(15, len(sizes.candidates) - 1)]

@@ -2,7 +2,8 @@
 
 - masters, gradients and optimizer state are fp32 and in shards; parameters are gathered in the compute type, gradients
   reduced in the reduce type, group by group, as parallel/shard.py has FSDP2 do it
-- a group that is not sharded is copied, too: the copy is in the compute type
+- a group that is not sharded is copied, too: the copy is in the compute type. One rank alone (parallel/solo.py) has
+  copies of all groups from the beginning to the end of a pass, none in fp32, and reduces nothing
 - the moments are: each block's forward, the loss, each block's backward, the reduction of its gradients, the update.
   Activations fall while gradients rise, so that any of them can be the worst
 """
@@ -64,6 +65,7 @@ def memory_of(
     schedule: str = "1F1B",
     read_ahead: int = 0,
     rank: int = 0,
+    solo: bool = False,
 ) -> Memory:
     """What one rank needs; `prefetch` is the recipe's (forward, backward), by default FSDP2's own 0 and 1.
 
@@ -81,7 +83,10 @@ def memory_of(
         inputs=_inputs(work, pipeline, micro_batches, read_ahead),
         activations=(flying - 1) * sum(segment.saved for segment in state.every),
     )
-    moments = state.moments(fixed, reshard, ahead, accumulated=micro_batches > 1, offload=offload)
+    if solo:
+        moments = state.moments_alone(fixed, accumulated=micro_batches > 1)
+    else:
+        moments = state.moments(fixed, reshard, ahead, accumulated=micro_batches > 1, offload=offload)
     return max(moments, key=lambda memory: memory.peak)
 
 
@@ -195,6 +200,60 @@ class _State:
             moment="reduction of what is outside blocks",
         )
         yield replace(fixed, gradients=all_gradients, activations=0, moment="update")
+
+    def moments_alone(self, fixed: Memory, *, accumulated: bool) -> Iterator[Memory]:
+        """Of a rank that has all of the model."""
+        every = self.every
+        copied = 0 if self.compute == 4 else self.compute  # bytes of a copied number, and of its gradient at first
+        fixed = replace(fixed, gathered=copied * self.owned)
+        all_gradients = 4 * self.owned
+        gradients = all_gradients if accumulated else 0
+        saved = waiting = 0
+        for segment in every:
+            saved += segment.saved
+            yield replace(
+                fixed,
+                gradients=gradients,
+                activations=fixed.activations + saved,
+                temporary=segment.forward_peak,
+                moment=f"forward of {segment.name}",
+            )
+        yield replace(
+            fixed,
+            gradients=gradients,
+            activations=fixed.activations + saved,
+            temporary=self.work.loss_peak,
+            moment="loss",
+        )
+        for segment in reversed(every):
+            yield replace(
+                fixed,
+                gradients=gradients,
+                activations=fixed.activations + saved,
+                temporary=segment.peak + waiting,
+                moment=f"backward of {segment.name}",
+            )
+            saved -= segment.saved
+            if copied and not segment.gathered:  # what is outside blocks is one group, and the last
+                waiting += copied * segment.parameters
+                continue
+            new = 4 * segment.parameters
+            gradients += 0 if accumulated else new
+            yield replace(
+                fixed,
+                gradients=gradients,
+                activations=fixed.activations + saved,
+                temporary=waiting + copied * segment.parameters + (new if accumulated else 0),
+                moment=f"gradients of {segment.name}",
+            )
+        yield replace(
+            fixed,
+            gradients=all_gradients,
+            activations=fixed.activations,
+            temporary=waiting * (3 if accumulated else 1),
+            moment="gradients of what is outside blocks",
+        )
+        yield replace(fixed, gradients=all_gradients, gathered=0, activations=0, moment="update")
 
     def _reduction(self, numbers: int, output: int) -> int:
         """What is reduced, and where it goes; of one rank alone it is divided once more, in memory of its own."""

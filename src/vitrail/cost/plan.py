@@ -33,7 +33,7 @@ from vitrail.cost.whole_matrix import whole_matrix
 from vitrail.cost.work import places
 from vitrail.errors import UserError
 from vitrail.models.model import Model
-from vitrail.parallel import recompute
+from vitrail.parallel import recompute, solo
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.durations import parse_duration
@@ -199,9 +199,21 @@ def _work(recipe: Recipe, layout: Layout, micro: int, rank: int) -> Work:
     return work
 
 
-def memory_for(recipe: Recipe, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
+def is_solo(recipe: Recipe, layout: Layout, cluster: Cluster) -> bool:
+    """Whether one rank has all of the model, and FSDP2 is left out."""
+    return solo.suits(
+        num_parameters(recipe),
+        layout,
+        recipe.parallel,
+        compute=torch.float32 if compute_of(recipe) == "fp32" else torch.bfloat16,
+        memory=None if cluster.device.name == "cpu" else cluster.device.memory_gib * GIB,
+    )
+
+
+def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
     """Of the fullest rank."""
     c = recipe.parallel
+    alone = is_solo(recipe, layout, cluster)
     found = (
         memory_of(
             work,
@@ -222,6 +234,7 @@ def memory_for(recipe: Recipe, layout: Layout, shares: Shares, *, rough: bool = 
             schedule=c.schedule,
             read_ahead=recipe.data.prefetch + 1,  # that wait, and the one that is being made
             rank=rank,
+            solo=alone,
         )
         for rank, work in zip(places(layout.pipeline), works_of(recipe, layout, shares.micro, rough=rough), strict=True)
     )
@@ -236,6 +249,7 @@ def time_for(
     recipe: Recipe, cluster: Cluster, gpus: int, layout: Layout, shares: Shares, *, rough: bool = False
 ) -> StepTime:
     """Of the slowest rank."""
+    alone = is_solo(recipe, layout, cluster)
 
     def times(micro: int, passes: int) -> list[StepTime]:
         return [
@@ -249,6 +263,7 @@ def time_for(
                 reduce=recipe.precision.reduce,
                 micro_batches=passes,
                 optimizer=recipe.optimizer.kind,
+                solo=alone,
             )
             for work in works_of(recipe, layout, micro, rough=rough)
         ]
@@ -285,7 +300,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     """Of a settled recipe with the layout that it names."""
     layout = layout_of(recipe.parallel, gpus)
     shares = Shares.of(recipe, layout)
-    memory = memory_for(recipe, layout, shares)
+    memory = memory_for(recipe, cluster, layout, shares)
     time = time_for(recipe, cluster, gpus, layout, shares)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")

@@ -23,6 +23,7 @@ from vitrail.cost.plan import (
     Estimate,
     Shares,
     estimate,
+    is_solo,
     memory_for,
     model_of,
     without_device,
@@ -151,7 +152,7 @@ def _least_again(
         candidate = start.with_passes(micro=micro, choice=choice)
         if _at_least(candidate) > (1 + MARGIN) * _room(cluster):  # quicker than all of its memory
             continue
-        memory = _rough_memory(candidate)
+        memory = _rough_memory(candidate, cluster)
         share = memory.reserved(cluster.device) / _room(cluster)
         if share <= 1 + MARGIN:
             found.append(candidate)
@@ -160,14 +161,16 @@ def _least_again(
     return found, False
 
 
-def _rough_memory(candidate: Candidate) -> Memory:
-    """The same for any number of copies: a range of GPUs asks but once."""
+def _rough_memory(candidate: Candidate, cluster: Cluster) -> Memory:
+    """The same for any number of copies above one: a range of GPUs asks but once."""
     recipe, shares = candidate.recipe, candidate.shares
-    layout = candidate.layout._replace(replicate=1)
+    layout = candidate.layout._replace(replicate=min(2, candidate.layout.replicate))
     unlike = {"strategy": None, "group": None, "replicate": None, "shard": None}  # the layout tells
     rest = (recipe.optimizer.kind, recipe.ema, recipe.data.prefetch, layout, shares.micro, shares.passes)
-    text = repr((recipe.model, recipe.objective, recipe.precision, recipe.parallel.model_copy(update=unlike), *rest))
-    return _memory(Key(text, lambda: memory_for(recipe, layout, shares, rough=True)))
+    parallel = recipe.parallel.model_copy(update=unlike)
+    alone = is_solo(recipe, layout, cluster)
+    text = repr((recipe.model, recipe.objective, recipe.precision, parallel, alone, *rest))
+    return _memory(Key(text, lambda: memory_for(recipe, cluster, layout, shares, rough=True)))
 
 
 @lru_cache(maxsize=4096)

@@ -23,6 +23,7 @@ from vitrail.recipe.sections import Parallel
 LAUNCHES, BUBBLE = "kernel launches", "pipeline bubble"
 PARAMETER, MOMENT = 12, 8  # bytes an update moves, in fp32: a parameter read and written, its gradient read; a moment
 HOOKS = 30  # launches that a group of sharded parameters adds to a micro-batch: casts, copies, collectives
+CASTS = 2  # launches of a group on one rank alone
 HOST_GB_S = 20.0  # between host and device, where the optimizer runs on the host
 
 
@@ -52,13 +53,14 @@ def step_time(
     reduce: str = "fp32",
     micro_batches: int = 1,
     optimizer: str = "adamw",
+    solo: bool = False,
 ) -> StepTime:
-    """Of one optimizer step with so many micro-batches, of which `work` is one.
+    """Of one optimizer step with so many micro-batches, of which `work` is one; `solo` as in parallel/solo.py.
 
     A layout of fewer ranks than GPUs stands for copies that do not talk to each other.
     """
     assert gpus >= layout.data * layout.parts * layout.pipeline, (gpus, layout)
-    rank = _Rank(work, cluster, layout, parallel, compute, reduce)
+    rank = _Rank(work, cluster, layout, parallel, compute, reduce, solo)
     spent, busy = rank.micro_batches(micro_batches)
     running, waiting = spent.total, spent[INSIDE] + spent[BETWEEN]
     updating = rank.update(optimizer)
@@ -89,6 +91,7 @@ class _Rank:
     parallel: Parallel
     compute: Compute
     reduce: str
+    solo: bool
 
     def micro_batches(self, number: int) -> tuple[Seconds, Seconds]:
         """Seconds by limit, and of each link, of all of them.
@@ -168,10 +171,15 @@ class _Rank:
             waits = self._inside_block(segment)
             forward.add(waits)
             backward.add(waits, 2 if segment.again else 1)
-        # Parameters are cast and copied with each gather, gradients once.
-        copying = parameters * 2 * BYTES[self.compute] / (1e9 * self.cluster.device.bandwidth_gb_s)
-        forward[LIMITS["memory"]] += copying
-        backward[LIMITS["memory"]] += 2 * copying
+        item, bandwidth = BYTES[self.compute], 1e9 * self.cluster.device.bandwidth_gb_s
+        if self.solo:  # parameters are cast before, and gradients after
+            casting = segment.parameters * (4 + item) / bandwidth if item < 4 else 0.0
+            forward[LIMITS["memory"]] += casting
+            backward[LIMITS["memory"]] += casting
+        else:  # parameters are cast and copied with each gather, gradients once
+            copying = parameters * 2 * item / bandwidth
+            forward[LIMITS["memory"]] += copying
+            backward[LIMITS["memory"]] += 2 * copying
         talks = self._talks(parameters * size, ("shard", "context"))
         return Piece(Seconds().add(forward, size), Seconds().add(backward, size), *talks)
 
@@ -236,7 +244,7 @@ class _Rank:
         total = float(sum(op.kernels for op in self.work.loss))
         for segment in self.work.segments:
             ops = (*segment.forward, *segment.backward, *segment.again)
-            hooks = HOOKS / self._together(segment) if segment.gathered else 0
+            hooks = CASTS if self.solo else HOOKS / self._together(segment) if segment.gathered else 0
             total += segment.count * (sum(op.kernels for op in ops) + hooks)
         return 1e-6 * self.cluster.device.launch_us * total
 

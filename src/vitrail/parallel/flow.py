@@ -1,6 +1,8 @@
 """How micro-batches go through a parallel model: forward and backward, whatever the layout."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from vitrail.parallel.gradients import Gradients
 from vitrail.parallel.mesh import Layout, Mesh
 from vitrail.parallel.parted import PartedSequence
 from vitrail.parallel.pipeline import LossLike, Pipeline
+from vitrail.parallel.replay import Replay
+from vitrail.parallel.solo import Solo
 
 
 class Flow:
@@ -30,10 +34,15 @@ class Flow:
         sequence: PartedSequence | None,
         pipeline: Pipeline | None,
         *,
+        solo: Solo | None = None,
+        replays: tuple[Replay, Replay] | None = None,
         again: Again,
         notes: Sequence[str] = (),
     ):
         self.model, self.mesh, self.layout, self.sequence, self.pipeline = model, mesh, layout, sequence, pipeline
+        self.solo = solo  # of a model that one rank has to itself, which may replay passes with and without gradients
+        self.replay: Replay | None = replays[0] if replays else None
+        self.replay_forward: Replay | None = replays[1] if replays else None
         self.again, self.notes = again, list(notes)  # what is recomputed, and what was decided on the way
         self.roots: list[nn.Module] = [model]
         self.part: Part = WHOLE if sequence is None else sequence.part  # of the tokens of each sample
@@ -43,7 +52,15 @@ class Flow:
 
     def __call__(self, **inputs: Any) -> Tensor:
         """The output for this rank's part, without a backward."""
-        return (self.model if self.pipeline is None else self.pipeline)(**inputs)
+        if self.pipeline is not None:
+            return self.pipeline(**inputs)
+        if self.replay_forward is None or torch.is_grad_enabled():
+            return self._forward(inputs)
+        return self.replay_forward(lambda inputs, _: self._forward(inputs), inputs, None)
+
+    def _forward(self, inputs: dict[str, Any]) -> Tensor:
+        with nullcontext() if self.solo is None else self.solo.computing():
+            return self.model(**inputs)
 
     def forward_backward(
         self, prepared: Iterable[tuple[dict[str, Any], Any]], number: int, loss: Callable[[Tensor, Any], LossLike]
@@ -53,13 +70,22 @@ class Flow:
             return self.pipeline.forward_backward(list(prepared), loss)
         totals = None
         for place, (inputs, targets) in enumerate(prepared):
-            shard.last_micro_batch(self.roots, place == number - 1, reshard=self.layout.reshard)
-            found = loss(self.model(**inputs), targets)
-            found.sum.backward()
-            both = torch.stack([found.sum.detach().double(), found.count.double()])
+            if self.solo is None:
+                shard.last_micro_batch(self.roots, place == number - 1, reshard=self.layout.reshard)
+            if self.replay is None or self.model.watching is not None:
+                both = self._pass(inputs, targets, loss)
+            else:
+                both = self.replay(partial(self._pass, loss=loss), inputs, targets)
             totals = both if totals is None else totals + both
         assert totals is not None
         return totals[0], totals[1]
+
+    def _pass(self, inputs: dict[str, Any], targets: Any, loss: Callable[[Tensor, Any], LossLike]) -> Tensor:
+        """Forward and backward of one micro-batch: the sum and the count of its loss."""
+        with nullcontext() if self.solo is None else self.solo.computing():
+            found = loss(self.model(**inputs), targets)
+            found.sum.backward()  # inside, since what is recomputed asks for parameters again
+        return torch.stack([found.sum.detach().double(), found.count.double()])
 
     @property
     def leads_stage(self) -> bool:
@@ -84,4 +110,9 @@ class Flow:
 
     def forget_gathered(self) -> None:
         """Free gathered parameters that are left behind: they would hide a change of shards."""
-        shard.forget_gathered(self.roots)
+        if self.solo is None:
+            shard.forget_gathered(self.roots)
+        else:
+            self.solo.forget()
+            if self.replay_forward is not None:
+                self.replay_forward.forget()  # it reads copies of parameters

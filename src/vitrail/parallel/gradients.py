@@ -6,6 +6,7 @@ stages (parameters that all stages of a pipeline read). Their gradients are adde
 """
 
 from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ from vitrail.parallel.mesh import Layout, Mesh, local
 class Gradients:
     def __init__(self, model: nn.Module, mesh: Mesh, layout: Layout, shared: Collection[str] = ()):
         """`shared` names the parameters that every rank of a pipeline has."""
-        self.layout = layout
-        self.parameters = [p for _, p in model.named_parameters()]
+        self.model, self.layout = model, layout
         self.shared = [name in shared for name, _ in model.named_parameters()]
         self.groups: dict[str, Any] = {axis: mesh[axis].get_group() for axis in ("tensor", "pipeline")}
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Asked for after the model has been materialised, which may put others in their places."""
+        return list(self.model.parameters())
 
     def add_up(self) -> None:
         """Complete the gradients of parameters that several ranks hold whole."""
@@ -38,6 +43,7 @@ class Gradients:
         pieces = flat.split([g.numel() for g in gradients])
         torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
 
+    @torch.no_grad()  # DTensors then give their shards at once
     def local(self) -> list[Tensor]:
         """This rank's shards of the gradients that there are."""
         return [local(p.grad) for p in self.parameters if p.grad is not None]

@@ -1,15 +1,18 @@
 """How a plain model becomes a parallel one. Models know nothing of this."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from vitrail.errors import UserError
 from vitrail.models.model import Model
-from vitrail.parallel import chunk, float8, recompute, shard, tensor
+from vitrail.parallel import chunk, float8, recompute, replay, shard, solo, tensor
 from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import Layout, Mesh
 from vitrail.parallel.parted import PartedSequence
 from vitrail.parallel.pipeline import Pipeline
+from vitrail.parallel.replay import WARM_FORWARD, Replay
 from vitrail.recipe.sections import Parallel
 
 
@@ -35,7 +38,8 @@ def parallelize(
        the layer's name)
     5. recompute: a block's forward, or parts of it, are run again in the backward instead of keeping their results
     6. compile: block by block, so that one compilation serves all of them
-    7. shard: groups of blocks, then what is left; fp32 masters, gathered in the compute type
+    7. shard: groups of blocks, then what is left; fp32 masters, gathered in the compute type. One rank alone gathers
+       nothing (solo), and may replay its passes
 
     Each step changes modules in place, never wraps them: parameters keep their names. What is recomputed is planned
     first, for all blocks of the model, so that ranks with some of them agree.
@@ -59,6 +63,22 @@ def parallelize(
     if compiled:
         for block in blocks:
             block.compile()
+    flow = partial(Flow, model, mesh, layout, sequence, pipeline, again=plan.again, notes=notes)
+    parameters, memory = sum(p.numel() for p in model.parameters()), memory_of(device)
+    if solo.suits(parameters, layout, c, compute=compute, memory=memory):
+        make = partial(Replay, model, device, always=c.replay is True)
+        replays = (make(), make(warm=WARM_FORWARD)) if replay.suits(c.replay, device) else None
+        return flow(solo=solo.Solo(model, blocks, compute), replays=replays)
+    if c.replay is True:
+        raise UserError(
+            "parallel.replay: only passes of one rank alone, whose parameters fit on its GPU a second time, are "
+            "replayed; set parallel.replay=auto"
+        )
     roots = [(model, blocks)] if pipeline is None else pipeline.roots()
     shard.apply(roots, mesh, layout, c, compute=compute, reduce=reduce)
-    return Flow(model, mesh, layout, sequence, pipeline, again=plan.again, notes=notes)
+    return flow()
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -145,13 +145,22 @@ def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
     ]
 
 
-def step(optimizer: Optimizer, rate: float) -> None:
-    """Update the shards of this rank by their gradients, and drop these."""
+@torch.no_grad()  # DTensors then give their shards at once
+def step(optimizer: Any, rate: float, skip: torch.Tensor) -> None:
+    """Update the shards of this rank by their gradients, unless `skip` is 1.0, and drop the gradients.
+
+    Whether to skip is decided on the device, so that nobody waits for it here.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_multiplier"]
         for shard, source in zip(group["params"], group["sources"], strict=True):
-            # Fetched anew: sharding may have moved a parameter since.
-            shard.data, shard.grad = local(source.detach()), None if source.grad is None else local(source.grad)
+            if isinstance(source, DTensor):  # fetched anew: sharding may have moved it since
+                shard.data = local(source.detach())
+            shard.grad = None if source.grad is None else local(source.grad)
+            if group.get("momentum") and shard.grad is not None and not optimizer.state[shard]:
+                # A first step that is skipped would leave momentum as it finds it, which is not even zero.
+                optimizer.state[shard]["momentum_buffer"] = torch.zeros_like(shard)
+    optimizer.found_inf = skip  # what fused optimizers obey
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

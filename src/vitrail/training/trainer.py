@@ -92,21 +92,19 @@ class Trainer:
         more = torch.tensor([*bad, *wishes], dtype=torch.float64)
         table = torch.cat([numbers, sent(more, numbers.device)])
         dist.all_reduce(table)
-        loss_sum_all, count_all, squares_all, skipped, filled, *wished = table.tolist()
+        # Launched before this rank waits for the numbers, so that a device has work meanwhile.
+        factor, skip = self._decide(table)
+        if shards := gradients.local():
+            torch._foreach_mul_(shards, factor.to(shards[0].device, torch.float32))
+        step(self.optimizer, self.rate, skip)
+        told = torch.cat([table, skip.double()[None]])
+        loss_sum_all, count_all, squares_all, skipped, filled, *wished, refused = told.tolist()
 
-        # With nothing to score (no hidden token in any sample, say) there is no step to take.
-        scale = 1 / count_all if count_all else math.nan
-        norm = math.sqrt(squares_all) * scale
-        finite = math.isfinite(loss_sum_all) and math.isfinite(norm)
-        if finite:
-            clip = self.recipe.optimizer.clip
-            factor = scale * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6)))
-            if shards := gradients.local():
-                torch._foreach_mul_(shards, factor)
-            step(self.optimizer, self.rate)
-            self.optimizer_steps += 1
-            if self.ema is not None:
-                self.ema.update(self.optimizer_steps)
+        norm = math.sqrt(squares_all) / count_all if count_all else math.nan
+        finite = not refused
+        self.optimizer_steps += finite
+        if finite and self.ema is not None:
+            self.ema.update(self.optimizer_steps)
         self.model.zero_grad(set_to_none=True)
         self.done += 1
         self.samples += self.data.batch
@@ -117,6 +115,19 @@ class Trainer:
         share = self.flow.layout.data / self.place.world.size  # ranks that share samples count the same ones
         all_bad = (round(skipped * share), round(filled * share))
         return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes, all_bad)
+
+    def _decide(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What gradients are to be multiplied by, and whether there is to be no update (1.0, else 0.0).
+
+        With nothing to score (no hidden token in any sample, say) there is no step to take.
+        """
+        loss_sum, count, squares = table[:3].unbind()
+        scale = 1 / count  # infinite without anything to score, and then the norm is not finite
+        norm = squares.sqrt() * scale
+        clip = self.recipe.optimizer.clip
+        factor = scale if clip is None else scale * (clip / (norm + 1e-6)).clamp(max=1.0)
+        finite = loss_sum.isfinite() & norm.isfinite() & scale.isfinite()
+        return factor, finite.logical_not().float()
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.recipe.data.micro_batch or len(batch)

@@ -1,0 +1,191 @@
+"""The kernels of a forward and backward, recorded once as a CUDA graph and then launched by one call.
+
+A small model keeps a fast GPU waiting for Python. What a pass launches depends on the shapes of its inputs alone (draws
+are inputs, shapes are fixed, models ask nothing of the device), so it need not be found out anew each time.
+
+- passes are recorded once they have run some times as usual, which compiles and picks kernels; for each set of shapes
+- a graph has memory of its own, as much as a pass needs: `auto` records only where it fits beside that of usual passes
+- what cannot be recorded runs as usual from then on, with a warning that says why
+- results are those of the usual way: the same kernels on the same numbers
+"""
+
+import dataclasses
+import enum
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import UserError
+
+WARM = 3  # passes of a training that run as usual
+WARM_FORWARD = 10  # of those without gradients: samples are made by many, but a validation has few
+MOST = 2  # sets of shapes that are recorded: each has memory of its own
+ROOM = 0.75  # of the GPU's memory that usual passes and recorded ones may take together
+
+Run = Callable[[Any, Any], Tensor]
+
+
+def suits(choice: Any, device: torch.device) -> bool:
+    """Whether passes of a model that one rank has to itself are to be recorded."""
+    if choice is True and device.type != "cuda":
+        raise UserError("parallel.replay: a CPU has no CUDA graphs; set parallel.replay=auto, or run.device=cuda")
+    return choice is True or (choice == "auto" and device.type == "cuda" and torch.version.hip is None)
+
+
+class Unrecordable(Exception):
+    """Inputs whose values cannot be put in place of others."""
+
+
+@dataclasses.dataclass
+class Record:
+    """A set of shapes: how often it was seen, and what was recorded of it."""
+
+    seen: int = 0
+    graph: Any = None
+    leaves: list[Tensor] = dataclasses.field(default_factory=list)  # read by the graph
+    result: Tensor | None = None  # written by it, as are the gradients
+    parameters: list[nn.Parameter] = dataclasses.field(default_factory=list)
+    gradients: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class Replay:
+    """Runs passes, each of which returns a tensor and may add to the gradients of the model's parameters."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, always: bool = False, warm: int = WARM):
+        self.model, self.device, self.always, self.warm = model, device, always, warm
+        self.records: dict[Hashable, Record] = {}
+        self.off = False
+
+    def __call__(self, run: Run, inputs: Any, targets: Any) -> Tensor:
+        if self.off:
+            return run(inputs, targets)
+        leaves: list[Tensor] = []
+        try:
+            shapes = take_apart((inputs, targets), leaves, self.device.type)
+        except Unrecordable as error:
+            return self._give_up(str(error), run, inputs, targets)
+        record = self.records.get(shapes)
+        if record is None:
+            if len(self.records) == MOST:
+                return run(inputs, targets)
+            record = self.records[shapes] = Record()
+        if record.graph is None:
+            if record.seen < self.warm:
+                record.seen += 1
+                return run(inputs, targets)
+            if not self.always and not self.has_room():
+                self.off = True
+                return run(inputs, targets)
+            kept = [(p, p.grad) for p in self.model.parameters()]
+            try:
+                self._record(record, run, (inputs, targets), leaves)
+            except Exception as error:  # whatever a model does that cannot be recorded
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                for parameter, gradient in kept:
+                    parameter.grad = gradient
+                return self._give_up(" ".join(str(error).split())[:300], run, inputs, targets)
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+        return self._replayed(record, leaves)
+
+    def forget(self) -> None:
+        """What the graphs read is there no more."""
+        self.records.clear()
+
+    def has_room(self) -> bool:
+        """Whether another recorded pass fits beside usual ones and those that are recorded."""
+        recorded = sum(record.graph is not None for record in self.records.values())
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return peak * (2 + recorded) <= ROOM * torch.cuda.get_device_properties(self.device).total_memory
+
+    def _record(self, record: Record, run: Run, given: tuple[Any, Any], leaves: list[Tensor]) -> None:
+        record.leaves = [leaf.clone() for leaf in leaves]
+        inputs, targets = put_together(given, iter(record.leaves))
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        graph, result = self._captured(lambda: run(inputs, targets))
+        found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        record.parameters, record.gradients = [p for p, _ in found], [gradient for _, gradient in found]
+        record.result, record.graph = result, graph
+
+    def _captured(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads load data meanwhile, and may ask the driver for memory.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
+
+    def _replayed(self, record: Record, leaves: list[Tensor]) -> Tensor:
+        for own, leaf in zip(record.leaves, leaves, strict=True):
+            own.copy_(leaf)
+        # Gradients of an earlier micro-batch may lie where the graph is about to write.
+        own_gradients = {id(gradient) for gradient in record.gradients}
+        before = [p.grad.clone() if id(p.grad) in own_gradients else p.grad for p in record.parameters]  # type: ignore[union-attr]
+        record.graph.replay()
+        added = [(b, g) for b, g in zip(before, record.gradients, strict=True) if b is not None]
+        if added:
+            torch._foreach_add_([b for b, _ in added], [g for _, g in added])
+        for parameter, sum_before, gradient in zip(record.parameters, before, record.gradients, strict=True):
+            parameter.grad = gradient if sum_before is None else sum_before
+        assert record.result is not None
+        return record.result.clone()
+
+    def _give_up(self, why: str, run: Run, inputs: Any, targets: Any) -> Tensor:
+        self.off = True
+        self.records.clear()
+        warnings.warn(
+            f"parallel.replay: passes of this model cannot be recorded ({why}); it trains without, more slowly if it "
+            "is small (parallel.replay=false says nothing of it)",
+            stacklevel=2,
+        )
+        return run(inputs, targets)
+
+
+# ---------------------------------------------------------------- trees of tensors
+
+
+CONSTANTS = (bool, int, float, str, bytes, range, torch.dtype, torch.device, torch.Size, enum.Enum, type(None))
+
+
+def take_apart(tree: Any, leaves: list[Tensor], device: str) -> Hashable:
+    """Append the tensors of a tree to `leaves`; what else there is to it, equal for trees that differ in values alone.
+
+    Refuses what might hide a tensor, or a number that changes from batch to batch unseen.
+    """
+    if isinstance(tree, Tensor):
+        if tree.device.type != device or tree.requires_grad:
+            raise Unrecordable(f"a tensor of its inputs is on the {tree.device.type}")
+        leaves.append(tree)
+        return Tensor, tuple(tree.shape), tree.stride(), tree.dtype
+    if isinstance(tree, CONSTANTS):
+        return type(tree), tree
+    if isinstance(tree, dict):
+        return dict, tuple((name, take_apart(value, leaves, device)) for name, value in tree.items())
+    if isinstance(tree, list | tuple):
+        return type(tree), tuple(take_apart(value, leaves, device) for value in tree)
+    if dataclasses.is_dataclass(tree):
+        fields = [field.name for field in dataclasses.fields(tree)]
+        return type(tree), tuple(take_apart(getattr(tree, name), leaves, device) for name in fields)
+    raise Unrecordable(f"its inputs hold a {type(tree).__name__}")
+
+
+def put_together(tree: Any, leaves: Iterator[Tensor]) -> Any:
+    """The same tree with these tensors."""
+    if isinstance(tree, Tensor):
+        return next(leaves)
+    if isinstance(tree, CONSTANTS):
+        return tree
+    if isinstance(tree, dict):
+        return {name: put_together(value, leaves) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        values = [put_together(value, leaves) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    # Fields alone: anything that was computed from the old tensors and kept must be computed again.
+    new = object.__new__(type(tree))
+    for field in dataclasses.fields(tree):
+        object.__setattr__(new, field.name, put_together(getattr(tree, field.name), leaves))
+    return new
