@@ -10,10 +10,15 @@ import pytest
 import torch
 from support import ROOT
 
+from vitrail.cost.attention_op import attend_with
 from vitrail.cost.memory import Memory, memory_of
+from vitrail.cost.norm_op import as_kernels
+from vitrail.cost.recorder import Recorder
 from vitrail.cost.trace import Work, trace, trace_model
 from vitrail.models import ViTConfig
 from vitrail.objectives.classify import ClassifyConfig
+from vitrail.parallel.recompute import carry_out, plan
+from vitrail.parallel.solo import Solo
 
 GIB = 2**30
 MEASURED = json.loads((ROOT / "benchmarks/results/memory.json").read_text())["rows"]
@@ -100,6 +105,49 @@ def test_what_is_not_freed_after_the_forward_stays(work: Work) -> None:
     assert kept.gathered == pytest.approx(2 * number(work), rel=0.1)
     assert kept.peak > full.peak
     assert memory_of(work, shard=8, wrap=4).gathered > full.gathered
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("samples", [2, 64])
+def test_one_rank_alone_needs_what_it_does_on_the_meta_device(compute: Any, recompute: Any, samples: int) -> None:
+    """The model is run as the trainer runs it, and its bytes are followed; few samples let gradients be the most."""
+    inputs = VIT.build().inputs(torch.empty(samples, 3, 224, 224, device="meta"))
+    dtype = torch.float32 if compute == "fp32" else torch.bfloat16
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().sum()
+
+    with torch.device("meta"):
+        model = VIT.build()
+    for module in model.modules():  # kernels that keep what those of a GPU keep
+        if hasattr(module, "attend"):
+            module.attend = attend_with(1, plain=compute == "fp32")
+    as_kernels(model, spared=())
+    carry_out(model.blocks(), plan(model.blocks(), recompute).kept)
+    solo = Solo(model, model.blocks(), dtype)
+    with Recorder() as recorder:
+        phase = recorder.begin(backward=False)
+        with solo.computing():
+            loss(model(**inputs)).backward()
+    traced = trace_model(VIT, inputs, loss, samples=samples, compute=compute, recompute=recompute)
+    planned = memory_of(traced, compute=compute, solo=True, optimizer="sgd")
+    states = planned.parameters + planned.optimizer + planned.inputs
+    followed = max(phase.peak, recorder.live)
+    assert planned.moment != "update"
+    # In full precision the first layer keeps the very tokens that are counted as inputs.
+    twice = inputs["x"].nbytes if compute == "fp32" else 0
+    assert planned.peak - states - twice == pytest.approx(followed, rel=0.05)
+
+
+def test_one_rank_alone_keeps_its_copies(work: Work) -> None:
+    alone, sharded = memory_of(work, solo=True), memory_of(work)
+    assert alone.gathered == pytest.approx(2 * number(work), rel=0.01)
+    assert alone.gathered > sharded.gathered
+    assert alone.communication == 0
+    again = memory_of(work, solo=True, micro_batches=4)
+    assert again.gradients == pytest.approx(4 * number(work), rel=0.01)
+    assert memory_of(work, solo=True, compute="fp32").gathered == 0
 
 
 def test_full_precision_takes_twice_the_room() -> None:

@@ -51,6 +51,7 @@ def work(*, depth: int = 20, parameters: int = 10_000_000, kernels: int = 1, aga
 def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, **keys: Any) -> StepTime:
     micro_batches, compute = keys.pop("micro_batches", 1), keys.pop("compute", "bf16")
     optimizer = keys.pop("optimizer", "adamw")
+    alone = {name: keys.pop(name) for name in ("solo", "replayed") if name in keys}
     parallel = Parallel(**keys)
     layout = layout_of(parallel, gpus)
     return step_time(
@@ -62,6 +63,7 @@ def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, *
         compute=compute,
         micro_batches=micro_batches,
         optimizer=optimizer,
+        **alone,
     )
 
 
@@ -93,6 +95,21 @@ def test_launches_are_a_floor() -> None:
     assert time.seconds == pytest.approx(time.host, rel=0.01)
     assert time.limited_by == "kernel launches"
     assert step().host < step().seconds
+
+
+def test_launches_of_one_rank_alone() -> None:
+    small = work(kernels=100_000)
+    assert step(of=small, solo=True).host < step(of=small).host  # no hooks
+    assert step(of=small, solo=True, replayed=True).host == 0
+    assert step(of=small, solo=True, replayed=True).seconds == pytest.approx(step(solo=True).seconds, rel=0.01)
+    fast = dataclasses.replace(CLUSTER, device=dataclasses.replace(DEVICE, launch_compiled_us=1))
+    assert step(of=small, cluster=fast, compile=True).host == pytest.approx(step(of=small).host / 10, rel=0.01)
+    assert step(of=small, cluster=fast).host == step(of=small, compile=True).host == step(of=small).host
+
+
+def test_one_rank_alone_copies_nothing_in_full_precision() -> None:
+    assert step(solo=True, compute="fp32").compute < step(compute="fp32").compute
+    assert step(solo=True).compute > step(solo=True, of=work(parameters=0)).compute
 
 
 def test_sharding_hides_until_it_cannot() -> None:

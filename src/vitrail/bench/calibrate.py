@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vitrail.bench.launches import launch_seconds
 from vitrail.bench.links import measure_links
 from vitrail.bench.probe import Points, Probe, rising
 from vitrail.cost.cluster import Cluster, Curve, Device, list_clusters, load_cluster, write_cluster
@@ -109,7 +110,8 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
         peaks["bf16"] = 1e12 * told
     # The planner takes half of the bf16 rate for attention in fp32, which is what a CPU computes in.
     in_half = peaks["bf16"] if on_gpu else peaks["bf16"] / 2
-    bandwidth, launch = probe.bandwidth(), probe.launch()
+    bandwidth, launch = probe.bandwidth(), launch_seconds(probe, compiled=False)
+    compiled = launch_seconds(probe, compiled=True) if on_gpu else None  # a CPU's blocks are not compiled unless asked
     if on_gpu:
         free, total = torch.cuda.mem_get_info(probe.device)
         reserve = max(0, total - free - torch.cuda.memory_reserved(probe.device))
@@ -125,6 +127,7 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
         attention={way: _curve(points, in_half) for way, points in attention.items()},
         convolution=_curve(convolutions, peaks["bf16" if on_gpu else "fp32"]),
         launch_us=_short(1e6 * launch),
+        launch_compiled_us=None if compiled is None else _short(1e6 * compiled),
         reserve_gib=_short(reserve / GIB),
         fragmentation=known.device.fragmentation if known else 1.05 if on_gpu else 1.0,
     )
@@ -154,7 +157,7 @@ def table(cluster: Cluster) -> list[dict[str, Any]]:
         ("attention, backward", _best(device.attention["backward"], peak)),
         ("convolutions", _best(device.convolution, peak if device.name != "cpu" else device.tflops["fp32"])),
         ("memory", f"{device.bandwidth_gb_s:.4g} GB/s"),
-        ("kernel launch", f"{device.launch_us:.3g} us"),
+        ("kernel launch", f"{device.launch_us:.3g} us, {device.compiled_us:.3g} us in compiled blocks"),
         ("taken by libraries", f"{device.reserve_gib:.3g} GiB"),
         ("links inside a node", f"{cluster.inside.gb_s:.4g} GB/s, {cluster.inside.latency_us:.3g} us"),
         ("links between nodes", f"{cluster.between.gb_s:.4g} GB/s, {cluster.between.latency_us:.3g} us"),

@@ -1,9 +1,10 @@
-"""What one device reaches: products, attention, convolutions, copies and launches, timed one by one.
+"""What one device reaches: products, attention, convolutions and copies, timed one by one.
 
 - a point is the median of some windows of calls in a row, on random numbers: zeros draw less power, and run faster
 - FLOPs are counted as the planner counts them: 2 for a multiply-add, and 2.5 forwards for the backward of attention
 - products are those of a linear layer in training (output, gradient of input, gradient of weight), on average
 - sizes rise until a call takes too long or memory is used up; a slow or small device has shorter curves
+- short calls on a GPU are replayed as a CUDA graph: their launches by the host are measured by themselves (launches.py)
 """
 
 import statistics
@@ -32,6 +33,7 @@ PRODUCTS = (
     (65536, 4096, 4096),
     (262144, 5120, 4096),
 )
+SHORT, RECORDED = 0.005, 10  # seconds of a call that is recorded, and how many of them at once
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)
 HEADS, HEAD_WIDTH = 16, 64
 # Batch, channels in and out, voxels along a side of a volume; kernels are 3 x 3 x 3.
@@ -51,14 +53,28 @@ class Probe:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call, after some that are not counted."""
+    def seconds(self, call: Callable[[], object], *, on_device: bool = True) -> float:
+        """Of one call, after some that are not counted; `on_device`: without the host, where it would be the slower."""
         call()
         once = min(self._time(call, 1) for _ in range(2))
         if once > self.longest:
             return once
+        if once < SHORT and on_device and self.on_gpu and (many := self._recorded(call)) is not None:
+            return self.seconds(many, on_device=False) / RECORDED
         times = max(1, min(1000, round(self.window / max(once, 1e-7))))
         return statistics.median(self._time(call, times) / times for _ in range(self.windows))
+
+    def _recorded(self, call: Callable[[], object]) -> Callable[[], object] | None:
+        """Several calls in a row as one launch; None for what cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(RECORDED):
+                    call()
+        except RuntimeError:
+            torch.cuda.synchronize(self.device)
+            return None
+        return graph.replay
 
     def _time(self, call: Callable[[], object], times: int) -> float:
         self._wait()
@@ -151,19 +167,6 @@ class Probe:
         source = torch.ones(size, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * size / self.seconds(lambda: target.copy_(source))
-
-    def launch(self) -> float:
-        """Host seconds of a kernel, as autograd runs a chain of small ones forward and backward."""
-        number = 100
-        x = torch.ones(16, device=self.device, requires_grad=True)
-
-        def chain() -> None:
-            y = x
-            for _ in range(number):
-                y = torch.sin(y)
-            torch.autograd.grad(y.sum(), x)
-
-        return self.seconds(chain) / (3 * number)  # a sine, and a cosine and a product for its gradient
 
 
 def rising(points: Points) -> Iterator[tuple[float, float]]:

@@ -65,13 +65,18 @@ class Device:
     gemm_fp32: Curve  # the same for fp32, of its own peak
     attention: dict[str, Curve]  # forward and backward; x: tokens of the keys, y: share of the bf16 peak, heads 64..128
     convolution: Curve  # x: FLOPs, y: share of the bf16 peak
-    launch_us: float  # host time of one kernel, eager
+    launch_us: float  # host time of one kernel of a training, with the Python between it and the next
     reserve_gib: float  # context and library workspaces, which the allocator does not see
     fragmentation: float = 1.0  # reserved over allocated at the peak
+    launch_compiled_us: float | None = (
+        None  # the same in compiled blocks, which have fewer; like launch_us if not known
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "device", "memory_gib", "bandwidth_gb_s")
         _positive(self, "device", "launch_us", "reserve_gib", zero=True)
+        if self.launch_compiled_us is not None:
+            _positive(self, "device", "launch_compiled_us", zero=True)
         if not self.fragmentation >= 1:
             raise ValueError(f"device.fragmentation: expected 1 or more, got {self.fragmentation}")
         finite = all(0 < peak < math.inf for peak in self.tflops.values())
@@ -89,6 +94,10 @@ class Device:
 
     def __hash__(self) -> int:  # of what can be hashed, so that results can be cached by device
         return hash((self.name, self.memory_gib, self.gemm))
+
+    @property
+    def compiled_us(self) -> float:
+        return self.launch_us if self.launch_compiled_us is None else self.launch_compiled_us
 
     def peak(self, compute: str) -> float:
         """FLOP/s of a type; of bf16 where the file has none for it, of half as much for fp32."""

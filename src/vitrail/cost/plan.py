@@ -35,6 +35,7 @@ from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.parallel import recompute, solo
 from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.parallel.replay import ROOM
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.durations import parse_duration
 
@@ -241,12 +242,26 @@ def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares,
     return max(found, key=lambda memory: memory.peak)
 
 
+def is_replayed(recipe: Recipe, layout: Layout, cluster: Cluster, memory: Memory) -> bool:
+    """Whether passes that need so much memory are recorded."""
+    c, on_gpu = recipe.parallel.replay, cluster.device.name != "cpu"
+    room = 2 * memory.peak <= ROOM * cluster.device.memory_gib * GIB
+    return on_gpu and is_solo(recipe, layout, cluster) and (c is True or (c == "auto" and room))
+
+
 def fits(memory: Memory, cluster: Cluster) -> bool:
     return memory.reserved(cluster.device) <= HEADROOM * cluster.device.memory_gib * GIB
 
 
 def time_for(
-    recipe: Recipe, cluster: Cluster, gpus: int, layout: Layout, shares: Shares, *, rough: bool = False
+    recipe: Recipe,
+    cluster: Cluster,
+    gpus: int,
+    layout: Layout,
+    shares: Shares,
+    *,
+    rough: bool = False,
+    replayed: bool = False,
 ) -> StepTime:
     """Of the slowest rank."""
     alone = is_solo(recipe, layout, cluster)
@@ -264,6 +279,7 @@ def time_for(
                 micro_batches=passes,
                 optimizer=recipe.optimizer.kind,
                 solo=alone,
+                replayed=replayed,
             )
             for work in works_of(recipe, layout, micro, rough=rough)
         ]
@@ -301,7 +317,8 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     layout = layout_of(recipe.parallel, gpus)
     shares = Shares.of(recipe, layout)
     memory = memory_for(recipe, cluster, layout, shares)
-    time = time_for(recipe, cluster, gpus, layout, shares)
+    replayed = is_replayed(recipe, layout, cluster, memory)
+    time = time_for(recipe, cluster, gpus, layout, shares, replayed=replayed)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")
     work = works_of(recipe, layout, shares.micro)[0]

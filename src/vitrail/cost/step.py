@@ -54,13 +54,16 @@ def step_time(
     micro_batches: int = 1,
     optimizer: str = "adamw",
     solo: bool = False,
+    replayed: bool = False,
 ) -> StepTime:
-    """Of one optimizer step with so many micro-batches, of which `work` is one; `solo` as in parallel/solo.py.
+    """Of one optimizer step with so many micro-batches, of which `work` is one.
+
+    `solo` and `replayed` are those of one rank alone, as in parallel/solo.py and parallel/replay.py.
 
     A layout of fewer ranks than GPUs stands for copies that do not talk to each other.
     """
     assert gpus >= layout.data * layout.parts * layout.pipeline, (gpus, layout)
-    rank = _Rank(work, cluster, layout, parallel, compute, reduce, solo)
+    rank = _Rank(work, cluster, layout, parallel, compute, reduce, solo, replayed)
     spent, busy = rank.micro_batches(micro_batches)
     running, waiting = spent.total, spent[INSIDE] + spent[BETWEEN]
     updating = rank.update(optimizer)
@@ -92,6 +95,7 @@ class _Rank:
     compute: Compute
     reduce: str
     solo: bool
+    replayed: bool
 
     def micro_batches(self, number: int) -> tuple[Seconds, Seconds]:
         """Seconds by limit, and of each link, of all of them.
@@ -240,13 +244,17 @@ class _Rank:
         return moved / (1e9 * (HOST_GB_S if self.parallel.offload else self.cluster.device.bandwidth_gb_s))
 
     def host(self) -> float:
-        """Seconds to launch one micro-batch."""
-        total = float(sum(op.kernels for op in self.work.loss))
+        """Seconds to launch one micro-batch; a recorded one is launched at once."""
+        if self.replayed:
+            return 0.0
+        device = self.cluster.device
+        total = device.launch_us * sum(op.kernels for op in self.work.loss)
         for segment in self.work.segments:
-            ops = (*segment.forward, *segment.backward, *segment.again)
+            kernels = sum(op.kernels for op in (*segment.forward, *segment.backward, *segment.again))
             hooks = CASTS if self.solo else HOOKS / self._together(segment) if segment.gathered else 0
-            total += segment.count * (sum(op.kernels for op in ops) + hooks)
-        return 1e-6 * self.cluster.device.launch_us * total
+            each = device.compiled_us if segment.gathered and self.parallel.compile is True else device.launch_us
+            total += segment.count * (each * kernels + device.launch_us * hooks)
+        return 1e-6 * total
 
 
 def _stream(segment: Segment, item: int) -> float:
