@@ -137,3 +137,23 @@ def torchrun(ranks: int, *arguments: str | Path, launcher: tuple[str, ...] = ())
     """The command that runs a module or script on several local ranks."""
     prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*prefix, *launcher, *[str(a) for a in arguments]]
+
+
+_SMALL = {"width": 16, "depth": 2, "heads": 2, "patch": 4}
+_ADAPTIVE = {"kind": "adaptive", "length": 16, "score": {"kind": "gradient"}}
+_DECODER = {"width": 16, "depth": 1, "heads": 2}
+# One of each kind, for images of 16 x 16 with 3 channels and 4 classes, and an objective for it.
+MODELS: dict[str, tuple[dict[str, Any], Any]] = {
+    "vit": ({"kind": "vit", "classes": 4, **_SMALL, "positions": "rope"}, "classify"),
+    "vit, learned": ({"kind": "vit", "classes": 4, **_SMALL, "positions": "learned", "drop_path": 0.1}, "classify"),
+    "mae, self": ({"kind": "mae", "encoder": _SMALL, "decoder": {"kind": "self", **_DECODER}}, "reconstruct"),
+    "mae, cross": ({"kind": "mae", "encoder": _SMALL, "decoder": {"kind": "cross", **_DECODER}}, "reconstruct"),
+    "unetr": ({"kind": "unetr", "encoder": _SMALL | {"depth": 4}}, "segment"),
+    "sap": ({"kind": "sap", "encoder": {**_SMALL, "tokens": _ADAPTIVE}}, "segment"),
+    "dit": ({"kind": "dit", "classes": 4, **_SMALL}, "flow"),
+    "diffusion_vit": (
+        {"kind": "diffusion_vit", "encoder": _SMALL, "decoder": {"kind": "transformer", **_DECODER}},
+        "denoise",
+    ),
+    "autoencoder": ({"kind": "autoencoder"}, "autoencode"),
+}

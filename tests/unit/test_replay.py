@@ -1,17 +1,25 @@
 """Passes that are recorded and replayed; here what is recorded is a function that is called again."""
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support import MODELS
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from vitrail.errors import UserError
+from vitrail.layers.trees import _top
 from vitrail.parallel import replay
-from vitrail.parallel.replay import MOST, WARM, Replay, Unrecordable, put_together, take_apart
+from vitrail.parallel.flow import Flow
+from vitrail.parallel.replay import MANY, MOST, WARM, Replay, Unrecordable, put_together, take_apart
+from vitrail.training import setup
+from vitrail.training.setup import Parts
 
 CPU = torch.device("cpu")
 
@@ -96,7 +104,7 @@ def test_replays_give_what_usual_passes_give(model: nn.Module, micro_batches: in
             into += [way(*given(10 * step + number)) for number in range(micro_batches)]
             into += gradients(model)
         for one, other in zip(expected, found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0 if micro_batches == 1 else 1e-5)
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert len(fake.graphs) == 1
     assert fake.graphs[0].replays == 6 * micro_batches - WARM
 
@@ -108,7 +116,8 @@ def test_each_set_of_shapes_has_a_recording_of_its_own(model: nn.Module) -> None
         case = given(number, rows=4 + kind % 3, weight=2.0 if kind == 3 else 1.0)
         expected = run(*case)
         assert torch.equal(fake(run, *case), expected)
-    assert len(fake.graphs) == MOST == len(fake.records)
+    assert len(fake.graphs) == MOST
+    assert len(fake.records) == 4
 
 
 def test_a_result_is_not_overwritten_by_the_next_one(model: nn.Module) -> None:
@@ -144,7 +153,7 @@ def test_what_cannot_be_recorded_runs_as_usual_and_says_why(model: nn.Module) ->
     both = gradients(model)
     for p, gradient in zip(model.parameters(), before, strict=True):
         p.grad = gradient
-    with pytest.warns(UserWarning, match="replay: .*not permitted when stream is capturing.*trains without"):
+    with pytest.warns(UserWarning, match="replay: .*not permitted when stream is capturing.*run as usual"):
         assert torch.equal(failing(run, *given(1)), expected)
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), both, strict=True))
     failing(run, *given(2))  # without another word
@@ -154,12 +163,34 @@ def test_what_cannot_be_recorded_runs_as_usual_and_says_why(model: nn.Module) ->
 
 
 def test_auto_records_only_where_there_is_room(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(model, warm=0)
+    run, fake = passes(model), Fake(model, warm=0)
+    fake(run, *given(0))
     fake.always = False
     monkeypatch.setattr(Fake, "has_room", lambda self: False)
-    fake(passes(model), *given(0))
+    for _ in range(3):  # what was recorded is replayed all the same
+        fake(run, *given(0, rows=5))
+        fake(run, *given(0))
+    assert [graph.replays for graph in fake.graphs] == [4]
+
+
+def test_shapes_that_never_come_back_are_given_up(model: nn.Module) -> None:
+    run, fake = passes(model), Fake(model)
+    for number in range(MANY):
+        fake(run, *given(0, weight=float(number)))
+    with pytest.warns(UserWarning, match="its inputs had 33 different shapes"):
+        fake(run, *given(0, weight=float(MANY)))
     assert fake.off
     assert not fake.graphs
+
+
+def test_a_pass_that_returns_no_tensor_runs_as_usual(model: nn.Module) -> None:
+    class Both(Fake):
+        def _captured(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+            return None, work()
+
+    with pytest.warns(UserWarning, match="a pass returns a tuple"):
+        found = Both(model, warm=0)(lambda inputs, _: (inputs["x"], 1), {"x": torch.ones(1, 3)}, None)  # type: ignore[arg-type]
+    assert isinstance(found, tuple)
 
 
 def test_trees_come_apart_and_together() -> None:
@@ -188,5 +219,88 @@ def test_when_passes_are_recorded() -> None:
     assert replay.suits(True, gpu)
     assert not replay.suits(False, gpu)
     assert not replay.suits("auto", CPU)
-    with pytest.raises(UserError, match=r"parallel.replay: a CPU has no CUDA graphs; set parallel.replay=auto"):
-        replay.suits(True, CPU)
+    assert not replay.suits(True, CPU)
+
+
+# ---------------------------------------------------------------- what models do in a pass
+
+
+class NoLooking(TorchFunctionMode):
+    """Refuses what would make the host wait for a device, or copy to it."""
+
+    LOOKS = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.nonzero, torch.masked_select, torch.unique)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if func in self.LOOKS or name in ("item", "tolist", "nonzero", "masked_select", "numpy", "__bool__", "__int__"):
+            raise AssertionError(f"{name} in a pass")
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for one in index:
+                if isinstance(one, list) or (isinstance(one, Tensor) and one.dtype == torch.bool):
+                    raise AssertionError(f"{name} by {type(one).__name__} in a pass")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pass_asks_nothing_of_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.bench.measure import measure
+
+    config, objective = MODELS[name]
+    seen: list[str] = []
+
+    def watched(self: Flow, inputs: Any, targets: Any, loss: Any) -> Tensor:
+        # What is in them can be put in the place of what was recorded.
+        take_apart((inputs, targets), [], "cpu")
+        seen.append(name)
+        with NoLooking() if len(seen) > 1 else nullcontext():  # the first pass may make tables that are kept
+            return plain(self, inputs, targets, loss)
+
+    plain = Flow._pass
+    monkeypatch.setattr(Flow, "_pass", watched)
+    # Values that are on the host are checked there.
+    monkeypatch.setattr("vitrail.layers.modulation._on_host", lambda t: False)
+    monkeypatch.setattr("vitrail.layers.trees.Tree._num_levels", lambda self: 1 + max(0, _top(self.shape) - 2))
+    source = {"kind": "dummy", "path": "dummy", "shape": [16, 16], "channels": 3, "classes": 4, "items": 8}
+    data = {"train": [source], "crop": 16, "batch": 2, "normalize": {"mean": [0.0] * 3, "std": [1.0] * 3}}
+    tree = {"run": {"name": "pass", "steps": 1}, "model": config, "objective": {"kind": objective}, "data": data}
+    found = measure(tree | {"precision": {"compute": "bf16"}}, mode="syn", windows=1, steps=1, warm_up=1)
+    assert found["status"] == "ok"
+    assert len(seen) > 1
+
+
+def test_a_training_with_replays_is_the_training_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With micro-batches, an average, validations in between and steps that watch activations."""
+    import vitrail
+
+    made: list[Fake] = []
+
+    def with_replays(*arguments: Any, **options: Any) -> Parts:
+        parts = plain(*arguments, **options)
+        parts.flow.replay, parts.flow.replay_forward = Fake(parts.model), Fake(parts.model, warm=1)
+        made.extend([parts.flow.replay, parts.flow.replay_forward])
+        return parts
+
+    source = {"kind": "dummy", "path": "dummy", "shape": [16, 16], "channels": 3, "classes": 4, "items": 64}
+    tree = {
+        "run": {"name": "replays", "steps": 8},
+        "model": MODELS["vit"][0],
+        "objective": {"kind": "classify"},
+        "data": {"train": [source], "valid": [source], "crop": 16, "batch": 8, "micro_batch": 4},
+        "precision": {"compute": "bf16"},
+        "ema": {"decay": 0.9},
+        "eval": {"every": 2, "samples": 32},
+        "log": {"every": 1, "activations": 4, "tensorboard": False, "pictures": 8},
+        "checkpoint": {"every": 4},
+    }
+    plain, lines = setup.build_model, []
+    for name in ("without", "with"):
+        vitrail.train(tree, overrides=[f"run.dir={tmp_path / name}"])
+        events = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines.append([(e["step"], e.get("loss"), e.get("metrics")) for e in events if e["event"] in ("train", "eval")])
+        monkeypatch.setattr("vitrail.training.session.build_model", with_replays)
+    assert lines[0] == lines[1]
+    training, forward = made
+    assert training.graphs
+    assert training.graphs[0].replays > 4
+    assert len(forward.graphs) > 1

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,6 +305,36 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_step_that_is_skipped_never_was(kind: str, skipped: int) -> None:
+    """Neither a first one, before there is any state, nor a later one: momentum and step counts go on as without it."""
+    settings_ = {"adamw": AdamWConfig, "sgd": SGDConfig}[kind]()
+    models = [
+        build(ViTConfig(ndim=2, channels=1, shape=8, patch=4, width=8, depth=1, heads=1, classes=2)) for _ in "ab"
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    one, two = (settings_.build(make_groups(m, settings_)) for m in models)
+    for number in range(3):
+        for model in models:
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        if number == skipped:
+            for parameter in models[0].parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+            take_step(one, 1e-2, torch.ones(()))
+        else:
+            take_step(one, 1e-2, torch.zeros(()))
+            take_step(two, 1e-2)
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b), name
+    states = [named_state(optimizer) for optimizer in (one, two)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    if kind == "adamw":
+        assert {float(state["step"]) for state in one.state.values()} == {2.0}
+
+
 # ---------------------------------------------------------------- moving average
 
 
@@ -383,7 +414,8 @@ class FlowOf(SimpleNamespace):
     """A plain module as a flow of one rank."""
 
     def __init__(self, model: nn.Module, **facts: Any):
-        super().__init__(model=model, part=WHOLE, exchange=None, forget_gathered=lambda: None, **facts)
+        nothing: Any = {"forget_gathered": lambda: None, "evaluating": nullcontext}
+        super().__init__(model=model, part=WHOLE, exchange=None, **nothing, **facts)
 
     def __call__(self, **inputs: Any) -> Any:
         return self.model(**inputs)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from vitrail.errors import UserError
 from vitrail.layers.attention import attend
+from vitrail.parallel.replay import capture
 
 Points = list[tuple[float, float]]  # x, and FLOP/s reached
 
@@ -66,15 +67,15 @@ class Probe:
 
     def _recorded(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """Several calls in a row as one launch; None for what cannot be recorded."""
-        graph = torch.cuda.CUDAGraph()
+
+        def calls() -> None:
+            for _ in range(RECORDED):
+                call()
+
         try:
-            with torch.cuda.graph(graph):
-                for _ in range(RECORDED):
-                    call()
+            return capture(calls, self.device)[0].replay
         except RuntimeError:
-            torch.cuda.synchronize(self.device)
             return None
-        return graph.replay
 
     def _time(self, call: Callable[[], object], times: int) -> float:
         self._wait()

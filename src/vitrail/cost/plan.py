@@ -318,6 +318,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     shares = Shares.of(recipe, layout)
     memory = memory_for(recipe, cluster, layout, shares)
     replayed = is_replayed(recipe, layout, cluster, memory)
+    memory = dataclasses.replace(memory, recorded=memory.passing if replayed else 0)
     time = time_for(recipe, cluster, gpus, layout, shares, replayed=replayed)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")

@@ -243,15 +243,20 @@ class _Rank:
         moved = owned * (PARAMETER + MOMENT * MOMENTS.get(optimizer, 2))
         return moved / (1e9 * (HOST_GB_S if self.parallel.offload else self.cluster.device.bandwidth_gb_s))
 
+    @property
+    def _hooks(self) -> int:
+        """Launches that a group of parameters adds."""
+        return HOOKS if not self.solo else CASTS if BYTES[self.compute] < 4 else 0
+
     def host(self) -> float:
         """Seconds to launch one micro-batch; a recorded one is launched at once."""
         if self.replayed:
             return 0.0
         device = self.cluster.device
-        total = device.launch_us * sum(op.kernels for op in self.work.loss)
+        total = device.launch_us * (sum(op.kernels for op in self.work.loss) + (self._hooks if self.solo else 0))
         for segment in self.work.segments:
             kernels = sum(op.kernels for op in (*segment.forward, *segment.backward, *segment.again))
-            hooks = CASTS if self.solo else HOOKS / self._together(segment) if segment.gathered else 0
+            hooks = self._hooks / self._together(segment) if segment.gathered else 0
             each = device.compiled_us if segment.gathered and self.parallel.compile is True else device.launch_us
             total += segment.count * (each * kernels + device.launch_us * hooks)
         return 1e-6 * total

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vitrail.layers.constants import indices
 from vitrail.layers.init import Constant, Normal, Table, mark
 from vitrail.layers.positions import sincos
 from vitrail.recipe import config
@@ -58,7 +59,7 @@ def pick(table: Tensor, ids: Ids | None, dim: int = 0) -> Tensor:
     """The rows of these variables; all of them in the known order cost nothing."""
     if ids is None or ids == tuple(range(table.shape[dim])):
         return table
-    return table.index_select(dim, torch.tensor(ids, device=table.device))
+    return table.index_select(dim, indices(ids, table))
 
 
 class VariableEmbed(nn.Module):
@@ -95,7 +96,9 @@ class VariableEmbed(nn.Module):
         # Group by group: the tokens of all variables at once would be the largest tensor of the model.
         gathered = []
         for group, places in sorted(members.items()):
-            tokens = torch.einsum("bnpv,vpd->bnvd", x[..., places], weight[places]) + name[places]
+            index = indices(tuple(places), x)
+            some, own = x.index_select(-1, index), weight.index_select(0, index)
+            tokens = torch.einsum("bnpv,vpd->bnvd", some, own) + name.index_select(0, index)
             gathered.append(self.group_aggregate(tokens, group))
         return self.aggregate(torch.stack(gathered, dim=2))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vitrail.cost.flops import Flops, self_block_flops
 from vitrail.layers.block import Block, BlockConfig, make_norm
+from vitrail.layers.constants import constants
 from vitrail.layers.init import Constant, Normal, Table, mark
 from vitrail.layers.mlp import swiglu_hidden
 from vitrail.layers.modulation import ModulatedBlock
@@ -318,7 +319,7 @@ class Encoder(nn.Module):
             return None
         patches = self.to_patches(coordinates)
         if any(self.origin):
-            patches = patches - torch.tensor(self.origin, device=patches.device)
+            patches = patches - constants(self.origin, patches)
         patches = nn.functional.pad(patches * self.config.rope_scale, (0, 0, prefix, 0))
         if turns is None:
             return rope_table(patches, head_width, self.config.theta)
@@ -326,7 +327,7 @@ class Encoder(nn.Module):
 
     def to_patches(self, coordinates: Tensor) -> Tensor:
         """Coordinates in voxels to units of patches, the first patch at 0."""
-        return coordinates / torch.tensor(self.patch, dtype=torch.float32, device=coordinates.device) - 0.5
+        return coordinates / constants(self.patch, coordinates) - 0.5
 
     def positions(self, coordinates: Tensor, width: int, learned: "LearnedPositions | None") -> Tensor | None:
         """What is added to tokens at these coordinates, None when nothing is."""
@@ -354,8 +355,9 @@ class Encoder(nn.Module):
 
     def log_sizes(self, sizes: Tensor, valid: Tensor | None) -> Tensor:
         """Sizes in powers of two of a patch; 0 for padding."""
-        patch = torch.tensor(self.patch, dtype=torch.float32, device=sizes.device)
-        return (sizes.clamp(min=1) / patch).log2() * (1.0 if valid is None else valid.unsqueeze(-1))
+        return (sizes.clamp(min=1) / constants(self.patch, sizes)).log2() * (
+            1.0 if valid is None else valid.unsqueeze(-1)
+        )
 
     def embed(self, x: Tensor, side: Side) -> Tensor:
         x = self.patch_embed(x, side.get("variables"))  # B N D

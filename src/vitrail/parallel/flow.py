@@ -1,7 +1,7 @@
 """How micro-batches go through a parallel model: forward and backward, whatever the layout."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,11 +50,12 @@ class Flow:
         self.data_rank = mesh.data_rank
         self.gradients = Gradients(model, mesh, layout, () if pipeline is None else pipeline.shared)
 
+    @torch.no_grad()
     def __call__(self, **inputs: Any) -> Tensor:
         """The output for this rank's part, without a backward."""
         if self.pipeline is not None:
             return self.pipeline(**inputs)
-        if self.replay_forward is None or torch.is_grad_enabled():
+        if self.replay_forward is None:
             return self._forward(inputs)
         return self.replay_forward(lambda inputs, _: self._forward(inputs), inputs, None)
 
@@ -68,6 +69,8 @@ class Flow:
         """Gradients of the summed loss of so many micro-batches; returns this rank's sum and count."""
         if self.pipeline is not None:
             return self.pipeline.forward_backward(list(prepared), loss)
+        if self.solo is not None and self.solo.keeps:
+            self.forget_gathered()  # of a validation that has ended early
         totals = None
         for place, (inputs, targets) in enumerate(prepared):
             if self.solo is None:
@@ -86,6 +89,16 @@ class Flow:
             found = loss(self.model(**inputs), targets)
             found.sum.backward()  # inside, since what is recomputed asks for parameters again
         return torch.stack([found.sum.detach().double(), found.count.double()])
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model does what it does when it is not trained, and afterwards knows of no weights but its own."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+            self.forget_gathered()
 
     @property
     def leads_stage(self) -> bool:

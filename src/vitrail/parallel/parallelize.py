@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.parallel import chunk, float8, recompute, replay, shard, solo, tensor
 from vitrail.parallel.flow import Flow
@@ -68,12 +67,11 @@ def parallelize(
     if solo.suits(parameters, layout, c, compute=compute, memory=memory):
         make = partial(Replay, model, device, always=c.replay is True)
         replays = (make(), make(warm=WARM_FORWARD)) if replay.suits(c.replay, device) else None
+        if c.replay is True and replays is None:
+            notes.append("parallel.replay: a CPU has no CUDA graphs, so nothing is replayed")
         return flow(solo=solo.Solo(model, blocks, compute), replays=replays)
     if c.replay is True:
-        raise UserError(
-            "parallel.replay: only passes of one rank alone, whose parameters fit on its GPU a second time, are "
-            "replayed; set parallel.replay=auto"
-        )
+        notes.append("parallel.replay: passes are replayed where FSDP2 is left out, and here it is needed")
     roots = [(model, blocks)] if pipeline is None else pipeline.roots()
     shard.apply(roots, mesh, layout, c, compute=compute, reduce=reduce)
     return flow()

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import UserError
-
 WARM = 3  # passes of a training that run as usual
 WARM_FORWARD = 10  # of those without gradients: samples are made by many, but a validation has few
 MOST = 2  # sets of shapes that are recorded: each has memory of its own
+MANY = 32  # sets of shapes, after which no more are expected to come back
 ROOM = 0.75  # of the GPU's memory that usual passes and recorded ones may take together
 
 Run = Callable[[Any, Any], Tensor]
@@ -30,9 +29,7 @@ Run = Callable[[Any, Any], Tensor]
 
 def suits(choice: Any, device: torch.device) -> bool:
     """Whether passes of a model that one rank has to itself are to be recorded."""
-    if choice is True and device.type != "cuda":
-        raise UserError("parallel.replay: a CPU has no CUDA graphs; set parallel.replay=auto, or run.device=cuda")
-    return choice is True or (choice == "auto" and device.type == "cuda" and torch.version.hip is None)
+    return device.type == "cuda" and (choice is True or (choice == "auto" and torch.version.hip is None))
 
 
 class Unrecordable(Exception):
@@ -44,6 +41,7 @@ class Record:
     """A set of shapes: how often it was seen, and what was recorded of it."""
 
     seen: int = 0
+    usual: bool = False  # it is never to be recorded
     graph: Any = None
     leaves: list[Tensor] = dataclasses.field(default_factory=list)  # read by the graph
     result: Tensor | None = None  # written by it, as are the gradients
@@ -52,7 +50,11 @@ class Record:
 
 
 class Replay:
-    """Runs passes, each of which returns a tensor and may add to the gradients of the model's parameters."""
+    """Runs passes, each of which returns a tensor and may add to the gradients of the model's parameters.
+
+    Where they add to gradients that there are (of an earlier micro-batch), these are copied first: the graph writes to
+    the same place each time.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, *, always: bool = False, warm: int = WARM):
         self.model, self.device, self.always, self.warm = model, device, always, warm
@@ -64,43 +66,45 @@ class Replay:
             return run(inputs, targets)
         leaves: list[Tensor] = []
         try:
-            shapes = take_apart((inputs, targets), leaves, self.device.type)
+            record = self.records.setdefault(take_apart((inputs, targets), leaves, self.device.type), Record())
+            if len(self.records) > MANY:
+                raise Unrecordable(f"its inputs had {len(self.records)} different shapes")
         except Unrecordable as error:
-            return self._give_up(str(error), run, inputs, targets)
-        record = self.records.get(shapes)
-        if record is None:
-            if len(self.records) == MOST:
-                return run(inputs, targets)
-            record = self.records[shapes] = Record()
+            self._give_up(str(error))
+            return run(inputs, targets)
+        if record.graph is None and not self._ready(record):
+            return run(inputs, targets)
         if record.graph is None:
-            if record.seen < self.warm:
-                record.seen += 1
-                return run(inputs, targets)
-            if not self.always and not self.has_room():
-                self.off = True
-                return run(inputs, targets)
             kept = [(p, p.grad) for p in self.model.parameters()]
             try:
                 self._record(record, run, (inputs, targets), leaves)
             except Exception as error:  # whatever a model does that cannot be recorded
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                for parameter, gradient in kept:
-                    parameter.grad = gradient
-                return self._give_up(" ".join(str(error).split())[:300], run, inputs, targets)
+                record.graph = None
+                record.usual = True
+                self._warn(str(error.__context__ or error))  # the context, since what ends a recording raises, too
             for parameter, gradient in kept:
                 parameter.grad = gradient
+            if record.graph is None:
+                return run(inputs, targets)
         return self._replayed(record, leaves)
 
     def forget(self) -> None:
         """What the graphs read is there no more."""
         self.records.clear()
 
+    def _ready(self, record: Record) -> bool:
+        """Whether a pass is to be recorded now."""
+        record.seen += 1
+        if record.usual or record.seen <= self.warm:
+            return False
+        recorded = sum(other.graph is not None for other in self.records.values())
+        record.usual = recorded == MOST or not (self.always or self.has_room())
+        return not record.usual
+
     def has_room(self) -> bool:
-        """Whether another recorded pass fits beside usual ones and those that are recorded."""
-        recorded = sum(record.graph is not None for record in self.records.values())
-        peak = torch.cuda.max_memory_allocated(self.device)
-        return peak * (2 + recorded) <= ROOM * torch.cuda.get_device_properties(self.device).total_memory
+        """Whether a pass fits a second time, beside all that the allocator holds for usual and recorded ones."""
+        peak, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        return peak + held <= ROOM * torch.cuda.get_device_properties(self.device).total_memory
 
     def _record(self, record: Record, run: Run, given: tuple[Any, Any], leaves: list[Tensor]) -> None:
         record.leaves = [leaf.clone() for leaf in leaves]
@@ -108,21 +112,18 @@ class Replay:
         for parameter in self.model.parameters():
             parameter.grad = None
         graph, result = self._captured(lambda: run(inputs, targets))
+        if not isinstance(result, Tensor):
+            raise Unrecordable(f"a pass returns a {type(result).__name__}")
         found = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         record.parameters, record.gradients = [p for p, _ in found], [gradient for _, gradient in found]
         record.result, record.graph = result, graph
 
-    def _captured(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads load data meanwhile, and may ask the driver for memory.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = work()
-        return graph, result
+    def _captured(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+        return capture(work, self.device)
 
     def _replayed(self, record: Record, leaves: list[Tensor]) -> Tensor:
         for own, leaf in zip(record.leaves, leaves, strict=True):
             own.copy_(leaf)
-        # Gradients of an earlier micro-batch may lie where the graph is about to write.
         own_gradients = {id(gradient) for gradient in record.gradients}
         before = [p.grad.clone() if id(p.grad) in own_gradients else p.grad for p in record.parameters]  # type: ignore[union-attr]
         record.graph.replay()
@@ -134,15 +135,37 @@ class Replay:
         assert record.result is not None
         return record.result.clone()
 
-    def _give_up(self, why: str, run: Run, inputs: Any, targets: Any) -> Tensor:
+    def _give_up(self, why: str) -> None:
         self.off = True
         self.records.clear()
+        self._warn(why)
+
+    def _warn(self, why: str) -> None:
         warnings.warn(
-            f"parallel.replay: passes of this model cannot be recorded ({why}); it trains without, more slowly if it "
-            "is small (parallel.replay=false says nothing of it)",
-            stacklevel=2,
+            f"parallel.replay: passes of this model cannot be recorded ({' '.join(why.split())[:300]}); they run as "
+            "usual, more slowly if the model is small (parallel.replay=false says nothing of it)",
+            stacklevel=4,
         )
-        return run(inputs, targets)
+
+
+def capture(work: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
+    """A graph of what `work` launches, and what it returned, which the graph writes; nothing is computed yet.
+
+    What a failure leaves behind is put back: the stream, and the generator's way of drawing.
+    """
+    graph, index = torch.cuda.CUDAGraph(), torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    state = generator.clone_state()
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        try:
+            # Other threads load data meanwhile, and may ask the driver for memory.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = work()
+        except Exception:
+            torch.cuda.synchronize(device)
+            generator.graphsafe_set_state(state)
+            raise
+    return graph, result
 
 
 # ---------------------------------------------------------------- trees of tensors
@@ -157,8 +180,10 @@ def take_apart(tree: Any, leaves: list[Tensor], device: str) -> Hashable:
     Refuses what might hide a tensor, or a number that changes from batch to batch unseen.
     """
     if isinstance(tree, Tensor):
-        if tree.device.type != device or tree.requires_grad:
+        if tree.device.type != device:
             raise Unrecordable(f"a tensor of its inputs is on the {tree.device.type}")
+        if tree.requires_grad:
+            raise Unrecordable("a tensor of its inputs asks for a gradient")
         leaves.append(tree)
         return Tensor, tuple(tree.shape), tree.stride(), tree.dtype
     if isinstance(tree, CONSTANTS):

@@ -62,6 +62,10 @@ class Solo:
         finally:
             self._put(masters)
 
+    @property
+    def keeps(self) -> bool:
+        return self._kept is not None
+
     def forget(self) -> None:
         """The masters have changed."""
         self._kept = None

@@ -46,19 +46,17 @@ class Evaluator:
         shared = [self.batches(range(rank, self.samples, ranks)) for rank in range(ranks)]
         batches, rounds = shared[flow.data_rank], max(map(len, shared))
         sums: dict[str, torch.Tensor] = {}
-        flow.model.eval()
-        for number in range(rounds):
-            counted = number < len(batches)
-            batch = self.loader.load(batches[number] if counted else [0])
-            output, targets = self._run(flow, batch)
-            if self.objective.needs_whole:
-                output = self.objective.join(flow.outputs(output), targets)
-            measured = self.objective.measure(output, targets)
-            for name, value in measured.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counted else 0)
-            tick()
-        flow.model.train()
-        flow.forget_gathered()
+        with flow.evaluating():
+            for number in range(rounds):
+                counted = number < len(batches)
+                batch = self.loader.load(batches[number] if counted else [0])
+                output, targets = self._run(flow, batch)
+                if self.objective.needs_whole:
+                    output = self.objective.join(flow.outputs(output), targets)
+                measured = self.objective.measure(output, targets)
+                for name, value in measured.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counted else 0)
+                tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
@@ -70,18 +68,16 @@ class Evaluator:
             alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
             self.shown = self.objective.choose(alike, self._label)
         batch = self.loader.load(self.shown, whole=True)
-        flow.model.eval()
-        output, targets = self.objective.example(
-            batch,
-            Draws(self.seed, batch.counters),
-            lambda inputs: flow.outputs(flow(**inputs)),
-            part=flow.part,
-            exchange=flow.exchange,
-            size=self.batch,
-            tick=tick,
-        )
-        flow.model.train()
-        flow.forget_gathered()
+        with flow.evaluating():
+            output, targets = self.objective.example(
+                batch,
+                Draws(self.seed, batch.counters),
+                lambda inputs: flow.outputs(flow(**inputs)),
+                part=flow.part,
+                exchange=flow.exchange,
+                size=self.batch,
+                tick=tick,
+            )
         return batch, output, targets
 
     def _label(self, counter: int) -> int | None:

@@ -146,7 +146,7 @@ def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()  # DTensors then give their shards at once
-def step(optimizer: Any, rate: float, skip: torch.Tensor) -> None:
+def step(optimizer: Any, rate: float, skip: torch.Tensor | None = None) -> None:
     """Update the shards of this rank by their gradients, unless `skip` is 1.0, and drop the gradients.
 
     Whether to skip is decided on the device, so that nobody waits for it here.

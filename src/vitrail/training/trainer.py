@@ -95,9 +95,11 @@ class Trainer:
         # Launched before this rank waits for the numbers, so that a device has work meanwhile.
         factor, skip = self._decide(table)
         if shards := gradients.local():
-            torch._foreach_mul_(shards, factor.to(shards[0].device, torch.float32))
+            # Where gradients are: on the host with offload, and there PyTorch's own copy of `skip` might come late.
+            factor, skip = (number.to(shards[0].device) for number in (factor, skip))
+            torch._foreach_mul_(shards, factor.float())
         step(self.optimizer, self.rate, skip)
-        told = torch.cat([table, skip.double()[None]])
+        told = torch.cat([table, skip.to(table)[None]])
         loss_sum_all, count_all, squares_all, skipped, filled, *wished, refused = told.tolist()
 
         norm = math.sqrt(squares_all) / count_all if count_all else math.nan
