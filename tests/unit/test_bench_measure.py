@@ -119,11 +119,11 @@ def test_facts_are_known_before_the_data_are():
 
 def test_warm_up_ends_when_steps_are_steady(monkeypatch):
     monkeypatch.setattr(measuring, "share_json", lambda value, group: value)
-    place = types.SimpleNamespace(control=None)
+    place = types.SimpleNamespace(control=None, device=torch.device("cpu"))
 
-    def steps_taken(times, lead=0, wanted=None):
+    def steps_taken(times, lead=0, wanted=None, recording=0):
         times = iter(times)
-        clock = types.SimpleNamespace(work=types.SimpleNamespace(lead=lead))
+        clock = types.SimpleNamespace(work=types.SimpleNamespace(lead=lead, recording=recording))
         clock.take = lambda count: [(next(times), 0.0) for _ in range(count)]
         return len(measuring._warm_up(clock, wanted, place))
 
@@ -131,6 +131,7 @@ def test_warm_up_ends_when_steps_are_steady(monkeypatch):
     assert steps_taken(slow_start) == 5
     assert steps_taken(slow_start, lead=8) == 8
     assert steps_taken(slow_start, wanted=2) == 2
+    assert steps_taken([1.0] * 30, recording=4) == 7  # steady before a pass is recorded, and again after that
     assert steps_taken([1.0, 2.0] * 30) == measuring.MOST_WARM
     assert steps_taken([1.0] * 60, lead=40) == 40  # read ahead while nothing ran
 
@@ -173,7 +174,7 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
         place = types.SimpleNamespace(device=torch.device("cpu"))
 
         def __init__(self):
-            self.flow = types.SimpleNamespace(gradients=Gradients(), pipeline=None)
+            self.flow = types.SimpleNamespace(gradients=Gradients(), pipeline=None, replay="a recording")
 
         def _prepare(self, micro):
             return micro
@@ -183,6 +184,7 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
 
     trainer, marks = Trainer(), Marks(torch.device("cpu"))
     with contextlib.suppress(ZeroDivisionError), marked(trainer, marks):
+        assert trainer.flow.replay is None
         assert trainer._prepare(3) == 3
         assert trainer._judge(1, 2) == 3
         trainer.flow.gradients.add_up()
@@ -190,6 +192,7 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
     assert [part for part, _ in marks.points] == ["forward", "backward", "optimizer"]
     assert calls == ["add up"]
     assert "_prepare" not in vars(trainer)
+    assert trainer.flow.replay == "a recording"
     assert "add_up" not in vars(trainer.flow.gradients)
 
 

@@ -46,7 +46,7 @@ from vitrail.training.session import SLOW_PHASE
 from vitrail.training.setup import Place, build_model
 from vitrail.training.trainer import Trainer
 
-LEAST_WARM, MOST_WARM = 3, 20  # steps of a warm-up that ends by itself
+LEAST_WARM, MOST_WARM = 3, 20  # steps of a warm-up that ends by itself, and of its latest that are compared
 STEADY = 1.1  # times as long as the shortest of the latest three, at most
 WINDOW_SECONDS = 1.0  # aimed at, where the number of steps is not given
 LEAST_STEPS, MOST_STEPS = 2, 50  # of such a window
@@ -79,8 +79,6 @@ def measure(
             warmed = _warm_up(clock, warm_up, parts.place)
             typical = statistics.median(seconds for seconds, _ in warmed[-LEAST_WARM:])
             count = steps or on_chief(lambda: _fitting_steps(typical), parts.place.control)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
             skipped, before = work.skipped, energy.joules()
             clock.begin()
             rows = [clock.take(count) for _ in range(windows)]
@@ -167,6 +165,11 @@ class _Work:
             torch.cuda.synchronize()
 
     @property
+    def recording(self) -> int:
+        """Steps after which passes have been recorded, if they are to be."""
+        return 0 if self.trainer is None or self.trainer.flow.replay is None else self.trainer.flow.replay.warm + 1
+
+    @property
     def skipped(self) -> int:
         """Steps so far that were no steps, because something was not finite."""
         return 0 if self.trainer is None else self.trainer.skipped
@@ -174,7 +177,7 @@ class _Work:
     def split(self, wait: float, seconds: float) -> dict[str, float | None]:
         if self.trainer is None:
             return dict.fromkeys((*PARTS, "communication")) | {"data": wait}
-        found = split_step(self.trainer, self.batches, self.act)
+        found = split_step(self.trainer, self.batches, self.act, seconds)
         several = self.parts.place.world.size > 1
         if self.mode == "real":  # of the steps that were timed: three more would tell little of a loader
             found["data"] = wait
@@ -225,11 +228,17 @@ class _Clock:
 
 
 def _warm_up(clock: _Clock, wanted: int | None, place: Place) -> list[Step]:
-    """Steps that are not counted: so many, or until they are steady; all ranks take the same number."""
+    """Steps that are not counted: so many, or until they are steady; all ranks take the same number.
+
+    The peak of memory counts from the second on: the first one compiles, and replayed ones allocate nothing.
+    """
+    taken = clock.take(1)
+    if place.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place.device)
     if wanted is not None:
-        taken = clock.take(wanted)
+        taken += clock.take(wanted - 1)
     else:
-        taken, least = [], max(LEAST_WARM, clock.work.lead)
+        least = max(LEAST_WARM, clock.work.lead, clock.work.recording + LEAST_WARM)
         while len(taken) < max(MOST_WARM, least):
             taken += clock.take(1)
             latest = [seconds for seconds, _ in taken[-LEAST_WARM:]]

@@ -7,6 +7,8 @@ mark to the next one, whatever the next one begins:
 - forward: masks, noise and tokens too, and the loss; backward: with what sharding exchanges during it
 - optimizer: all that comes after: gradients added up and clipped, the update, the moving average
 
+A pass that is replayed shows no parts: forward and backward then have the shares that they have of a usual one.
+
 Communication overlaps with these, so it is measured by a profiler and counted besides: the time in which NCCL or gloo
 is at work on this rank, its waiting for slower ranks included.
 """
@@ -74,16 +76,20 @@ def marked(trainer: Any, marks: Marks) -> Iterator[None]:
     if trainer.flow.pipeline is None:  # in a pipeline forward and backward of micro-batches take turns
         trainer._prepare, trainer._judge = prepare, judge
     gradients.add_up = add_up
+    replay, trainer.flow.replay = trainer.flow.replay, None
     try:
         yield
     finally:
         del gradients.add_up
+        trainer.flow.replay = replay
         if trainer.flow.pipeline is None:
             del trainer._prepare, trainer._judge
 
 
-def split_step(trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any]) -> dict[str, float | None]:
-    """Seconds of each part of a step."""
+def split_step(
+    trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any], seconds: float
+) -> dict[str, float | None]:
+    """Seconds of each part of a step that takes so many."""
     marks = Marks(trainer.place.device)
     with marked(trainer, marks):
         for _ in range(STEPS):
@@ -92,7 +98,11 @@ def split_step(trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any]) 
             marks.put("forward")
             act(batch)
         marks.put("end")
-    found: dict[str, float | None] = {part: seconds / STEPS for part, seconds in marks.seconds().items()}
+    found: dict[str, float | None] = {part: spent / STEPS for part, spent in marks.seconds().items()}
+    if trainer.flow.replay is not None:
+        passing, rest = (sum(found.get(part) or 0.0 for part in some) for some in (PARTS[1:3], (PARTS[0], PARTS[3])))
+        share = max(0.0, seconds - rest) / passing if passing else 0.0
+        found |= {part: share * (found.get(part) or 0.0) for part in PARTS[1:3]}
     if trainer.flow.pipeline is not None:  # one cannot be told from the other
         found["forward"] = found["backward"] = None
     return {part: found.get(part) for part in PARTS}

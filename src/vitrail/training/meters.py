@@ -7,7 +7,7 @@ import torch
 
 from vitrail.cost.flops import Again, Flops, peak_tflops
 
-WARM_UP_STEPS = 3  # after a start or resume: compilation, caches, autotuning
+WARM_UP_STEPS = 5  # after a start or resume: compilation, caches, autotuning, a recording (parallel/replay.py)
 
 
 @dataclass
