@@ -42,6 +42,7 @@ def test_points_rise_and_are_rates() -> None:
     for points in (products, *attention.values(), convolutions):
         assert all(1e6 < rate < 1e14 for _, rate in points)
     assert 1e8 < probe.bandwidth() < 1e12
+    assert 1e-8 < probe.kernel() < 1e-3
     assert 1e-7 < launch_seconds(probe, compiled=False) < 1e-2
 
 

@@ -75,6 +75,9 @@ def test_roofline_by_hand() -> None:
     assert seconds_of((GEMM,), DEVICE, "float8", "forward").total == pytest.approx(0.005)
     thin = Op("gemm", 1e6, 1e9)  # waits for its bytes
     assert seconds_of((thin,), DEVICE, "bf16", "forward") == pytest.approx({"memory bandwidth": 0.001})
+    slow = dataclasses.replace(DEVICE, kernel_us=5)
+    tiny = Op("memory", 0, 1000, kernels=3)
+    assert seconds_of((tiny, GEMM), slow, "bf16", "forward").total == pytest.approx(0.01 + 15e-6)
     narrow = dataclasses.replace(ATTENTION, shape=(1, 8, 1024, 1024, 16))  # padded to 64
     assert seconds_of((narrow,), DEVICE, "bf16", "backward").total == pytest.approx(0.08)
 

@@ -128,6 +128,7 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
         convolution=_curve(convolutions, peaks["bf16" if on_gpu else "fp32"]),
         launch_us=_short(1e6 * launch),
         launch_compiled_us=None if compiled is None else _short(1e6 * compiled),
+        kernel_us=_short(1e6 * probe.kernel()) if on_gpu else 0.0,
         reserve_gib=_short(reserve / GIB),
         fragmentation=known.device.fragmentation if known else 1.05 if on_gpu else 1.0,
     )
@@ -158,6 +159,7 @@ def table(cluster: Cluster) -> list[dict[str, Any]]:
         ("convolutions", _best(device.convolution, peak if device.name != "cpu" else device.tflops["fp32"])),
         ("memory", f"{device.bandwidth_gb_s:.4g} GB/s"),
         ("kernel launch", f"{device.launch_us:.3g} us, {device.compiled_us:.3g} us in compiled blocks"),
+        ("least of a kernel", f"{device.kernel_us:.3g} us on the device"),
         ("taken by libraries", f"{device.reserve_gib:.3g} GiB"),
         ("links inside a node", f"{cluster.inside.gb_s:.4g} GB/s, {cluster.inside.latency_us:.3g} us"),
         ("links between nodes", f"{cluster.between.gb_s:.4g} GB/s, {cluster.between.latency_us:.3g} us"),

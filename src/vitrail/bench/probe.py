@@ -169,6 +169,11 @@ class Probe:
         target = torch.empty_like(source)
         return 2 * size / self.seconds(lambda: target.copy_(source))
 
+    def kernel(self) -> float:
+        """Seconds of the device for a kernel that has next to nothing to do, one after the other."""
+        x = self.random(64, dtype=torch.float32)
+        return self.seconds(lambda: torch.sin(x, out=x))
+
 
 def rising(points: Points) -> Iterator[tuple[float, float]]:
     """In the order of x, one point for each."""

@@ -68,13 +68,13 @@ class Device:
     launch_us: float  # host time of one kernel of a training, with the Python between it and the next
     reserve_gib: float  # context and library workspaces, which the allocator does not see
     fragmentation: float = 1.0  # reserved over allocated at the peak
-    launch_compiled_us: float | None = (
-        None  # the same in compiled blocks, which have fewer; like launch_us if not known
-    )
+    launch_compiled_us: float | None = None  # the same in compiled blocks; launch_us where it is not known
+    kernel_us: float = 0.0  # that the device needs for a kernel with next to nothing to do
 
     def __post_init__(self) -> None:
         _positive(self, "device", "memory_gib", "bandwidth_gb_s")
         _positive(self, "device", "launch_us", "reserve_gib", zero=True)
+        _positive(self, "device", "kernel_us", zero=True)
         if self.launch_compiled_us is not None:
             _positive(self, "device", "launch_compiled_us", zero=True)
         if not self.fragmentation >= 1:

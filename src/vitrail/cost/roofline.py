@@ -1,4 +1,7 @@
-"""How long a device needs for one operation: what its curves say of such work, and never less than its bytes take."""
+"""How long a device needs for one operation.
+
+That is what its curves say of such work, but never less than its bytes take, nor than the least that a kernel takes.
+"""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -37,7 +40,7 @@ def seconds_of(ops: Iterable[Op], device: Device, compute: Compute, way: Way) ->
     """Seconds of all the operations, by what limits each."""
     spent = Seconds()
     for op in ops:
-        moving = op.bytes / (1e9 * device.bandwidth_gb_s)
+        moving = max(op.bytes / (1e9 * device.bandwidth_gb_s), 1e-6 * device.kernel_us * op.kernels)
         working = op.flops / rate(op, device, compute, way) if op.flops and op.kind != "memory" else 0.0
         # Products that wait for their bytes (thin ones) are the memory's doing.
         spent[LIMITS[op.kind] if working >= moving else LIMITS["memory"]] += max(working, moving)
