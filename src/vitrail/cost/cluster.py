@@ -68,7 +68,7 @@ class Device:
     launch_us: float  # host time of one kernel of a training, with the Python between it and the next
     reserve_gib: float  # context and library workspaces, which the allocator does not see
     fragmentation: float = 1.0  # reserved over allocated at the peak
-    launch_compiled_us: float | None = None  # the same in compiled blocks; launch_us where it is not known
+    launch_compiled_us: float | None = None  # host time in compiled blocks; launch_us where it is not known
     kernel_us: float = 0.0  # that the device needs for a kernel with next to nothing to do
 
     def __post_init__(self) -> None:
