@@ -1,12 +1,16 @@
 """A model that one rank has to itself: what it computes with, and what reaches its masters."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from support import MODELS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import vitrail
 from vitrail.parallel.mesh import Layout
 from vitrail.parallel.solo import COPIES, Solo, suits
 from vitrail.recipe.sections import Parallel
@@ -116,3 +120,40 @@ def test_who_does_without_fsdp() -> None:
     assert asked(parameters=limit)
     assert not asked(parameters=limit + 1)
     assert suits(limit + 1, ALONE, Parallel(), compute=torch.float32, memory=1e9)
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(e["step"], e["loss"], e["grad_norm"]) for e in events if e["event"] == "train"]
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_training_with_fsdp_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str) -> None:
+    """The same numbers on one rank, and the same checkpoints: each goes on with what the other has saved."""
+    model, objective = MODELS["mae, cross"]
+    source = {"kind": "dummy", "path": "dummy", "shape": [16, 16], "channels": 3, "classes": 4, "items": 64}
+    tree = {
+        "run": {"name": "alone", "steps": 6},
+        "model": model,
+        "objective": {"kind": objective},
+        "data": {"train": [source], "crop": 16, "batch": 8, "micro_batch": 4},
+        "precision": {"compute": compute},
+        "parallel": {"recompute": {"every": 2}},
+        "ema": {"decay": 0.9},
+        "log": {"every": 1, "tensorboard": False, "pictures": 6},
+        "checkpoint": {"every": 3, "keep": 2},
+        "schedule": {"kind": "constant", "warmup": 1},  # the same, however many steps there are
+    }
+
+    def train(name: str, *, steps: int, fsdp: bool) -> list[tuple[int, float, float]]:
+        monkeypatch.setattr("vitrail.parallel.solo.suits", lambda *a, **k: not fsdp)
+        vitrail.train(tree, overrides=[f"run.dir={tmp_path / name}", f"run.steps={steps}"])
+        return losses(tmp_path / name)
+
+    with_it, without = train("with", steps=6, fsdp=True), train("without", steps=6, fsdp=False)
+    assert with_it == without
+    for name, first in (("from fsdp", True), ("to fsdp", False)):
+        train(name, steps=3, fsdp=first)
+        found = train(name, steps=6, fsdp=not first)
+        assert found[-1][0] == 6
+        assert found[-3:] == without[-3:]
