@@ -1,6 +1,7 @@
 """The planner's answers to the published studies, and the four numbers that its Frontier is calibrated on.
 
 - recipes are configs/vit_fsdp_study/*.yaml, configs/orbit/113b.yaml and configs/mae3d/2b.yaml, made torchtitan-mae's
+- one rank alone is under FSDP, too, as it was in these studies
 - HYBRID_1 is predicted as replicas that exchange nothing: PyTorch's first FSDP makes NO_SHARD of a shard group of one
   rank, and then adds gradients over that one rank. The study's HYBRID_1 rows show no sign of communication either
 """
@@ -58,7 +59,7 @@ class Prediction:
 
     @cached_property
     def seconds(self) -> float:
-        return time_for(self.recipe, self.cluster, self.gpus, self.layout, self.shares).seconds
+        return time_for(self.recipe, self.cluster, self.gpus, self.layout, self.shares, fsdp=True).seconds
 
     @cached_property
     def memory(self) -> Memory:

@@ -262,9 +262,10 @@ def time_for(
     *,
     rough: bool = False,
     replayed: bool = False,
+    fsdp: bool = False,
 ) -> StepTime:
-    """Of the slowest rank."""
-    alone = is_solo(recipe, layout, cluster)
+    """Of the slowest rank; `fsdp`: even one rank alone shards by FSDP2."""
+    alone = not fsdp and is_solo(recipe, layout, cluster)
 
     def times(micro: int, passes: int) -> list[StepTime]:
         return [

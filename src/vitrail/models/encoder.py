@@ -319,7 +319,7 @@ class Encoder(nn.Module):
             return None
         patches = self.to_patches(coordinates)
         if any(self.origin):
-            patches = patches - constants(self.origin, patches)
+            patches = patches - constants(tuple(self.origin), patches)
         patches = nn.functional.pad(patches * self.config.rope_scale, (0, 0, prefix, 0))
         if turns is None:
             return rope_table(patches, head_width, self.config.theta)
