@@ -127,7 +127,7 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
     return [(e["step"], e["loss"], e["grad_norm"]) for e in events if e["event"] == "train"]
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_training_with_fsdp_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str) -> None:
     """The same numbers on one rank, and the same checkpoints: each goes on with what the other has saved."""
     model, objective = MODELS["mae, cross"]
