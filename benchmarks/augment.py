@@ -175,16 +175,18 @@ def measure_images(device: torch.device, batch: int, repeats: int) -> list[dict[
     return rows
 
 
-def measure_training(steps: int, side: int) -> list[dict[str, Any]]:
+def measure_training(steps: int, side: int, volume: Path | None) -> list[dict[str, Any]]:
     """The 2B recipe without and with free rotation; rows as in mae3d_2b.py."""
     import mae3d_2b  # beside this file
 
     home = Path(tempfile.mkdtemp())
+    volume = volume or home / "volume.zarr"
     try:
-        mae3d_2b.write_volume(home / "volume.zarr", side)
+        if not volume.exists():
+            mae3d_2b.write_volume(volume, side)
         turn = [f"data.augment.{key}={json.dumps(value)}" for key, value in TURN.items()]
         cases = [[], turn]
-        rows = [mae3d_2b.measure(home / "volume.zarr", home, steps, overrides) for overrides in cases]
+        rows = [mae3d_2b.measure(volume, home, steps, overrides) for overrides in cases]
     finally:
         shutil.rmtree(home)
     ratio = rows[0]["step_seconds"] / rows[1]["step_seconds"]  # type: ignore[operator]
@@ -304,6 +306,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--side", type=int, default=704)
+    parser.add_argument("--volume", type=Path, help="an OME-Zarr to train on, which is written if it is not there")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -311,7 +314,7 @@ def main() -> None:
         draw_examples(arguments.picture)
         return
     if arguments.train:
-        rows = measure_training(arguments.steps, arguments.side)
+        rows = measure_training(arguments.steps, arguments.side, arguments.volume)
     else:
         rows = measure_volumes(device, arguments.size, arguments.repeats)
         rows += measure_images(device, arguments.images, arguments.repeats)

@@ -651,6 +651,9 @@ class KeepRaw:
 
     resamples = True
 
+    def touched(self, *_: object) -> None:
+        return None
+
     def __call__(self, raw: Raw) -> Batch:
         self.raw = raw
         return Batch(raw.counters, raw.values, raw.labels, raw.variables)
@@ -788,7 +791,7 @@ def test_one_panorama_does_not_enlarge_every_batch() -> None:
     loader = Loader(sampler, reader, device=torch.device("cpu"), workers=1, prefetch=1, augmenter=augmenter)
     together = loader.load(range(8)).values
     loader.augmenter = keep  # type: ignore[assignment]
-    keep.resamples = True  # type: ignore[attr-defined]
+    keep.resamples, keep.touched = True, augmenter.touched  # type: ignore[attr-defined]
     for counter in range(8):
         assert torch.equal(loader.load([counter]).values[0], together[counter])
         assert [sample.item for sample in loader.samples] == [sampler(counter).item]
@@ -801,7 +804,7 @@ class StraightSource(ArraySource):
 
     keeps_chunks = reads_straight = True
 
-    def read_into(self, item: int, region: tuple[slice, ...], out: np.ndarray) -> None:
+    def read_into(self, item: int, region: tuple[slice, ...], out: np.ndarray, touched: None = None) -> None:
         self.before()
         out[...] = self.arrays[item][(slice(None), *region)]
 

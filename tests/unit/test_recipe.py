@@ -419,7 +419,7 @@ def test_defaults(fakes):
             "chunk": {"mlp": None, "head": None},
             "compile": "auto",
             "attention": "auto",
-            "replay": False,
+            "replay": "auto",
         },
         "precision": {"compute": "auto", "reduce": "fp32"},
         "checkpoint": {"every": "10%", "keep": 2, "best": None, "background": True},

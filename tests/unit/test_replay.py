@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from vitrail.layers.trees import _top
 from vitrail.parallel import replay
 from vitrail.parallel.flow import Flow
-from vitrail.parallel.replay import MANY, MOST, WARM, Replay, Unrecordable, put_together, take_apart
+from vitrail.parallel.replay import MANY, MOST, ROOM, WARM, Replay, Unrecordable, put_together, take_apart
 from vitrail.training import setup
 from vitrail.training.setup import Parts
 
@@ -48,6 +48,13 @@ class Fake(Replay):
     def __init__(self, model: nn.Module, **options: Any):
         super().__init__(model, CPU, always=True, **options)
         self.graphs: list[Recorded] = []
+        self.share, self.waits = 0.0, 0
+
+    def held(self) -> float:
+        return self.share
+
+    def _wait(self) -> None:
+        self.waits += 1
 
     def _captured(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         self.graphs.append(Recorded(self.model, work))
@@ -162,15 +169,29 @@ def test_what_cannot_be_recorded_runs_as_usual_and_says_why(model: nn.Module) ->
         hidden(lambda inputs, _: model(inputs["x"]).sum(), {"x": torch.ones(1, 3), "more": {1, 2}}, None)
 
 
-def test_auto_records_only_where_there_is_room(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_records_only_where_there_is_room(model: nn.Module) -> None:
     run, fake = passes(model), Fake(model, warm=0)
     fake(run, *given(0))
-    fake.always = False
-    monkeypatch.setattr(Fake, "has_room", lambda self: False)
+    fake.always, fake.share = False, ROOM + 0.01
     for _ in range(3):  # what was recorded is replayed all the same
         fake(run, *given(0, rows=5))
         fake(run, *given(0))
     assert [graph.replays for graph in fake.graphs] == [4]
+
+
+def test_graphs_make_way_for_usual_passes_that_would_not_fit_beside_them(model: nn.Module) -> None:
+    run, fake = passes(model), Fake(model, warm=0)
+    fake(run, *given(0))
+    fake.share = 0.4
+    fake.make_way()
+    fake(run, *given(0))
+    assert (len(fake.graphs), fake.waits) == (1, 0)
+    fake.share = 0.6
+    fake.make_way()
+    fake.make_way()  # nothing is left to wait for
+    assert fake.waits == 1
+    fake(run, *given(0))
+    assert len(fake.graphs) == 2
 
 
 def test_shapes_that_never_come_back_are_given_up(model: nn.Module) -> None:

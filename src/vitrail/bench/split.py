@@ -77,6 +77,8 @@ def marked(trainer: Any, marks: Marks) -> Iterator[None]:
         trainer._prepare, trainer._judge = prepare, judge
     gradients.add_up = add_up
     replay, trainer.flow.replay = trainer.flow.replay, None
+    if replay is not None:
+        replay.make_way()
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ class Memory:
     communication: int = 0  # buffers that collectives read and write
     inputs: int = 0
     moment: str = ""  # when that is
-    recorded: int = 0  # of passes that are replayed, reserved beside the peak of others
+    recorded: int = 0  # inputs of passes that are replayed, which are copied to where the graph reads them
 
     @property
     def peak(self) -> int:
@@ -44,11 +44,6 @@ class Memory:
     def reserved(self, device: Any) -> float:
         """What the allocator holds, gaps included, and what libraries take beside it, in bytes."""
         return (self.peak + self.recorded) * device.fragmentation + device.reserve_gib * 2**30
-
-    @property
-    def passing(self) -> int:
-        """What a pass alone takes, with its gradients: as much again if it is recorded."""
-        return self.gathered + self.activations + self.temporary + self.parameters  # gradients are as many numbers
 
 
 def memory_of(

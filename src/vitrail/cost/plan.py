@@ -245,7 +245,7 @@ def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares,
 def is_replayed(recipe: Recipe, layout: Layout, cluster: Cluster, memory: Memory) -> bool:
     """Whether passes that need so much memory are recorded."""
     c, on_gpu = recipe.parallel.replay, cluster.device.name != "cpu"
-    room = 2 * memory.peak <= ROOM * cluster.device.memory_gib * GIB
+    room = memory.reserved(cluster.device) <= ROOM * cluster.device.memory_gib * GIB
     return on_gpu and is_solo(recipe, layout, cluster) and (c is True or (c == "auto" and room))
 
 
@@ -319,7 +319,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     shares = Shares.of(recipe, layout)
     memory = memory_for(recipe, cluster, layout, shares)
     replayed = is_replayed(recipe, layout, cluster, memory)
-    memory = dataclasses.replace(memory, recorded=memory.passing if replayed else 0)
+    memory = dataclasses.replace(memory, recorded=memory.inputs if replayed else 0)
     time = time_for(recipe, cluster, gpus, layout, shares, replayed=replayed)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")

@@ -26,6 +26,9 @@ from vitrail.launch.world import find_world, share_of_cores
 DEFAULT_BYTES = 512 * 2**20
 SLAB = 32 * 2**20  # memory is taken in pieces so large that the system can give it in huge pages
 ALONE = 64  # chunks that one thread reads by itself; other threads help with more
+# A thread that decodes takes the GIL from the one that launches kernels several times a chunk: four of them decode GBs a
+# second, sixteen slow a training down by a factor.
+MOST_HELPERS = 4
 ABSENT = 2**64 - 1  # in the index of a shard
 REMEDY = "restore the file or leave it out with `region`"
 
@@ -174,6 +177,13 @@ def parts(grid: Sequence[int], window: Sequence[slice]) -> Iterator[Part]:
     return map(Part._make, zip(*each, strict=True))
 
 
+def spans_of(size: int, window: slice) -> np.ndarray:
+    """First and last voxel of a window in each chunk along an axis, [N, 2]."""
+    edges = np.arange(window.start // size, -(-window.stop // size) + 1) * size
+    edges[0], edges[-1] = window.start, window.stop
+    return np.stack([edges[:-1], edges[1:] - 1], axis=1) - window.start
+
+
 class _Chunk:
     """A place in memory and what is decoded there, once it is."""
 
@@ -219,13 +229,22 @@ class ChunkCache:
         self.read_into(reader, out, window)
         return out
 
-    def read_into(self, reader: ChunkReader, out: np.ndarray, window: Sequence[slice]) -> None:
-        """Copy a window (one slice an axis, inside the array) into `out`, which has its shape and any strides."""
+    def read_into(
+        self, reader: ChunkReader, out: np.ndarray, window: Sequence[slice], chosen: np.ndarray | None = None
+    ) -> None:
+        """Copy a window (one slice an axis, inside the array) into `out`, which has its shape and any strides.
+
+        Of the chunks around it only the `chosen`, if there are: whether each is, along axes (1: all of them alike).
+        """
+        touched = parts(reader.grid, window)
+        if chosen is not None:
+            number = [(w.stop - 1) // size - w.start // size + 1 for size, w in zip(reader.grid, window, strict=True)]
+            touched = itertools.compress(touched, np.broadcast_to(chosen, number).ravel().tolist())
         todo: deque[Part] = deque()
         held: list[tuple[_Chunk, Part]] = []
         with self._lock:
             shelf = self._shelves.setdefault(reader.chunk_bytes, _Shelf())
-            for part in parts(reader.grid, window):
+            for part in touched:
                 chunk = shelf.chunks.get((reader.number, part.chunk))
                 if chunk is None:
                     todo.append(part)
@@ -406,7 +425,7 @@ def _row(size: int) -> np.dtype:
 
 @cache
 def _helpers() -> tuple[Pool, int]:
-    threads = max(1, share_of_cores(find_world()))
+    threads = max(1, min(MOST_HELPERS, share_of_cores(find_world())))
     return Pool(threads, "vitrail-decoder"), threads  # for as long as the process lives
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.chunks import ChunkReader, LazyWindow, shared
+from vitrail.data.chunks import ChunkReader, LazyWindow, shared, spans_of
 from vitrail.data.grid import GridConfig, GridSource
 from vitrail.data.ngff import Multiscale, read_multiscale
 from vitrail.data.places import Place, Remote, find_place
@@ -44,10 +44,17 @@ class HierarchySource(GridSource):
         self.reads_straight = self.keeps_chunks and len(images) == 1 and self.dtype.kind != "f"
         self.reads_straight &= picked == list(range(picked[0], picked[0] + len(picked)))
 
-    def read_into(self, item: int, region: Window, out: np.ndarray) -> None:
-        """As `read`, into memory that is there: [C, *spatial], of a type that holds the values."""
+    def read_into(
+        self, item: int, region: Window, out: np.ndarray, touched: Callable[[Any], np.ndarray] | None = None
+    ) -> None:
+        """As `read`, into memory that is there: [C, *spatial], of a type that holds the values.
+
+        What is not `touched` may stay as it was.
+        """
         if self.reads_straight:
-            shared.read_into(*self.locate(item, region, out))
+            reader, target, window = self.locate(item, region, out)
+            chosen = None if touched is None else self._chosen(item, reader, window, touched)
+            shared.read_into(reader, target, window, chosen)
         else:
             out[...] = self.read(item, region)
 
@@ -55,6 +62,16 @@ class HierarchySource(GridSource):
         """A call that sees to it that voxels of a smaller region are in `out`, for sources that read straight."""
         lazy = LazyWindow(*self.locate(item, region, out))
         return lambda smaller: lazy.fill(self._stored_region(item, smaller))
+
+    def _chosen(
+        self, item: int, reader: ChunkReader, window: Window, touched: Callable[[Any], np.ndarray]
+    ) -> np.ndarray:
+        """Which chunks around a window are touched, along the axes of the array."""
+        axes = self.entries[item].images[0].axes
+        space = [axis for axis, name in enumerate(axes) if name not in NOT_SPACE.values()]
+        spans = [spans_of(reader.grid[axis], window[axis]) for axis in space]
+        found = touched(spans)
+        return np.expand_dims(found, [axis for axis in range(len(axes)) if axis not in space])
 
     def locate(self, item: int, region: Window, out: np.ndarray) -> tuple[ChunkReader, np.ndarray, Window]:
         """The array, `out` with its axes, and the window of it."""

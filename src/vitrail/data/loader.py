@@ -326,7 +326,7 @@ class _Read:
         while True:
             try:
                 place = self.place()
-                reader.read_into(place.out, place.sample, self._labels(), place.window)
+                reader.read_into(place.out, place.sample, self._labels(), place.window, self._touched())
                 return self.sample
             except BadData as error:
                 if not loader.policy.skips(error):
@@ -342,6 +342,14 @@ class _Read:
             region = window(sample.orientation, self.slab)
             return Place(self.out.reshape(len(self.out), *(r.stop - r.start for r in region)), sample, region)
         return Place(self.out[(slice(None), *self._inside())], sample, tuple(slice(0, n) for n in whole))
+
+    def _touched(self) -> Callable[[Any], np.ndarray] | None:
+        """What of its window the sample is made of, where that is not most of it."""
+        if self.slab is not None or (self.sample.window or self.loader.reader.crop) == self.loader.reader.crop:
+            return None
+        (layout,) = self.loader.reader.layouts([self.sample])
+        where = (layout.size, layout.spacing, layout.scale, self.sample.orientation)
+        return self.loader.augmenter.touched(self.counter, *where)
 
     def _labels(self) -> np.ndarray | None:
         return self.labels if self.labels is None or self.slab is not None else self.labels[self._inside()]

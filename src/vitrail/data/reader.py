@@ -183,10 +183,11 @@ class Reader:
         sample: Sample,
         labels: np.ndarray | None = None,
         window: tuple[slice, ...] | None = None,
+        touched: Callable[[Any], np.ndarray] | None = None,
     ) -> None:
         """Write the sample's window, unturned, into out [C, *size]; and the labels of its voxels into labels [*size].
 
-        Of the image just a `window` of the crop, if there is one.
+        Of the image just a `window` of the crop, if there is one; of that at least what is `touched`.
         """
         whole = tuple(slice(0, size) for size in sample.window or self.crop)
         window = whole if window is None else window
@@ -194,7 +195,8 @@ class Reader:
             source: Any = self.sources[sample.source]
             region = _shift(window, sample.start)
             name = partial(self.name_of, sample)
-            return read_again(lambda: source.read_into(sample.item, region, out), name, retries=self.retries)
+            read = partial(source.read_into, sample.item, region, out, touched)
+            return read_again(read, name, retries=self.retries)
         crop = self._cut(sample, window, whole)
         item = self.item(sample.source, sample.item)
         if labels is not None:

@@ -71,6 +71,8 @@ class Flow:
             return self.pipeline.forward_backward(list(prepared), loss)
         if self.solo is not None and self.solo.keeps:
             self.forget_gathered()  # of a validation that has ended early
+        if self.replay is not None and self.model.watching is not None:
+            self.replay.make_way()
         totals = None
         for place, (inputs, targets) in enumerate(prepared):
             if self.solo is None:

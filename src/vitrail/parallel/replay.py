@@ -4,7 +4,8 @@ A small model keeps a fast GPU waiting for Python. What a pass launches depends 
 are inputs, shapes are fixed, models ask nothing of the device), so it need not be found out anew each time.
 
 - passes are recorded once they have run some times as usual, which compiles and picks kernels; for each set of shapes
-- a graph has memory of its own, as much as a pass needs: `auto` records only where it fits beside that of usual passes
+- a graph keeps the memory of a pass, so that what runs beside it (validation, pictures) has to find other: `auto`
+  records only where that is left
 - what cannot be recorded runs as usual from then on, with a warning that says why
 - results are those of the usual way: the same kernels on the same numbers
 """
@@ -22,7 +23,7 @@ WARM = 3  # passes of a training that run as usual
 WARM_FORWARD = 10  # of those without gradients: samples are made by many, but a validation has few
 MOST = 2  # sets of shapes that are recorded: each has memory of its own
 MANY = 32  # sets of shapes, after which no more are expected to come back
-ROOM = 0.75  # of the GPU's memory that usual passes and recorded ones may take together
+ROOM = 0.75  # of the GPU's memory that training may take: the rest is for what runs beside recorded passes
 
 Run = Callable[[Any, Any], Tensor]
 
@@ -89,8 +90,18 @@ class Replay:
         return self._replayed(record, leaves)
 
     def forget(self) -> None:
-        """What the graphs read is there no more."""
+        """What the graphs read is there no more, or the memory that they keep is needed."""
+        if any(record.graph is not None for record in self.records.values()):
+            self._wait()  # a graph may be running
         self.records.clear()
+
+    def make_way(self) -> None:
+        """Before a usual pass of what has been recorded: it needs as much memory as the graph keeps."""
+        if self.held() > 0.5:
+            self.forget()
+
+    def _wait(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def _ready(self, record: Record) -> bool:
         """Whether a pass is to be recorded now."""
@@ -102,9 +113,13 @@ class Replay:
         return not record.usual
 
     def has_room(self) -> bool:
-        """Whether a pass fits a second time, beside all that the allocator holds for usual and recorded ones."""
-        peak, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
-        return peak + held <= ROOM * torch.cuda.get_device_properties(self.device).total_memory
+        """Whether enough is left: passes give their memory back for a recording, which takes as much."""
+        return self.held() <= ROOM
+
+    def held(self) -> float:
+        """What the allocator holds, as a share of the GPU's memory."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return torch.cuda.memory_reserved(self.device) / total
 
     def _record(self, record: Record, run: Run, given: tuple[Any, Any], leaves: list[Tensor]) -> None:
         record.leaves = [leaf.clone() for leaf in leaves]

@@ -416,7 +416,7 @@ class Parallel(Section):
     compile: Switch = Field(default="auto", description="compile the blocks; auto does so where it helps")
     attention: Attention = Field(default="auto", description="kernel of attention; auto picks by shape and hardware")
     replay: Switch = Field(
-        default=False, description="launch the kernels of a step as one CUDA graph; auto where one GPU has room for it"
+        default="auto", description="launch the kernels of a step as one CUDA graph; auto where one GPU has room for it"
     )
 
 
