@@ -174,7 +174,9 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
         place = types.SimpleNamespace(device=torch.device("cpu"))
 
         def __init__(self):
-            self.flow = types.SimpleNamespace(gradients=Gradients(), pipeline=None, replay="a recording")
+            self.replay = types.SimpleNamespace(make_way=lambda: calls.append("make way"))
+            self.flow = types.SimpleNamespace(gradients=Gradients(), pipeline=None, replay=self.replay)
+            self.coming = lambda: "a batch"
 
         def _prepare(self, micro):
             return micro
@@ -185,14 +187,16 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
     trainer, marks = Trainer(), Marks(torch.device("cpu"))
     with contextlib.suppress(ZeroDivisionError), marked(trainer, marks):
         assert trainer.flow.replay is None
+        assert trainer.coming() is None
         assert trainer._prepare(3) == 3
         assert trainer._judge(1, 2) == 3
         trainer.flow.gradients.add_up()
         raise ZeroDivisionError
     assert [part for part, _ in marks.points] == ["forward", "backward", "optimizer"]
-    assert calls == ["add up"]
+    assert calls == ["make way", "add up"]
     assert "_prepare" not in vars(trainer)
-    assert trainer.flow.replay == "a recording"
+    assert trainer.flow.replay is trainer.replay
+    assert trainer.coming() == "a batch"
     assert "add_up" not in vars(trainer.flow.gradients)
 
 

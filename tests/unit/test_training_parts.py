@@ -347,7 +347,8 @@ def test_the_average_is_a_plain_recursion() -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter += torch.randn(parameter.shape, generator=generator)
-        ema.update(step)
+        ema.owe(step)
+        ema.settle()
         decay = min(0.9, (1 + step) / (10 + step))
         for name, parameter in module.named_parameters():
             plain[name] = decay * plain[name] + (1 - decay) * parameter.detach().double()
@@ -362,12 +363,13 @@ def test_a_young_average_forgets_its_start() -> None:
     ema = EMA(FlowOf(module), decay=0.999)
     nn.init.ones_(module.weight)
     for step in range(1, 11):
-        ema.update(step)
+        ema.owe(step)
+        ema.settle()
     assert ema.average["weight"].item() > 0.95
     for _ in range(3):  # an old one forgets slowly
         before = ema.average["weight"].item()
         nn.init.zeros_(module.weight)
-        ema.update(10**6)
+        ema.owe(10**6)
         assert ema.average["weight"].item() == pytest.approx(0.999 * before, rel=1e-5)
 
 
@@ -377,7 +379,7 @@ def test_swapping_is_exact_and_comes_back() -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1.2345678).add_(1e-7)
-    ema.update(100)
+    ema.owe(100)
     raw = {n: p.detach().clone() for n, p in module.named_parameters()}
     average = {n: t.clone() for n, t in ema.average.items()}
     addresses = [p.data_ptr() for p in module.parameters()]
@@ -395,6 +397,21 @@ def test_swapping_is_exact_and_comes_back() -> None:
     assert all(torch.equal(p, raw[n]) for n, p in module.named_parameters())
     assert all(torch.equal(t, average[n]) for n, t in ema.average.items())
     assert addresses == [p.data_ptr() for p in module.parameters()]
+
+
+def test_an_average_that_is_behind_is_brought_up_to_date_once() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    ema = EMA(FlowOf(module), decay=0.5)
+    nn.init.ones_(module.weight)
+    ema.owe(1000)
+    with ema.swapped():  # whoever asks for it, has it whole
+        assert module.weight.item() == 0.5
+    ema.settle()
+    assert ema.average["weight"].item() == 0.5
+    ema.owe(1001)
+    ema.owe(1002)
+    assert ema.average["weight"].item() == 0.875
 
 
 def test_the_average_is_no_view_of_the_weights() -> None:

@@ -44,7 +44,7 @@ from vitrail.training.collective import gather_json, on_chief, share_json
 from vitrail.training.diagnose import LONG, Alone, Opened, opened_as_is
 from vitrail.training.session import SLOW_PHASE
 from vitrail.training.setup import Place, build_model
-from vitrail.training.trainer import Trainer
+from vitrail.training.trainer import Timed, Trainer
 
 LEAST_WARM, MOST_WARM = 3, 20  # steps of a warm-up that ends by itself, and of its latest that are compared
 STEADY = 1.1  # times as long as the shortest of the latest three, at most
@@ -153,10 +153,16 @@ class _Work:
             loader = parts.loader(self.trainer.flow)
         self.lead = loader.prefetch + 2 if mode in ("real", "io") else 0  # batches that were read while nothing ran
         self.batches: Iterator[Any]
+        self._loaded: Any = None  # what they come from, if they are read
         if mode in ("real", "io"):
-            self.batches = loader.batches(0, LONG)
+            self._loaded = loader.batches(0, LONG)
+            stream = Timed(self._loaded, loader.has_next)
+            self.batches, coming = (batch for batch, _ in stream), stream.coming
         else:
-            self.batches = itertools.repeat(loader.load(loader.counters(0)))
+            same = loader.load(loader.counters(0))
+            self.batches, coming = itertools.repeat(same), lambda: same
+        if self.trainer is not None:
+            self.trainer.coming = coming
 
     def act(self, batch: Any) -> None:
         if self.trainer is not None:
@@ -197,8 +203,8 @@ class _Work:
         }
 
     def close(self) -> None:
-        if hasattr(self.batches, "close"):
-            self.batches.close()
+        if self._loaded is not None:
+            self._loaded.close()
 
 
 class _Clock:

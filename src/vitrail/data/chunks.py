@@ -26,8 +26,8 @@ from vitrail.launch.world import find_world, share_of_cores
 DEFAULT_BYTES = 512 * 2**20
 SLAB = 32 * 2**20  # memory is taken in pieces so large that the system can give it in huge pages
 ALONE = 64  # chunks that one thread reads by itself; other threads help with more
-# A thread that decodes takes the GIL from the one that launches kernels several times a chunk: four of them decode GBs a
-# second, sixteen slow a training down by a factor.
+# A thread that decodes takes the GIL several times a chunk from the one that launches kernels: four of them decode some
+# GB/s, sixteen made steps of a training take four times as long.
 MOST_HELPERS = 4
 ABSENT = 2**64 - 1  # in the index of a shard
 REMEDY = "restore the file or leave it out with `region`"

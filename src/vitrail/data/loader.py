@@ -71,6 +71,7 @@ class Loader:
         sizes = {reader.size_of(e.source, e.item, e.window or reader.crop) for e in sampler.extents}
         self.room = tuple(max(along) for along in zip(*sizes, strict=True))  # that holds every window
         self._values, self._labels = Buffers(), Buffers()  # memory of batches
+        self._waiting: queue.Queue[_Ready | BaseException] | None = None  # batches that were read ahead
         self.samples: list[Sample] = []  # of the batch that was made last, of which some may stand for bad ones
 
     def obey(self, policy: Policy) -> None:
@@ -85,12 +86,18 @@ class Loader:
         finally:
             pool.close()
 
+    def has_next(self) -> bool:
+        """Whether the next of the batches that were asked for last is here, and no error in its place."""
+        waiting = [] if self._waiting is None else list(self._waiting.queue)[:1]
+        return bool(waiting) and not isinstance(waiting[0], BaseException)
+
     def batches(self, first: int, last: int) -> Iterator[Batch]:
         """Batches of the steps first..last-1, read ahead by threads (or one at a time, with no workers)."""
         if self.workers == 0:
             yield from (self.load(self.counters(step)) for step in range(first, last))
             return
         ready: queue.Queue[_Ready | BaseException] = queue.Queue(maxsize=self.prefetch)
+        self._waiting = ready
         stopped = threading.Event()
         pool = Pool(self.workers)
         feeder = threading.Thread(

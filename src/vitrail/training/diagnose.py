@@ -37,7 +37,7 @@ from vitrail.training.guards import Watchdog
 from vitrail.training.run import fitting, joined
 from vitrail.training.session import SLOW_PHASE
 from vitrail.training.setup import DataParts, Place, build_model, complete, make_loader, make_sampler, open_data
-from vitrail.training.trainer import Trainer, timed
+from vitrail.training.trainer import Timed, Trainer
 from vitrail.training.waiting import OPENING
 
 Mode = Literal["real", "syn", "io"]
@@ -172,7 +172,7 @@ def _train(parts: Opened, modes: Sequence[Mode], seconds: float) -> list[dict[st
 def _steps(trainer: Trainer, batches: Iterator[Batch]) -> list[tuple[float, float]]:
     """Take a step on each batch; seconds of each with its wait, and the wait."""
     taken = []
-    for batch, wait in timed(batches):
+    for batch, wait in Timed(batches):
         began = time.perf_counter()
         trainer.step(batch, stop_wish=None, watch=False)
         if batch.values.is_cuda:

@@ -1,4 +1,8 @@
-"""Moving average of the weights: a second set of shards, updated in place, saved and restored like the first."""
+"""Moving average of the weights: a second set of shards, updated in place, saved and restored like the first.
+
+The weights of a step stay as they are until the next update, so that the average can wait until there is time for it:
+`owe` says that it is behind, `settle` (or whoever asks for it) brings it up to date.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +18,27 @@ class EMA:
     def __init__(self, flow: Flow, decay: float):
         self.decay = decay
         self.flow, self.model = flow, flow.model
-        self.average: dict[str, Tensor] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self._average: dict[str, Tensor] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self._owed: int | None = None  # optimizer steps, of which it knows all but the last
+
+    @property
+    def average(self) -> dict[str, Tensor]:
+        self.settle()
+        return self._average
+
+    def owe(self, steps: int) -> None:
+        """The weights are those after so many optimizer steps, and stay so until settle()."""
+        self.settle()
+        self._owed = steps
 
     @torch.no_grad()
-    def update(self, steps: int) -> None:
-        """After the given number of optimizer steps; a young average forgets faster, so the start fades."""
-        decay = min(self.decay, (1 + steps) / (10 + steps))
-        average = [local(t) for t in self.average.values()]
+    def settle(self) -> None:
+        """Take the weights in; a young average forgets faster, so the start fades."""
+        if self._owed is None:
+            return
+        decay = min(self.decay, (1 + self._owed) / (10 + self._owed))
+        self._owed = None
+        average = [local(t) for t in self._average.values()]
         torch._foreach_lerp_(average, [local(p.detach()) for p in self.model.parameters()], 1 - decay)
 
     @contextmanager
@@ -34,8 +52,9 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        average = self.average
         for name, parameter in self.model.named_parameters():
-            mine, averaged = local(parameter.detach()), local(self.average[name])
+            mine, averaged = local(parameter.detach()), local(average[name])
             kept = mine.clone()
             mine.copy_(averaged)
             averaged.copy_(kept)

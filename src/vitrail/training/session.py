@@ -44,7 +44,7 @@ from vitrail.training.setup import (
     make_sampler,
     open_data,
 )
-from vitrail.training.trainer import Progressed, Trainer, timed
+from vitrail.training.trainer import Progressed, Timed, Trainer
 from vitrail.training.waiting import OPENING
 from vitrail.weights import Report, load_initial
 
@@ -235,7 +235,9 @@ class Session:
         if trainer.done == 0:
             self.look(picture=True, measure=False)
         rms: dict[str, float] | None = None
-        for batch, wait in timed(loader.batches(trainer.done, trainer.total)):
+        batches = Timed(loader.batches(trainer.done, trainer.total), loader.has_next)
+        trainer.coming = batches.coming
+        for batch, wait in batches:
             began = time.perf_counter()
             rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
             compiling = meter.steps_seen < 2

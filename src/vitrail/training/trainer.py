@@ -2,12 +2,15 @@
 
 A step: this rank's slice of the batch, in micro-batches; sums of losses backward; one small all-reduce of loss, count,
 gradient norm and stop wishes; then every rank takes the same decision (step, skip, stop) from the same numbers.
+All that a step launches is launched before a rank waits for these, and so is what the next one begins with: a device
+that is faster than Python then does not idle.
 Gradients are sums over all ranks (parallel/), so dividing by the count of all ranks is all the scaling there is.
 """
 
+import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +65,11 @@ class Trainer:
         self.optimizer_steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
+        on_gpu = place.device.type == "cuda"
+        own = [torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else []
+        self._generators = [torch.default_generator, *own]
+        self.coming: Callable[[], Batch | None] = lambda: None  # the next batch, if it is known and here already
+        self._ahead: tuple[Batch, tuple[dict[str, Any], Any]] | None = None  # a batch, prepared before its step
 
     def steps(self, duration: int | str) -> int:
         return steps_of(duration, total=self.total, batch=self.data.batch, epoch=self.epoch)
@@ -79,11 +87,11 @@ class Trainer:
         `stop_wish` is this rank's reason to stop after the step, one of STOP_REASONS; any rank's wish stops all.
         `bad` is what this rank has found of bad data so far.
         """
-        # Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too.
-        torch.manual_seed(key(self.recipe.run.seed, "step", self.done, self.flow.data_rank))
         self.model.watching = {} if watch else None
         loss_sum, count = self._forward_backward(batch)
         rms, self.model.watching = self.model.watching, None
+        if self.ema is not None:
+            self.ema.settle()  # before weights change
 
         gradients = self.flow.gradients
         gradients.add_up()
@@ -92,22 +100,22 @@ class Trainer:
         more = torch.tensor([*bad, *wishes], dtype=torch.float64)
         table = torch.cat([numbers, sent(more, numbers.device)])
         dist.all_reduce(table)
-        # Launched before this rank waits for the numbers, so that a device has work meanwhile.
         factor, skip = self._decide(table)
         if shards := gradients.local():
             # Where gradients are: on the host with offload, and there PyTorch's own copy of `skip` might come late.
             factor, skip = (number.to(shards[0].device) for number in (factor, skip))
             torch._foreach_mul_(shards, factor.float())
         step(self.optimizer, self.rate, skip)
+        self.model.zero_grad(set_to_none=True)
         told = torch.cat([table, skip.to(table)[None]])
+        self._prepare_ahead()
         loss_sum_all, count_all, squares_all, skipped, filled, *wished, refused = told.tolist()
 
         norm = math.sqrt(squares_all) / count_all if count_all else math.nan
         finite = not refused
         self.optimizer_steps += finite
         if finite and self.ema is not None:
-            self.ema.update(self.optimizer_steps)
-        self.model.zero_grad(set_to_none=True)
+            self.ema.owe(self.optimizer_steps)
         self.done += 1
         self.samples += self.data.batch
         self.skipped += not finite
@@ -132,10 +140,36 @@ class Trainer:
         return factor, finite.logical_not().float()
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.recipe.data.micro_batch or len(batch)
-        starts = range(0, len(batch), size)
-        micro = (batch.narrow(start, min(start + size, len(batch))) for start in starts)
-        return self.flow.forward_backward((self._prepare(part) for part in micro), len(starts), self._judge)
+        (known, prepared), self._ahead = self._ahead or (None, None), None
+        if prepared is None or known is not batch:
+            prepared = self._prepare_first(batch, self.done)
+        self._seed("step", self.done)
+        starts = range(0, len(batch), self._micro(batch))
+        later = (self._prepare(self._narrow(batch, start)) for start in starts[1:])
+        return self.flow.forward_backward(itertools.chain([prepared], later), len(starts), self._judge)
+
+    def _prepare_ahead(self) -> None:
+        """What the next step begins with, if its batch is here and no other rank takes part in that."""
+        if self.flow.exchange is None and self.flow.pipeline is None and (batch := self.coming()) is not None:
+            self._ahead = batch, self._prepare_first(batch, self.done + 1)
+        self._seed("between", self.done)  # what comes until then, as a validation, is the same either way
+
+    def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
+        """The first micro-batch of a step, the same at whatever time it is prepared."""
+        self._seed("prepare", number)
+        return self._prepare(self._narrow(batch, 0))
+
+    def _seed(self, purpose: str, number: int) -> None:
+        """Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too."""
+        seed = key(self.recipe.run.seed, purpose, number, self.flow.data_rank)
+        for generator in self._generators:  # torch.manual_seed() looks for all kinds of devices first
+            generator.manual_seed(seed)
+
+    def _micro(self, batch: Batch) -> int:
+        return self.recipe.data.micro_batch or len(batch)
+
+    def _narrow(self, batch: Batch, start: int) -> Batch:
+        return batch.narrow(start, min(start + self._micro(batch), len(batch)))
 
     def _prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
         draws = Draws(self.recipe.run.seed, micro.counters)
@@ -227,11 +261,24 @@ class Trainer:
         checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
 
 
-def timed(batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
-    """Each batch with the seconds that were spent waiting for it."""
-    while True:
+class Timed:
+    """Each batch with the seconds that were spent waiting for it; the next one can be had before, if it is here."""
+
+    def __init__(self, batches: Iterator[Batch], is_here: Callable[[], bool] = lambda: False):
+        self.batches, self.is_here = batches, is_here
+        self._next: Batch | None = None
+
+    def __iter__(self) -> "Timed":
+        return self
+
+    def __next__(self) -> tuple[Batch, float]:
         began = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch, time.perf_counter() - began
+        batch = next(self.batches) if self._next is None else self._next
+        self._next = None
+        return batch, time.perf_counter() - began
+
+    def coming(self) -> Batch | None:
+        """The next batch, which nobody waits for."""
+        if self._next is None and self.is_here():
+            self._next = next(self.batches, None)
+        return self._next
