@@ -42,6 +42,9 @@ def test_points_rise_and_are_rates() -> None:
     for points in (products, *attention.values(), convolutions):
         assert all(1e6 < rate < 1e14 for _, rate in points)
     assert 1e8 < probe.bandwidth() < 1e12
+    between = probe.elementwise(torch.float32, [8, 64])
+    assert [moved for moved, _ in between] == [13 * rows * 768 * 4 / 6 for rows in (8, 64)]
+    assert all(1e6 < rate < 1e12 for _, rate in between)
     assert 1e-8 < probe.kernel() < 1e-3
     assert 1e-7 < launch_seconds(probe, compiled=False) < 1e-2
 

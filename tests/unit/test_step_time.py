@@ -78,6 +78,10 @@ def test_roofline_by_hand() -> None:
     slow = dataclasses.replace(DEVICE, kernel_us=5)
     tiny = Op("memory", 0, 1000, kernels=3)
     assert seconds_of((tiny, GEMM), slow, "bf16", "forward").total == pytest.approx(0.01 + 15e-6)
+    lossy = dataclasses.replace(DEVICE, elementwise=((1e6, 0.1), (1e8, 0.5)))
+    assert seconds_of((copy, thin), lossy, "bf16", "forward").total == pytest.approx(0.002 + 0.001)
+    several = Op("memory", 0, 1e7, kernels=10)  # 1e6 bytes each
+    assert seconds_of((several,), lossy, "bf16", "forward").total == pytest.approx(1e-4)
     narrow = dataclasses.replace(ATTENTION, shape=(1, 8, 1024, 1024, 16))  # padded to 64
     assert seconds_of((narrow,), DEVICE, "bf16", "backward").total == pytest.approx(0.08)
 

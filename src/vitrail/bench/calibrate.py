@@ -129,6 +129,7 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
         launch_us=_short(1e6 * launch),
         launch_compiled_us=None if compiled is None else _short(1e6 * compiled),
         kernel_us=_short(1e6 * probe.kernel()) if on_gpu else 0.0,
+        elementwise=_curve(probe.elementwise(torch.bfloat16), bandwidth) if on_gpu else ((1.0, 1.0),),
         reserve_gib=_short(reserve / GIB),
         fragmentation=known.device.fragmentation if known else 1.05 if on_gpu else 1.0,
     )
@@ -158,6 +159,7 @@ def table(cluster: Cluster) -> list[dict[str, Any]]:
         ("attention, backward", _best(device.attention["backward"], peak)),
         ("convolutions", _best(device.convolution, peak if device.name != "cpu" else device.tflops["fp32"])),
         ("memory", f"{device.bandwidth_gb_s:.4g} GB/s"),
+        ("kernels between products", f"up to {max(y for _, y in device.elementwise):.0%} of that"),
         ("kernel launch", f"{device.launch_us:.3g} us, {device.compiled_us:.3g} us in compiled blocks"),
         ("least of a kernel", f"{device.kernel_us:.3g} us on the device"),
         ("taken by libraries", f"{device.reserve_gib:.3g} GiB"),

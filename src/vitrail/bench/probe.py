@@ -37,6 +37,7 @@ PRODUCTS = (
 SHORT, RECORDED = 0.005, 10  # seconds of a call that is recorded, and how many of them at once
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)
 HEADS, HEAD_WIDTH = 16, 64
+ROWS, WIDTH = (64, 512, 4096, 16384, 65536, 262144), 768  # of what stands between products
 # Batch, channels in and out, voxels along a side of a volume; kernels are 3 x 3 x 3.
 CONVOLUTIONS = ((1, 16, 16, 8), (1, 32, 32, 16), (2, 64, 64, 16), (2, 32, 32, 64), (4, 64, 64, 64), (4, 128, 128, 96))
 
@@ -169,10 +170,37 @@ class Probe:
         target = torch.empty_like(source)
         return 2 * size / self.seconds(lambda: target.copy_(source))
 
+    def elementwise(self, dtype: torch.dtype, rows: Sequence[int] = ROWS) -> Points:
+        """By the bytes that one kernel moves: what stands between the products of a block, on average."""
+        points: Points = []
+        with self._while_it_fits(points):
+            for number in rows:
+                x, gradient = (self.random(number, WIDTH, dtype=dtype) for _ in range(2))
+                norm = [WIDTH], self.random(WIDTH, dtype=dtype), self.random(WIDTH, dtype=dtype)
+                seconds = sum(self.seconds(call) for call in _between_products(x, gradient, *norm))
+                moved = 13.0 * x.nbytes  # an addition 3 times, forwards 2 each, backwards 3 each
+                points.append((moved / 6, moved / seconds))
+        return points
+
     def kernel(self) -> float:
         """Seconds of the device for a kernel that has next to nothing to do, one after the other."""
         x = self.random(64, dtype=torch.float32)
         return self.seconds(lambda: torch.sin(x, out=x))
+
+
+def _between_products(
+    x: torch.Tensor, gradient: torch.Tensor, shape: list[int], weight: torch.Tensor, bias: torch.Tensor
+) -> list[Callable[[], object]]:
+    """Six kernels: a residual, a norm and an activation, the latter two also backward."""
+    _, mean, scale = torch.native_layer_norm(x, shape, weight, bias, 1e-6)
+    backward = torch.ops.aten.native_layer_norm_backward
+    return [
+        lambda: x + gradient,
+        lambda: F.gelu(x),
+        lambda: torch.ops.aten.gelu_backward(gradient, x),
+        lambda: torch.native_layer_norm(x, shape, weight, bias, 1e-6),
+        lambda: backward(gradient, x, shape, mean, scale, weight, bias, [True] * 3),
+    ]
 
 
 def rising(points: Points) -> Iterator[tuple[float, float]]:

@@ -70,6 +70,7 @@ class Device:
     fragmentation: float = 1.0  # reserved over allocated at the peak
     launch_compiled_us: float | None = None  # host time in compiled blocks; launch_us where it is not known
     kernel_us: float = 0.0  # that the device needs for a kernel with next to nothing to do
+    elementwise: Curve = ((1.0, 1.0),)  # all else; x: bytes that a kernel moves, y: share of the memory's bandwidth
 
     def __post_init__(self) -> None:
         _positive(self, "device", "memory_gib", "bandwidth_gb_s")
@@ -88,6 +89,7 @@ class Device:
         if set(self.attention) != {"forward", "backward"}:
             raise ValueError(f"device.attention: expected forward and backward, got {', '.join(self.attention)}")
         curves = {"gemm": self.gemm, "gemm_fp32": self.gemm_fp32, "convolution": self.convolution}
+        curves["elementwise"] = self.elementwise
         curves |= {f"attention.{way}": curve for way, curve in self.attention.items()}
         for name, curve in curves.items():
             _check_curve(f"device.{name}", curve)

@@ -33,17 +33,18 @@ class Memory:
     communication: int = 0  # buffers that collectives read and write
     inputs: int = 0
     moment: str = ""  # when that is
-    recorded: int = 0  # inputs of passes that are replayed, which are copied to where the graph reads them
+    recorded: int = 0  # inputs of a pass that is replayed, once more: copied to where the graph reads them
 
     @property
     def peak(self) -> int:
         """Allocated at the worst moment."""
         states = self.parameters + self.gradients + self.optimizer + self.average
-        return states + self.gathered + self.activations + self.temporary + self.communication + self.inputs
+        passing = self.gathered + self.activations + self.temporary + self.communication
+        return states + passing + self.inputs + self.recorded
 
     def reserved(self, device: Any) -> float:
         """What the allocator holds, gaps included, and what libraries take beside it, in bytes."""
-        return (self.peak + self.recorded) * device.fragmentation + device.reserve_gib * 2**30
+        return self.peak * device.fragmentation + device.reserve_gib * 2**30
 
 
 def memory_of(

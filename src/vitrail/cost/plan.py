@@ -319,7 +319,9 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     shares = Shares.of(recipe, layout)
     memory = memory_for(recipe, cluster, layout, shares)
     replayed = is_replayed(recipe, layout, cluster, memory)
-    memory = dataclasses.replace(memory, recorded=memory.inputs if replayed else 0)
+    if replayed:
+        work = works_of(recipe, layout, shares.micro)[0]
+        memory = dataclasses.replace(memory, recorded=work.inputs - work.raw)
     time = time_for(recipe, cluster, gpus, layout, shares, replayed=replayed)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")

@@ -40,7 +40,8 @@ def seconds_of(ops: Iterable[Op], device: Device, compute: Compute, way: Way) ->
     """Seconds of all the operations, by what limits each."""
     spent = Seconds()
     for op in ops:
-        moving = max(op.bytes / (1e9 * device.bandwidth_gb_s), 1e-6 * device.kernel_us * op.kernels)
+        share = at(device.elementwise, op.bytes / op.kernels) if op.kind == "memory" and op.bytes else 1.0
+        moving = max(op.bytes / (1e9 * share * device.bandwidth_gb_s), 1e-6 * device.kernel_us * op.kernels)
         working = op.flops / rate(op, device, compute, way) if op.flops and op.kind != "memory" else 0.0
         # Products that wait for their bytes (thin ones) are the memory's doing.
         spent[LIMITS[op.kind] if working >= moving else LIMITS["memory"]] += max(working, moving)
