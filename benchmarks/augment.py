@@ -184,6 +184,7 @@ def measure_training(steps: int, side: int, volume: Path | None) -> list[dict[st
     try:
         if not volume.exists():
             mae3d_2b.write_volume(volume, side)
+        length = json.loads((volume / "s0/zarr.json").read_text())["shape"][0]
         turn = [f"data.augment.{key}={json.dumps(value)}" for key, value in TURN.items()]
         cases = [[], turn]
         rows = [mae3d_2b.measure(volume, home, steps, overrides) for overrides in cases]
@@ -193,7 +194,7 @@ def measure_training(steps: int, side: int, volume: Path | None) -> list[dict[st
     for row, name in zip(rows, ("as it is", "rotated, scaled and flipped"), strict=True):
         print(f"{name}: {row['step_seconds']:.4f} s/step, data wait {row['data_wait']:.2%}", flush=True)
     print(f"throughput with free rotation: {ratio:.4f} of that without")
-    return [*rows, {"ratio": ratio}]
+    return [*rows, {"ratio": ratio, "side": length}]
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vitrail.data import chunks
 from vitrail.data.augment import Augmenter
-from vitrail.data.augment.geometry import Geometry, Touched
+from vitrail.data.augment.geometry import Geometry, touched_by
 from vitrail.data.chunks import spans_of
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import Loader
@@ -60,7 +60,7 @@ def test_nothing_that_is_read_is_left_out(name: str, ndim: int, data: st.DataObj
     grid = data.draw(st.lists(st.integers(1, 9), min_size=ndim, max_size=ndim))
     starts = data.draw(st.lists(st.integers(0, 20), min_size=ndim, max_size=ndim))
     spans = [spans_of(g, slice(a, a + s)) for g, a, s in zip(grid, starts, size, strict=True)]
-    found = Touched(move, size, crop, geometry.amplitude)(spans)
+    found = touched_by(move, size, crop, geometry.amplitude, spans)
     assert found.shape == tuple(len(span) for span in spans)
     voxels = read_by(move, size, crop, geometry.step)
     which = [np.searchsorted(span[:, 1], along) for span, along in zip(spans, voxels.T, strict=True)]
@@ -73,20 +73,21 @@ def test_a_turned_cube_touches_little_of_the_box_around_all_its_turns() -> None:
     size = geometry.window((2000,) * 3, (1.0,) * 3, (1.0,) * 3)
     shares = []
     for counter in range(4):
-        touched = geometry.touched(counter, size, (1.0,) * 3, (1.0,) * 3, 0)
+        spans = [spans_of(64, slice(0, s)) for s in size]
+        touched = geometry.touched(counter, size, (1.0,) * 3, (1.0,) * 3, 0, spans)
         assert touched is not None
-        shares.append(touched([spans_of(64, slice(0, s)) for s in size]).mean())
+        shares.append(touched.mean())
     assert math.prod(size) > 5 * math.prod(crop)
     assert max(shares) < 0.4
 
 
 def test_what_is_left_out_where_it_would_not_pay_or_is_needed() -> None:
-    ones = (1.0,) * 3
+    ones, spans = (1.0,) * 3, [spans_of(8, slice(0, 80))] * 3
     small = Augmenter(Augment(rotate=10), (32,) * 3, seed=0)
-    assert small.touched(0, (36,) * 3, ones, ones, 0) is None  # the crop is most of its window
-    assert Augmenter(Augment(flip=True), (32,) * 3, seed=0).touched(0, (80,) * 3, ones, ones, 0) is None
+    assert small.touched(0, (36,) * 3, ones, ones, 0, spans) is None  # the crop is most of its window
+    assert Augmenter(Augment(flip=True), (32,) * 3, seed=0).touched(0, (80,) * 3, ones, ones, 0, spans) is None
     spoilt = Augmenter(Augment.model_validate({"rotate": 180, "sections": {"missing": 0.1}}), (32,) * 3, seed=0)
-    assert spoilt.touched(0, (80,) * 3, ones, ones, 0) is None  # sections look at their neighbours
+    assert spoilt.touched(0, (80,) * 3, ones, ones, 0, spans) is None  # sections look at their neighbours
 
 
 def test_spans_of_chunks() -> None:

@@ -2,6 +2,10 @@
 
 import json
 import queue
+import threading
+import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,9 @@ from vitrail.data.bad import BadData
 from vitrail.data.loader import Loader
 from vitrail.errors import RunFailed
 from vitrail.objectives.classify import Classify
+from vitrail.recipe.find import find_recipe
+from vitrail.training.diagnose import opened_as_is
+from vitrail.training.session import Session
 from vitrail.training.trainer import Timed, Trainer
 
 
@@ -93,3 +100,71 @@ def test_a_bad_batch_ends_its_own_step_and_not_the_one_before(monkeypatch: pytes
         vitrail.train(recipe(prefetch=4), overrides=[f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"])
     events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4]
+
+
+def test_an_error_in_preparing_ends_its_own_step_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prepare = Trainer._prepare
+
+    def failing(self: Trainer, micro: Any) -> Any:
+        if 32 in micro.counters:
+            raise ValueError("no such label")
+        return prepare(self, micro)
+
+    monkeypatch.setattr(Trainer, "_prepare", failing)
+    monkeypatch.setattr(Loader, "has_next", lambda self: True)
+    with pytest.raises(ValueError, match="no such label"):
+        vitrail.train(recipe(), overrides=[f"run.dir={tmp_path / 'run'}", "checkpoint.every=4"])
+    events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "train"] == [1, 2, 3, 4]
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
+
+
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_nothing_is_read_any_more_when_a_run_ends(end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alive: list[str] = []
+    whole = getattr(Session, end)
+
+    def looking(self: Session, *arguments: Any, **options: Any) -> Any:
+        alive.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("vitrail-feeder"))
+        assert self.trainer._ahead is None
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Session, end, looking)
+    if end == "fail":
+        monkeypatch.setattr(Session, "tell", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(Session, "stop_wish", lambda self: "time limit" if self.trainer.done == 2 else None)
+    with suppress(ZeroDivisionError):
+        vitrail.train(recipe(workers=2), overrides=[f"run.dir={tmp_path}"])
+    assert not alive
+
+
+def test_a_loader_that_is_done_holds_no_batches() -> None:
+    with opened_as_is(find_recipe(recipe(workers=1))) as (parts, _):
+        loader = parts.loader()
+        batches = loader.batches(0, 50)
+        next(batches)
+        while not loader.has_next():
+            time.sleep(0.01)
+        batches.close()
+        assert not loader.has_next()
+        assert loader._waiting is None
+
+
+def test_micro_batches_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory for the inputs of one is what the planner counts."""
+    prepare, alive, most = Trainer._prepare, weakref.WeakSet(), []
+
+    def counted(self: Trainer, micro: Any) -> Any:
+        inputs, targets = prepare(self, micro)
+        most.append(len(alive))
+        alive.update(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        return inputs, targets
+
+    monkeypatch.setattr(Trainer, "_prepare", counted)
+    monkeypatch.setattr(Loader, "has_next", lambda self: False)
+    vitrail.train(
+        recipe(micro_batch=2, workers=0), overrides=[f"run.dir={tmp_path}", "run.steps=1", "log.activations=off"]
+    )
+    assert len(most) == 4
+    assert max(most) == most[1] > 0  # the loop of passes has the one before

@@ -56,6 +56,9 @@ class Fake(Replay):
     def _wait(self) -> None:
         self.waits += 1
 
+    def _give_back(self) -> None:
+        self.share = min(self.share, 0.3)
+
     def _captured(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         self.graphs.append(Recorded(self.model, work))
         return self.graphs[-1], self.graphs[-1].result
@@ -174,9 +177,13 @@ def test_auto_records_only_where_there_is_room(model: nn.Module) -> None:
     fake(run, *given(0))
     fake.always, fake.share = False, ROOM + 0.01
     for _ in range(3):  # what was recorded is replayed all the same
-        fake(run, *given(0, rows=5))
         fake(run, *given(0))
     assert [graph.replays for graph in fake.graphs] == [4]
+    never = Fake(model, warm=0)
+    never.always, never.share = False, ROOM + 0.01
+    for _ in range(3):
+        never(run, *given(0))
+    assert not never.graphs
 
 
 def test_graphs_make_way_for_usual_passes_that_would_not_fit_beside_them(model: nn.Module) -> None:
@@ -188,10 +195,37 @@ def test_graphs_make_way_for_usual_passes_that_would_not_fit_beside_them(model: 
     assert (len(fake.graphs), fake.waits) == (1, 0)
     fake.share = 0.6
     fake.make_way()
-    fake.make_way()  # nothing is left to wait for
-    assert fake.waits == 1
+    fake.share = 0.6
+    fake.make_way()  # nothing is left to wait for, or to give back
+    assert (fake.waits, fake.share) == (1, 0.6)
     fake(run, *given(0))
     assert len(fake.graphs) == 2
+
+
+def test_shapes_that_take_turns_are_recorded_only_if_there_is_room_for_each(model: nn.Module) -> None:
+    run, fake = passes(model), Fake(model, warm=0)
+    fake.always = False
+    fake(run, *given(0))
+    fake.share = ROOM + 0.01
+    fake(run, *given(0))  # its graph has the memory
+    assert not fake.off
+    fake(run, *given(0, rows=5))
+    assert fake.off
+    assert (fake.waits, fake.records) == (1, {})
+    fake(run, *given(0))
+    assert len(fake.graphs) == 1
+
+
+def test_auto_leaves_out_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.vit import ViT
+    from vitrail.objectives.classify import Classify
+
+    class Own(Classify):
+        pass
+
+    assert setup._is_ours(Classify.__new__(Classify))
+    assert setup._is_ours(ViT.__new__(ViT))
+    assert not setup._is_ours(Own.__new__(Own))
 
 
 def test_shapes_that_never_come_back_are_given_up(model: nn.Module) -> None:

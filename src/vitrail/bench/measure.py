@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -153,16 +154,15 @@ class _Work:
             loader = parts.loader(self.trainer.flow)
         self.lead = loader.prefetch + 2 if mode in ("real", "io") else 0  # batches that were read while nothing ran
         self.batches: Iterator[Any]
-        self._loaded: Any = None  # what they come from, if they are read
+        self._open = ExitStack()
         if mode in ("real", "io"):
-            self._loaded = loader.batches(0, LONG)
-            stream = Timed(self._loaded, loader.has_next)
+            stream = Timed(self._open.enter_context(closing(loader.batches(0, LONG))), loader.has_next)
             self.batches, coming = (batch for batch, _ in stream), stream.coming
         else:
             same = loader.load(loader.counters(0))
             self.batches, coming = itertools.repeat(same), lambda: same
         if self.trainer is not None:
-            self.trainer.coming = coming
+            self._open.enter_context(self.trainer.expecting(coming))
 
     def act(self, batch: Any) -> None:
         if self.trainer is not None:
@@ -203,8 +203,7 @@ class _Work:
         }
 
     def close(self) -> None:
-        if self._loaded is not None:
-            self._loaded.close()
+        self._open.close()
 
 
 class _Clock:

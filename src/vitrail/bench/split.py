@@ -76,15 +76,15 @@ def marked(trainer: Any, marks: Marks) -> Iterator[None]:
     if trainer.flow.pipeline is None:  # in a pipeline forward and backward of micro-batches take turns
         trainer._prepare, trainer._judge = prepare, judge
     gradients.add_up = add_up
-    coming, trainer.coming = trainer.coming, lambda: None  # each step prepares its own batch
     replay, trainer.flow.replay = trainer.flow.replay, None
     if replay is not None:
         replay.make_way()
     try:
-        yield
+        with trainer.expecting(lambda: None):  # each step prepares its own batch
+            yield
     finally:
         del gradients.add_up
-        trainer.flow.replay, trainer.coming = replay, coming
+        trainer.flow.replay = replay
         if trainer.flow.pipeline is None:
             del trainer._prepare, trainer._judge
 

@@ -44,12 +44,10 @@ class HierarchySource(GridSource):
         self.reads_straight = self.keeps_chunks and len(images) == 1 and self.dtype.kind != "f"
         self.reads_straight &= picked == list(range(picked[0], picked[0] + len(picked)))
 
-    def read_into(
-        self, item: int, region: Window, out: np.ndarray, touched: Callable[[Any], np.ndarray] | None = None
-    ) -> None:
+    def read_into(self, item: int, region: Window, out: np.ndarray, touched: Any = None) -> None:
         """As `read`, into memory that is there: [C, *spatial], of a type that holds the values.
 
-        What is not `touched` may stay as it was.
+        What is not `touched`, a function of the chunks' places in the region, may stay as it was.
         """
         if self.reads_straight:
             reader, target, window = self.locate(item, region, out)
@@ -63,15 +61,13 @@ class HierarchySource(GridSource):
         lazy = LazyWindow(*self.locate(item, region, out))
         return lambda smaller: lazy.fill(self._stored_region(item, smaller))
 
-    def _chosen(
-        self, item: int, reader: ChunkReader, window: Window, touched: Callable[[Any], np.ndarray]
-    ) -> np.ndarray:
+    def _chosen(self, item: int, reader: ChunkReader, window: Window, touched: Any) -> np.ndarray | None:
         """Which chunks around a window are touched, along the axes of the array."""
         axes = self.entries[item].images[0].axes
         space = [axis for axis, name in enumerate(axes) if name not in NOT_SPACE.values()]
         spans = [spans_of(reader.grid[axis], window[axis]) for axis in space]
         found = touched(spans)
-        return np.expand_dims(found, [axis for axis in range(len(axes)) if axis not in space])
+        return None if found is None else np.expand_dims(found, [a for a in range(len(axes)) if a not in space])
 
     def locate(self, item: int, region: Window, out: np.ndarray) -> tuple[ChunkReader, np.ndarray, Window]:
         """The array, `out` with its axes, and the window of it."""

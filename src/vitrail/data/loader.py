@@ -16,7 +16,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ class Loader:
         waiting = [] if self._waiting is None else list(self._waiting.queue)[:1]
         return bool(waiting) and not isinstance(waiting[0], BaseException)
 
-    def batches(self, first: int, last: int) -> Iterator[Batch]:
+    def batches(self, first: int, last: int) -> Generator[Batch, None, None]:
         """Batches of the steps first..last-1, read ahead by threads (or one at a time, with no workers)."""
         if self.workers == 0:
             yield from (self.load(self.counters(step)) for step in range(first, last))
@@ -118,6 +118,8 @@ class Loader:
                             tensor.record_stream(torch.cuda.current_stream())
                 yield batch
         finally:
+            if self._waiting is ready:
+                self._waiting = None
             stopped.set()
             pool.close()
             while feeder.is_alive():  # it may be waiting to put
@@ -333,7 +335,7 @@ class _Read:
         while True:
             try:
                 place = self.place()
-                reader.read_into(place.out, place.sample, self._labels(), place.window, self._touched())
+                reader.read_into(place.out, place.sample, self._labels(), place.window, self._touched)
                 return self.sample
             except BadData as error:
                 if not loader.policy.skips(error):
@@ -350,13 +352,13 @@ class _Read:
             return Place(self.out.reshape(len(self.out), *(r.stop - r.start for r in region)), sample, region)
         return Place(self.out[(slice(None), *self._inside())], sample, tuple(slice(0, n) for n in whole))
 
-    def _touched(self) -> Callable[[Any], np.ndarray] | None:
-        """What of its window the sample is made of, where that is not most of it."""
-        if self.slab is not None or (self.sample.window or self.loader.reader.crop) == self.loader.reader.crop:
+    def _touched(self, spans: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Which boxes of its window the sample is made of; None for all."""
+        if self.slab is not None:
             return None
         (layout,) = self.loader.reader.layouts([self.sample])
         where = (layout.size, layout.spacing, layout.scale, self.sample.orientation)
-        return self.loader.augmenter.touched(self.counter, *where)
+        return self.loader.augmenter.touched(self.counter, *where, spans)
 
     def _labels(self) -> np.ndarray | None:
         return self.labels if self.labels is None or self.slab is not None else self.labels[self._inside()]

@@ -36,6 +36,8 @@ from vitrail.errors import UserError
 # PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
 _HOST_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32", "bool": "uint8"}
 
+Touched = Callable[[Sequence[np.ndarray]], np.ndarray | None]  # of boxes of a window, those that are needed; None: all
+
 MOST_KEPT = 4096  # items, and layouts of their windows
 MUCH_MORE = 4  # times the bytes of the cache: below that, chunks that are met again by chance count
 
@@ -183,7 +185,7 @@ class Reader:
         sample: Sample,
         labels: np.ndarray | None = None,
         window: tuple[slice, ...] | None = None,
-        touched: Callable[[Any], np.ndarray] | None = None,
+        touched: Touched | None = None,
     ) -> None:
         """Write the sample's window, unturned, into out [C, *size]; and the labels of its voxels into labels [*size].
 

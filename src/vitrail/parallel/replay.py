@@ -23,6 +23,7 @@ WARM = 3  # passes of a training that run as usual
 WARM_FORWARD = 10  # of those without gradients: samples are made by many, but a validation has few
 MOST = 2  # sets of shapes that are recorded: each has memory of its own
 MANY = 32  # sets of shapes, after which no more are expected to come back
+HALF = 0.5  # of the GPU's memory: while training takes less, a usual pass has room beside a recorded one
 ROOM = 0.75  # of the GPU's memory that training may take: the rest is for what runs beside recorded passes
 
 Run = Callable[[Any, Any], Tensor]
@@ -74,6 +75,9 @@ class Replay:
             self._give_up(str(error))
             return run(inputs, targets)
         if record.graph is None and not self._ready(record):
+            if not self.always and self.held() > HALF and self._has_graphs():
+                self.off = True  # shapes take turns, and there is no room for each
+                self.forget()
             return run(inputs, targets)
         if record.graph is None:
             kept = [(p, p.grad) for p in self.model.parameters()]
@@ -91,17 +95,27 @@ class Replay:
 
     def forget(self) -> None:
         """What the graphs read is there no more, or the memory that they keep is needed."""
-        if any(record.graph is not None for record in self.records.values()):
-            self._wait()  # a graph may be running
+        has_graphs = self._has_graphs()
+        if has_graphs:
+            self._wait()  # one may be running
         self.records.clear()
+        if has_graphs:
+            self._give_back()
 
     def make_way(self) -> None:
         """Before a usual pass of what has been recorded: it needs as much memory as the graph keeps."""
-        if self.held() > 0.5:
+        if self._has_graphs() and self.held() > HALF:
             self.forget()
+
+    def _has_graphs(self) -> bool:
+        return any(record.graph is not None for record in self.records.values())
 
     def _wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def _give_back(self) -> None:
+        """The memory of graphs that are gone: usual passes cannot use it otherwise, but it would count as held."""
+        torch.cuda.empty_cache()
 
     def _ready(self, record: Record) -> bool:
         """Whether a pass is to be recorded now."""

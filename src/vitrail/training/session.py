@@ -9,7 +9,8 @@ import json
 import math
 import time
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from vitrail.data.batch import Batch
 from vitrail.data.checks import check_mixing
 from vitrail.data.entries import stored as stored_statistics
-from vitrail.data.loader import count_bad
+from vitrail.data.loader import Loader, count_bad
 from vitrail.data.stage import as_opened
 from vitrail.errors import RunFailed, UserError
 from vitrail.parallel.mesh import layout_of
@@ -235,9 +236,7 @@ class Session:
         if trainer.done == 0:
             self.look(picture=True, measure=False)
         rms: dict[str, float] | None = None
-        batches = Timed(loader.batches(trainer.done, trainer.total), loader.has_next)
-        trainer.coming = batches.coming
-        for batch, wait in batches:
+        for batch, wait in self.looking_ahead(loader):
             began = time.perf_counter()
             rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
             compiling = meter.steps_seen < 2
@@ -265,6 +264,13 @@ class Session:
                 return told.stop
             self.rounds.append(time.perf_counter() - began + wait)
         return "done"
+
+    def looking_ahead(self, loader: Loader) -> Iterator[tuple[Batch, float]]:
+        """Batches, each with the seconds spent waiting for it; the trainer sees the one to come, if it is here."""
+        with closing(loader.batches(self.trainer.done, self.trainer.total)) as loaded:
+            batches = Timed(loaded, loader.has_next)
+            with self.trainer.expecting(batches.coming):
+                yield from batches
 
     def stop_wish(self) -> str | None:
         """This rank's reason to stop after the coming step."""

@@ -429,6 +429,9 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     cpu_mesh = Mesh.make(layout, "cpu") if on_gpu else mesh
     with torch.device("meta"):
         model = recipe.model.build()
+    if c.replay == "auto" and not all(_is_ours(each) for each in (model, objective)):
+        # What a user's own does in Python would be what it did when it was recorded, from then on.
+        c = c.model_copy(update={"replay": False})
     rules, parameters = init_rules(model), sum(p.numel() for p in model.parameters())
     rates, names = model.drop_path_rates(), [name for name, _ in model.named_parameters()]
     compute = recipe.precision.compute
@@ -455,6 +458,10 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     model.to_empty(device="cpu" if c.offload else place.device)
     initialise(model, rules, recipe.run.seed)
     return Parts(flow, cpu_mesh, parameters, names, rates)
+
+
+def _is_ours(thing: Any) -> bool:
+    return type(thing).__module__.partition(".")[0] == "vitrail"
 
 
 def cut_pipeline(

@@ -7,10 +7,10 @@ that is faster than Python then does not idle.
 Gradients are sums over all ranks (parallel/), so dividing by the count of all ranks is all the scaling there is.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class Trainer:
         on_gpu = place.device.type == "cuda"
         own = [torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else []
         self._generators = [torch.default_generator, *own]
-        self.coming: Callable[[], Batch | None] = lambda: None  # the next batch, if it is known and here already
+        self._coming: Callable[[], Batch | None] = lambda: None
         self._ahead: tuple[Batch, tuple[dict[str, Any], Any]] | None = None  # a batch, prepared before its step
 
     def steps(self, duration: int | str) -> int:
@@ -90,11 +90,11 @@ class Trainer:
         self.model.watching = {} if watch else None
         loss_sum, count = self._forward_backward(batch)
         rms, self.model.watching = self.model.watching, None
-        if self.ema is not None:
-            self.ema.settle()  # before weights change
 
         gradients = self.flow.gradients
         gradients.add_up()
+        if self.ema is not None:
+            self.ema.settle()  # before weights change
         wishes = [float(reason == stop_wish) for reason in STOP_REASONS]
         numbers = torch.stack([t.to(self.place.device) for t in (loss_sum, count, gradients.squares())])
         more = torch.tensor([*bad, *wishes], dtype=torch.float64)
@@ -140,18 +140,34 @@ class Trainer:
         return factor, finite.logical_not().float()
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        (known, prepared), self._ahead = self._ahead or (None, None), None
-        if prepared is None or known is not batch:
-            prepared = self._prepare_first(batch, self.done)
+        number = len(range(0, len(batch), self._micro(batch)))
+        return self.flow.forward_backward(self._prepared(batch), number, self._judge)
+
+    def _prepared(self, batch: Batch) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Its micro-batches, none of which is kept here."""
+        ahead, self._ahead = self._ahead, None
+        first = [ahead[1] if ahead is not None and ahead[0] is batch else self._prepare_first(batch, self.done)]
+        del ahead
         self._seed("step", self.done)
-        starts = range(0, len(batch), self._micro(batch))
-        later = (self._prepare(self._narrow(batch, start)) for start in starts[1:])
-        return self.flow.forward_backward(itertools.chain([prepared], later), len(starts), self._judge)
+        yield first.pop()
+        for start in range(self._micro(batch), len(batch), self._micro(batch)):
+            yield self._prepare(self._narrow(batch, start))
+
+    @contextmanager
+    def expecting(self, coming: Callable[[], Batch | None]) -> Iterator[None]:
+        """Steps inside may prepare what `coming` gives: the next batch, if it is here already."""
+        before, self._coming, self._ahead = self._coming, coming, None
+        try:
+            yield
+        finally:
+            self._coming, self._ahead = before, None
 
     def _prepare_ahead(self) -> None:
         """What the next step begins with, if its batch is here and no other rank takes part in that."""
-        if self.flow.exchange is None and self.flow.pipeline is None and (batch := self.coming()) is not None:
-            self._ahead = batch, self._prepare_first(batch, self.done + 1)
+        if self.flow.exchange is None and self.flow.pipeline is None and (batch := self._coming()) is not None:
+            # An error belongs to the next step, which tries it again.
+            with suppress(Exception):
+                self._ahead = batch, self._prepare_first(batch, self.done + 1)
         self._seed("between", self.done)  # what comes until then, as a validation, is the same either way
 
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:

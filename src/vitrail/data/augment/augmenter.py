@@ -9,13 +9,14 @@ flips come to it and windows are crops, nothing is resampled either.
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.data.augment.affine import resample, resample_labels
 from vitrail.data.augment.artefacts import spoil
 from vitrail.data.augment.colour import jitter
-from vitrail.data.augment.geometry import Geometry, Moves, Touched
+from vitrail.data.augment.geometry import Geometry, Moves, Spans
 from vitrail.data.augment.intensity import change_intensity, changes_intensity
 from vitrail.data.augment.mix import mix
 from vitrail.data.augment.orientations import flip_first, orient
@@ -62,12 +63,18 @@ class Augmenter:
         return tuple(found)
 
     def touched(
-        self, counter: int, size: Sequence[int], spacing: Sequence[float], scale: Sequence[float], code: int
-    ) -> Touched | None:
-        """What of its window a sample is made of; None for all of it."""
+        self,
+        counter: int,
+        size: Sequence[int],
+        spacing: Sequence[float],
+        scale: Sequence[float],
+        code: int,
+        spans: Spans,
+    ) -> np.ndarray | None:
+        """Which boxes of its window a sample is made of; None for all."""
         if self.settings.sections is not None:  # which are spoilt by their neighbours
             return None
-        return self.geometry.touched(counter, size, spacing, scale, code)
+        return self.geometry.touched(counter, size, spacing, scale, code, spans)
 
     def __call__(self, raw: Raw) -> Batch:
         codes = raw.orientations or [0] * len(raw.counters)

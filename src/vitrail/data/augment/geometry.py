@@ -4,7 +4,7 @@
   position of the window, in voxels: thick sections stay thick
 - the window holds every draw: the worst box of all of them, cut to the item; beyond it the sample is mirrored
 - the crop lies anywhere in the window that its own draw leaves room for, and touches a part of it: a turned cube is a
-  seventh of the box that holds it however it is turned
+  fifth of the box that holds it however it is turned
 - a draw that only flips keeps whole voxels, so that every intensity is kept
 - the moves of a batch are computed together: small images come faster than Python could move them one by one
 """
@@ -23,6 +23,7 @@ MOST_TAPS = 8  # of an axis: images that shrink more than that lose detail anywa
 BOXES = 10  # that are tried before the whole image is taken
 MUCH = 2  # times as large as the crop: windows of which it pays to read a part
 LATTICE = 33  # points along each axis of a crop, at most, that tell what it touches
+FINENESS = 4  # of them along a box that may be touched
 
 Spans = Sequence[np.ndarray]  # of each axis of a window [N, 2]: first and last voxel of what lies side by side
 
@@ -36,33 +37,32 @@ class Move(NamedTuple):
     nodes: np.ndarray | None = None  # [n, *nodes] of the bend, in voxels of the crop
 
 
-class Touched:
-    """Which parts of its window a crop is made of."""
+def touched_by(move: Move, size: Sequence[int], crop: Sequence[int], amplitude: float, spans: Spans) -> np.ndarray:
+    """Of boxes that lie side by side along each axis of a window: whether the crop may touch them, [N, N, ...].
 
-    def __init__(self, move: Move, size: Sequence[int], crop: Sequence[int], amplitude: float):
-        """Points of the crop, each with how far around it those lie that are nearer to it than to others."""
-        apart = [max(1, -(-(c - 1) // (LATTICE - 1))) for c in crop]
-        along = [np.unique(np.minimum(np.arange(0, c - 1 + a, a), c - 1)) for c, a in zip(crop, apart, strict=True)]
-        points = np.stack(np.meshgrid(*along, indexing="ij"), axis=-1).reshape(-1, len(crop))
-        bend = 0.0 if move.nodes is None else amplitude
-        around = np.abs(move.matrix) @ (np.asarray(apart) / 2 + bend + (0.5 if move.taps > 1 else 0.0))
-        period = np.maximum(1, 2 * (np.asarray(size) - 1))
-        at = np.abs(points @ move.matrix.T + move.origin) % period
-        at = np.minimum(at, period - at)  # mirroring brings points no further apart
-        self.first, self.last = np.floor(at - around) - 1, np.ceil(at + around) + 1  # with neighbours
-
-    def __call__(self, spans: Spans) -> np.ndarray:
-        """Of boxes that lie side by side along each axis: whether the crop may touch them, [N, N, ...]."""
-        ranges = []
-        for axis, span in enumerate(spans):
-            low = np.searchsorted(span[:, 1], self.first[:, axis])  # the first that does not end before
-            high = np.searchsorted(span[:, 0], self.last[:, axis], side="right") - 1
-            ranges.append((np.minimum(low, len(span) - 1), np.maximum(high, 0)))
-        found = np.zeros([len(span) for span in spans], bool)
-        most = [int((high - low).max()) + 1 for low, high in ranges]
-        for step in np.ndindex(*most):
-            found[tuple(np.clip(low + s, low, high) for s, (low, high) in zip(step, ranges, strict=True))] = True
-        return found
+    It stands for its points at every few voxels, each with how far around it those lie that are nearer to it than to
+    others; boxes are some times as large.
+    """
+    largest = min(int((span[:, 1] - span[:, 0]).max()) + 1 for span in spans)
+    apart = [max(1, largest // FINENESS, -(-(c - 1) // (LATTICE - 1))) for c in crop]
+    along = [np.unique(np.minimum(np.arange(0, c - 1 + a, a), c - 1)) for c, a in zip(crop, apart, strict=True)]
+    points = np.stack(np.meshgrid(*along, indexing="ij"), axis=-1).reshape(-1, len(crop))
+    bend = 0.0 if move.nodes is None else amplitude
+    around = np.abs(move.matrix) @ (np.asarray(apart) / 2 + bend + (0.5 if move.taps > 1 else 0.0))
+    period = np.maximum(1, 2 * (np.asarray(size) - 1))
+    at = np.abs(points @ move.matrix.T + move.origin) % period
+    at = np.minimum(at, period - at)  # mirroring brings points no further apart
+    ranges = []  # of boxes, along each axis
+    for span, middle, reach in zip(spans, at.T, around, strict=True):
+        first, last = np.floor(middle - reach) - 1, np.ceil(middle + reach) + 1  # with neighbours
+        low = np.searchsorted(span[:, 1], first)  # the first that does not end before
+        high = np.searchsorted(span[:, 0], last, side="right") - 1
+        ranges.append((np.minimum(low, len(span) - 1), np.maximum(high, 0)))
+    found = np.zeros([len(span) for span in spans], bool)
+    most = [int((high - low).max()) + 1 for low, high in ranges]
+    for step in np.ndindex(*most):
+        found[tuple(np.minimum(low + s, high) for s, (low, high) in zip(step, ranges, strict=True))] = True
+    return found
 
 
 class Moves(Sequence[Move]):
@@ -161,12 +161,19 @@ class Geometry:
         return Moves(matrix, centre - matrix @ ((crop - 1) / 2), taps, nodes)
 
     def touched(
-        self, counter: int, size: Sequence[int], spacing: Sequence[float], scale: Sequence[float], code: int
-    ) -> Touched | None:
-        """What of its window a sample is made of; None where that is most of it."""
+        self,
+        counter: int,
+        size: Sequence[int],
+        spacing: Sequence[float],
+        scale: Sequence[float],
+        code: int,
+        spans: Spans,
+    ) -> np.ndarray | None:
+        """Which boxes of its window a sample is made of; None where that is most of it."""
         if not self.settings.rotate or math.prod(size) < MUCH * math.prod(self.crop):
             return None
-        return Touched(self.draw(counter, size, spacing, scale, code), size, self.crop, self.amplitude)
+        move = self.draw(counter, size, spacing, scale, code)
+        return touched_by(move, size, self.crop, self.amplitude, spans)
 
     def draw_chance(self, counters: Sequence[int]) -> np.ndarray:
         """Which samples are moved at random, [B]."""
