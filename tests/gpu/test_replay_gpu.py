@@ -57,3 +57,29 @@ def test_a_failed_recording_leaves_nothing_behind() -> None:
     assert len(set(found)) == 1
     assert torch.cuda.current_stream() == stream
     torch.rand(3, device=device)  # the generator draws as before
+
+
+def test_graphs_that_make_way_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    model = torch.nn.Linear(64, 64, device=device)
+
+    def run(inputs: Any, _: Any) -> torch.Tensor:
+        wide = model(inputs["x"]).repeat(1, 64).square()  # half a GiB
+        loss = wide.sum()
+        loss.backward()
+        return loss.detach()
+
+    def passed() -> torch.Tensor:
+        found = replay(run, {"x": x}, None)
+        model.zero_grad(set_to_none=True)
+        return found
+
+    replay, x = Replay(model, device, always=True, warm=1), torch.ones(2**15, 64, device=device)
+    usual = [passed() for _ in range(3)][-1].item()
+    held = torch.cuda.memory_reserved(device)
+    monkeypatch.setattr(Replay, "held", lambda self: 0.6)
+    replay.make_way()
+    assert torch.cuda.memory_reserved(device) < held / 2
+    assert [passed().item() for _ in range(4)] == [usual] * 4
+    assert torch.cuda.memory_reserved(device) < 1.5 * held
+    assert any(record.graph is not None for record in replay.records.values())
