@@ -75,7 +75,7 @@ class Replay:
             self._give_up(str(error))
             return run(inputs, targets)
         if record.graph is None and not self._ready(record):
-            if not self.always and self.held() > HALF and self._has_graphs():
+            if not self.always and self._has_graphs() and self.held() > HALF:
                 self.off = True  # shapes take turns, and there is no room for each
                 self.forget()
             return run(inputs, targets)
