@@ -168,3 +168,20 @@ def test_micro_batches_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch, tm
     )
     assert len(most) == 4
     assert max(most) == most[1] > 0  # the loop of passes has the one before
+
+
+def test_without_memory_to_be_early_batches_are_prepared_in_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepare_first, tried = Trainer._prepare_first, []
+
+    def full(self: Trainer, batch: Any, number: int) -> Any:
+        tried.append(number - self.done)
+        if number > self.done:
+            raise torch.OutOfMemoryError("no room")
+        return prepare_first(self, batch, number)
+
+    monkeypatch.setattr(Trainer, "_prepare_first", full)
+    monkeypatch.setattr(Loader, "has_next", lambda self: True)
+    assert len(lines_of(recipe(), tmp_path)) == 8
+    assert tried == [0, 1, 0, 0, 0, 0, 0]

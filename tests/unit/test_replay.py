@@ -209,23 +209,38 @@ def test_shapes_that_take_turns_are_recorded_only_if_there_is_room_for_each(mode
     fake.share = ROOM + 0.01
     fake(run, *given(0))  # its graph has the memory
     assert not fake.off
-    fake(run, *given(0, rows=5))
+    with pytest.warns(UserWarning, match="several shapes"):
+        fake(run, *given(0, rows=5))
     assert fake.off
     assert (fake.waits, fake.records) == (1, {})
     fake(run, *given(0))
     assert len(fake.graphs) == 1
 
 
-def test_auto_leaves_out_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.vit import ViT
-    from vitrail.objectives.classify import Classify
+def test_forwards_are_recorded_again_after_the_short_batch_of_a_validation(model: nn.Module) -> None:
+    run, fake = passes(model), Fake(model, warm=2, anew=True)
+    fake.always = False
+    for _ in range(3):
+        fake.share = ROOM - 0.01
+        for _ in range(4):
+            fake(run, *given(0))
+        fake(run, *given(0, rows=5))
+        fake.forget()
+    assert not fake.off
+    assert [graph.replays for graph in fake.graphs] == [2, 2, 2]
 
-    class Own(Classify):
+
+def test_auto_leaves_out_what_is_not_ours() -> None:
+    from vitrail.models.vit import ViTConfig
+    from vitrail.objectives.classify import ClassifyConfig
+
+    class Own(ViTConfig):
         pass
 
-    assert setup._is_ours(Classify.__new__(Classify))
-    assert setup._is_ours(ViT.__new__(ViT))
-    assert not setup._is_ours(Own.__new__(Own))
+    config = MODELS["vit"][0] | {"channels": 3, "classes": 4}
+    ours, own = (kind(**config) for kind in (ViTConfig, Own))
+    assert replay.is_ours(ours, ClassifyConfig())
+    assert not replay.is_ours(own, ClassifyConfig())
 
 
 def test_shapes_that_never_come_back_are_given_up(model: nn.Module) -> None:

@@ -178,7 +178,7 @@ class Probe:
                 x, gradient = (self.random(number, WIDTH, dtype=dtype) for _ in range(2))
                 norm = [WIDTH], self.random(WIDTH, dtype=dtype), self.random(WIDTH, dtype=dtype)
                 seconds = sum(self.seconds(call) for call in _between_products(x, gradient, *norm))
-                moved = 13.0 * x.nbytes  # an addition 3 times, forwards 2 each, backwards 3 each
+                moved = 13.0 * x.nbytes  # as the planner counts: an addition 3, forwards 2, backwards 3 tensors
                 points.append((moved / 6, moved / seconds))
         return points
 

@@ -35,7 +35,7 @@ from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.parallel import recompute, solo
 from vitrail.parallel.mesh import Layout, layout_of
-from vitrail.parallel.replay import ROOM
+from vitrail.parallel.replay import HALF, ROOM, is_ours
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.durations import parse_duration
 
@@ -242,11 +242,13 @@ def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares,
     return max(found, key=lambda memory: memory.peak)
 
 
-def is_replayed(recipe: Recipe, layout: Layout, cluster: Cluster, memory: Memory) -> bool:
+def is_replayed(recipe: Recipe, layout: Layout, cluster: Cluster, memory: Memory, shares: Shares) -> bool:
     """Whether passes that need so much memory are recorded."""
     c, on_gpu = recipe.parallel.replay, cluster.device.name != "cpu"
-    room = memory.reserved(cluster.device) <= ROOM * cluster.device.memory_gib * GIB
-    return on_gpu and is_solo(recipe, layout, cluster) and (c is True or (c == "auto" and room))
+    most = HALF if shares.rest else ROOM  # micro-batches of two sizes take turns
+    room = memory.reserved(cluster.device) <= most * cluster.device.memory_gib * GIB
+    auto = c == "auto" and room and is_ours(recipe.model, recipe.objective)
+    return on_gpu and is_solo(recipe, layout, cluster) and (c is True or auto)
 
 
 def fits(memory: Memory, cluster: Cluster) -> bool:
@@ -318,7 +320,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     layout = layout_of(recipe.parallel, gpus)
     shares = Shares.of(recipe, layout)
     memory = memory_for(recipe, cluster, layout, shares)
-    replayed = is_replayed(recipe, layout, cluster, memory)
+    replayed = is_replayed(recipe, layout, cluster, memory, shares)
     if replayed:
         work = works_of(recipe, layout, shares.micro)[0]
         memory = dataclasses.replace(memory, recorded=work.inputs - work.raw)

@@ -15,6 +15,7 @@ batches are asked for, and a read that does not end is named there after a while
 import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from vitrail.data.augment import Augmenter, Raw, window
 from vitrail.data.bad import BadData, Policy, SlowRead, Tally
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import Buffers
-from vitrail.data.pool import Job, Pool, Several, Stopped
+from vitrail.data.pool import PATIENCE, Job, Pool, Several, Stopped
 from vitrail.data.reader import Place, Reader
 from vitrail.data.sampler import Order, Sample, choose
 from vitrail.draws import sent
@@ -122,7 +123,8 @@ class Loader:
                 self._waiting = None
             stopped.set()
             pool.close()
-            while feeder.is_alive():  # it may be waiting to put
+            deadline = time.monotonic() + PATIENCE
+            while feeder.is_alive() and time.monotonic() < deadline:  # it may be waiting to put
                 try:
                     ready.get_nowait()
                 except queue.Empty:

@@ -66,7 +66,7 @@ def parallelize(
     parameters, memory = sum(p.numel() for p in model.parameters()), memory_of(device)
     if solo.suits(parameters, layout, c, compute=compute, memory=memory):
         make = partial(Replay, model, device, always=c.replay is True)
-        replays = (make(), make(warm=WARM_FORWARD)) if replay.suits(c.replay, device) else None
+        replays = (make(), make(warm=WARM_FORWARD, anew=True)) if replay.suits(c.replay, device) else None
         if c.replay is True and replays is None:
             notes.append("parallel.replay: a CPU has no CUDA graphs, so nothing is replayed")
         return flow(solo=solo.Solo(model, blocks, compute), replays=replays)

@@ -34,6 +34,11 @@ def suits(choice: Any, device: torch.device) -> bool:
     return device.type == "cuda" and (choice is True or (choice == "auto" and torch.version.hip is None))
 
 
+def is_ours(*parts: Any) -> bool:
+    """Whether parts of a recipe are of this package; what a user's own does in Python, a graph would not repeat."""
+    return all(type(part).__module__.partition(".")[0] == "vitrail" for part in parts)
+
+
 class Unrecordable(Exception):
     """Inputs whose values cannot be put in place of others."""
 
@@ -58,8 +63,16 @@ class Replay:
     the same place each time.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, always: bool = False, warm: int = WARM):
-        self.model, self.device, self.always, self.warm = model, device, always, warm
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        always: bool = False,
+        warm: int = WARM,
+        anew: bool = False,  # whether to go on where one shape has made way for another, as at the end of a validation
+    ):
+        self.model, self.device, self.always, self.warm, self.anew = model, device, always, warm, anew
         self.records: dict[Hashable, Record] = {}
         self.off = False
 
@@ -76,8 +89,7 @@ class Replay:
             return run(inputs, targets)
         if record.graph is None and not self._ready(record):
             if not self.always and self._has_graphs() and self.held() > HALF:
-                self.off = True  # shapes take turns, and there is no room for each
-                self.forget()
+                self._give_up_turns()
             return run(inputs, targets)
         if record.graph is None:
             kept = [(p, p.grad) for p in self.model.parameters()]
@@ -163,6 +175,12 @@ class Replay:
             parameter.grad = gradient if sum_before is None else sum_before
         assert record.result is not None
         return record.result.clone()
+
+    def _give_up_turns(self) -> None:
+        """Shapes take turns, and there is no room for each of them."""
+        self.forget()
+        if not self.anew:
+            self._give_up("batches have several shapes, and the GPU has no room for a graph of each")
 
     def _give_up(self, why: str) -> None:
         self.off = True

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,41 +236,43 @@ class Session:
         if trainer.done == 0:
             self.look(picture=True, measure=False)
         rms: dict[str, float] | None = None
-        for batch, wait in self.looking_ahead(loader):
-            began = time.perf_counter()
-            rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
-            compiling = meter.steps_seen < 2
-            self.watchdog.beat(trainer.done, "training", allowance=SLOW_PHASE if compiling else None)
-            told = trainer.step(batch, stop_wish=self.stop_wish(), watch=watch, bad=count_bad(*loaders))
-            meter.add(time.perf_counter() - began + wait, wait)
-            rms = told.activation_rms or rms
-            if not told.finite:
-                self.skip(batch, told)
-            self.journal.progress.update(trainer.done, {"loss": told.loss, "lr": rate})
-            found = (told.bad[0], told.bad[1] > 0)
-            if found != self.bad_told:
-                self.bad_told = found
-                news = [sentence for each in loaders for sentence in each.bad.take_news()]
-                self.journal.bad(gather_json(news, self.place.control), step=trainer.done, bad=told.bad)
-            if due("log") or told.stop:
-                self.tell(told, rate, meter, rms)
-                rms = None
-            if due("eval") or due("picture"):
-                self.look(picture=due("picture"), measure=due("eval"))
-            self.note_saved(self.checkpoints.finished())
-            if told.stop or due("save") or ("save" in every and self.is_new_best()):
-                self.save()
-            if told.stop and trainer.done < trainer.total:
-                return told.stop
-            self.rounds.append(time.perf_counter() - began + wait)
+        with self.looking_ahead(loader) as batches:
+            for batch, wait in batches:
+                began = time.perf_counter()
+                rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
+                compiling = meter.steps_seen < 2
+                self.watchdog.beat(trainer.done, "training", allowance=SLOW_PHASE if compiling else None)
+                told = trainer.step(batch, stop_wish=self.stop_wish(), watch=watch, bad=count_bad(*loaders))
+                meter.add(time.perf_counter() - began + wait, wait)
+                rms = told.activation_rms or rms
+                if not told.finite:
+                    self.skip(batch, told)
+                self.journal.progress.update(trainer.done, {"loss": told.loss, "lr": rate})
+                found = (told.bad[0], told.bad[1] > 0)
+                if found != self.bad_told:
+                    self.bad_told = found
+                    news = [sentence for each in loaders for sentence in each.bad.take_news()]
+                    self.journal.bad(gather_json(news, self.place.control), step=trainer.done, bad=told.bad)
+                if due("log") or told.stop:
+                    self.tell(told, rate, meter, rms)
+                    rms = None
+                if due("eval") or due("picture"):
+                    self.look(picture=due("picture"), measure=due("eval"))
+                self.note_saved(self.checkpoints.finished())
+                if told.stop or due("save") or ("save" in every and self.is_new_best()):
+                    self.save()
+                if told.stop and trainer.done < trainer.total:
+                    return told.stop
+                self.rounds.append(time.perf_counter() - began + wait)
         return "done"
 
-    def looking_ahead(self, loader: Loader) -> Iterator[tuple[Batch, float]]:
-        """Batches, each with the seconds spent waiting for it; the trainer sees the one to come, if it is here."""
+    @contextmanager
+    def looking_ahead(self, loader: Loader) -> Iterator[Timed]:
+        """The batches that are left: the trainer sees the one to come, if it is here; nothing is read afterwards."""
         with closing(loader.batches(self.trainer.done, self.trainer.total)) as loaded:
             batches = Timed(loaded, loader.has_next)
             with self.trainer.expecting(batches.coming):
-                yield from batches
+                yield batches
 
     def stop_wish(self) -> str | None:
         """This rank's reason to stop after the coming step."""

@@ -40,6 +40,7 @@ from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.parallelize import parallelize
 from vitrail.parallel.pipeline import cut, measure_costs, num_parts
+from vitrail.parallel.replay import is_ours
 from vitrail.recipe import Recipe
 from vitrail.training.collective import gather_json, on_chief, together
 from vitrail.training.evaluate import Evaluator
@@ -429,8 +430,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     cpu_mesh = Mesh.make(layout, "cpu") if on_gpu else mesh
     with torch.device("meta"):
         model = recipe.model.build()
-    if c.replay == "auto" and not all(_is_ours(each) for each in (model, objective)):
-        # What a user's own does in Python would be what it did when it was recorded, from then on.
+    if c.replay == "auto" and not is_ours(recipe.model, recipe.objective):
         c = c.model_copy(update={"replay": False})
     rules, parameters = init_rules(model), sum(p.numel() for p in model.parameters())
     rates, names = model.drop_path_rates(), [name for name, _ in model.named_parameters()]
@@ -458,10 +458,6 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     model.to_empty(device="cpu" if c.offload else place.device)
     initialise(model, rules, recipe.run.seed)
     return Parts(flow, cpu_mesh, parameters, names, rates)
-
-
-def _is_ours(thing: Any) -> bool:
-    return type(thing).__module__.partition(".")[0] == "vitrail"
 
 
 def cut_pipeline(

@@ -10,7 +10,7 @@ Gradients are sums over all ranks (parallel/), so dividing by the count of all r
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,9 +165,11 @@ class Trainer:
     def _prepare_ahead(self) -> None:
         """What the next step begins with, if its batch is here and no other rank takes part in that."""
         if self.flow.exchange is None and self.flow.pipeline is None and (batch := self._coming()) is not None:
-            # An error belongs to the next step, which tries it again.
-            with suppress(Exception):
+            try:
                 self._ahead = batch, self._prepare_first(batch, self.done + 1)
+            except Exception as error:  # belongs to the next step, which tries it again
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._coming = lambda: None  # there is no room to be early
         self._seed("between", self.done)  # what comes until then, as a validation, is the same either way
 
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
