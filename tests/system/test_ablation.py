@@ -47,7 +47,6 @@ def cells_at_work(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_an_ablation_is_killed_resumed_and_reported(tmp_path: Path) -> None:
     folder = tmp_path / "bench"
     grid = ("--sweep", "model.patch=4,2", *FEW)

@@ -616,7 +616,6 @@ kinds.register("source", "stuck", StuckConfig)
 """
 
 
-@pytest.mark.slow
 def test_a_read_that_never_ends_ends_the_run(tmp_path: Path) -> None:
     """Through the command line, since the process has to end too, with threads that still wait for the file."""
     (tmp_path / "stuck_plugin.py").write_text(PLUGIN)
@@ -633,7 +632,6 @@ def test_a_read_that_never_ends_ends_the_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["reason"] == "failed"
 
 
-@pytest.mark.slow
 def test_a_rank_whose_read_never_ends_is_named_with_its_file(tmp_path: Path) -> None:
     """Before the other ranks give up on it, although they would do so sooner than its own limit says."""
     (tmp_path / "stuck_plugin.py").write_text(PLUGIN)
@@ -648,7 +646,6 @@ def test_a_rank_whose_read_never_ends_is_named_with_its_file(tmp_path: Path) -> 
     assert re.search(sentence, output), output
 
 
-@pytest.mark.slow
 def test_all_ranks_count_what_they_skip(tmp_path: Path) -> None:
     tree = short(spoilt(tmp_path), tmp_path / "run", data__bad="skip", run__steps=4)
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)

@@ -46,7 +46,6 @@ def recipe_file(folder: Path, *, side: int, width: int, depth: int, batch: Any) 
     return path
 
 
-@pytest.mark.slow
 def test_a_global_batch_is_kept_and_the_recipe_trains(tmp_path: Path) -> None:
     import vitrail
 
@@ -64,7 +63,6 @@ def test_a_global_batch_is_kept_and_the_recipe_trains(tmp_path: Path) -> None:
     assert (outcome.code, outcome.step) == (0, 2)
 
 
-@pytest.mark.slow
 def test_ranks_with_unequal_memory_agree(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, side=96, width=128, depth=4, batch="1/rank")
     (tmp_path / "site").mkdir()
