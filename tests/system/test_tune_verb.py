@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support import environment, run, torchrun
 from support import vitrail as command
 
