@@ -6,7 +6,6 @@ then samples are mixed. Where nothing but orientations is asked for, values keep
 flips come to it and windows are crops, nothing is resampled either.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from vitrail.data.augment.affine import resample, resample_labels
 from vitrail.data.augment.artefacts import spoil
 from vitrail.data.augment.colour import jitter
-from vitrail.data.augment.geometry import Geometry, Moves, Spans
+from vitrail.data.augment.geometry import Geometry, Moves
 from vitrail.data.augment.intensity import change_intensity, changes_intensity
 from vitrail.data.augment.mix import mix
 from vitrail.data.augment.orientations import flip_first, orient
@@ -62,19 +61,10 @@ class Augmenter:
             found.insert(cut, 1)
         return tuple(found)
 
-    def touched(
-        self,
-        counter: int,
-        size: Sequence[int],
-        spacing: Sequence[float],
-        scale: Sequence[float],
-        code: int,
-        spans: Spans,
-    ) -> np.ndarray | None:
-        """Which boxes of its window a sample is made of; None for all."""
-        if self.settings.sections is not None:  # which are spoilt by their neighbours
-            return None
-        return self.geometry.touched(counter, size, spacing, scale, code, spans)
+    def touched(self, *sample: Any) -> np.ndarray | None:
+        """Which boxes of its window a sample is made of, as Geometry.touched() finds it; None for all."""
+        # Sections are spoilt by their neighbours.
+        return None if self.settings.sections is not None else self.geometry.touched(*sample)
 
     def __call__(self, raw: Raw) -> Batch:
         codes = raw.orientations or [0] * len(raw.counters)
