@@ -41,7 +41,7 @@ def models(quick: bool) -> dict[str, Cell]:
     named = {cell.name: cell for cell in cells()}
     return {
         "vit": named["vit L/16 x 64"],
-        "mae3d": Cell("mae3d", mae(encoder, "cross", ndim=3), reconstruct("cross"), 128, 1, 8, recompute="full"),
+        "mae3d": Cell("mae3d", mae(encoder, "cross", ndim=3), reconstruct("cross"), 128, 1, 8),
         "dit": named["dit XL/2 x 64"],
     }
 

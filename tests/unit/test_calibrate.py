@@ -12,7 +12,7 @@ from vitrail.bench.calibrate import calibrate, known_cluster, table
 from vitrail.bench.launches import launch_seconds
 from vitrail.bench.links import fit
 from vitrail.bench.probe import Probe
-from vitrail.cost.cluster import load_cluster
+from vitrail.cost.cluster import WALKS, load_cluster
 from vitrail.errors import UserError
 
 CPU = torch.device("cpu")
@@ -38,13 +38,16 @@ def test_points_rise_and_are_rates() -> None:
     assert [x for x, _ in products] == [2.0 * 64**3, 2.0 * 128**3]
     attention = probe.attention(torch.float32, [16, 64])
     assert [x for x, _ in attention["backward"]] == [16.0, 64.0]
-    convolutions = probe.convolutions(torch.float32, [(1, 4, 4, 8)])
+    convolutions = probe.convolutions(torch.float32, [(4, 32)])
     for points in (products, *attention.values(), convolutions):
         assert all(1e6 < rate < 1e14 for _, rate in points)
     assert 1e8 < probe.bandwidth() < 1e12
-    between = probe.elementwise(torch.float32, [8, 64])
-    assert [moved for moved, _ in between] == [13 * rows * 768 * 4 / 6 for rows in (8, 64)]
-    assert all(1e6 < rate < 1e12 for _, rate in between)
+    assert [channels for channels, _ in convolutions] == [4.0]
+    between = probe.elementwise(torch.float32, [8, 64], [2, 4])
+    assert set(between) == set(WALKS)
+    assert [x for x, _ in between["dense"]] == [8 * rows * 1024 * 4 / 3 for rows in (8, 64)]
+    assert [x for x, _ in between["maps"]] == [2.0, 4.0]
+    assert all(1e6 < rate < 1e12 for points in between.values() for _, rate in points)
     assert 1e-8 < probe.kernel() < 1e-3
     assert 1e-7 < launch_seconds(probe, compiled=False) < 1e-2
 

@@ -21,7 +21,7 @@ DEVICE = Device(
     gemm=((1e9, 0.5),),
     gemm_fp32=((1e9, 0.5),),
     attention={"forward": ((1024, 0.4),), "backward": ((1024, 0.2),)},
-    convolution=((1e9, 0.1),),
+    convolution=((16, 0.1), (64, 0.3)),
     launch_us=10,
     reserve_gib=1,
 )
@@ -78,20 +78,36 @@ def test_roofline_by_hand() -> None:
     slow = dataclasses.replace(DEVICE, kernel_us=5)
     tiny = Op("memory", 0, 1000, kernels=3)
     assert seconds_of((tiny, GEMM), slow, "bf16", "forward").total == pytest.approx(0.01 + 15e-6)
-    lossy = dataclasses.replace(DEVICE, elementwise=((1e6, 0.1), (1e8, 0.5)))
+    shares = {"dense": ((1e6, 0.1), (1e8, 0.5)), "maps": ((10, 0.1), (1000, 0.5))}
+    lossy = dataclasses.replace(DEVICE, elementwise=shares)
     assert seconds_of((copy, thin), lossy, "bf16", "forward").total == pytest.approx(0.002 + 0.001)
     several = Op("memory", 0, 1e7, kernels=10)  # 1e6 bytes each
     assert seconds_of((several,), lossy, "bf16", "forward").total == pytest.approx(1e-4)
+    assert seconds_of((dataclasses.replace(copy, walk="sum"),), lossy, "bf16", "forward").total == pytest.approx(0.001)
+    maps = Op("memory", 0, 1e9, shape=(100,), walk="maps")
+    assert seconds_of((maps,), lossy, "bf16", "forward").total == pytest.approx(0.001 / 0.3)
+    tiled = dataclasses.replace(DEVICE, attention_tile=768)  # 1024 tokens are computed as 1536
+    assert seconds_of((ATTENTION,), tiled, "bf16", "forward").total == pytest.approx(0.01 * 1.5**2)
     narrow = dataclasses.replace(ATTENTION, shape=(1, 8, 1024, 1024, 16))  # padded to 64
     assert seconds_of((narrow,), DEVICE, "bf16", "backward").total == pytest.approx(0.08)
+
+
+def test_a_convolution_by_hand() -> None:
+    """The rate is that of its channels; a GPU turns its maps before and after."""
+    op = Op("convolution", 1e12, 1e9, shape=(8, 128))  # 32 channels on average, halfway between 16 and 64
+    ideal = 1e12 / (0.2 * 1e14)
+    assert seconds_of((op,), dataclasses.replace(DEVICE, name="cpu"), "bf16", "forward").total == pytest.approx(ideal)
+    assert seconds_of((op,), DEVICE, "bf16", "forward").total == pytest.approx(ideal + 2e9 / 1e12)
+    slow = dataclasses.replace(DEVICE, elementwise={"strided": ((1.0, 0.5),)})
+    assert seconds_of((op,), slow, "bf16", "forward").total == pytest.approx(ideal + 4e9 / 1e12)
 
 
 def test_one_gpu_is_its_computation() -> None:
     time = step()
     assert time.seconds == pytest.approx(20 * (0.02 + 0.04), rel=0.02)
     assert time.communication == time.exposed == time.bubble == 0
-    assert time.optimizer == pytest.approx(201e6 * 28 / 1e12)  # itself, its gradient, two moments
-    assert step(optimizer="sgd").optimizer == pytest.approx(201e6 * 20 / 1e12)  # one moment
+    assert time.optimizer == pytest.approx(201e6 * 40 / 1e12)  # itself, its gradient thrice, two moments
+    assert step(optimizer="sgd").optimizer == pytest.approx(201e6 * 32 / 1e12)  # one moment
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
     assert step(of=work(again=True)).seconds == pytest.approx(time.seconds + 20 * 0.02, rel=0.01)
     assert step(micro_batches=4).seconds == pytest.approx(4 * time.seconds, rel=0.05)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from vitrail.bench.launches import launch_seconds
 from vitrail.bench.links import measure_links
-from vitrail.bench.probe import Points, Probe, rising
+from vitrail.bench.probe import TILE, Points, Probe, rising
 from vitrail.cost.cluster import Cluster, Curve, Device, list_clusters, load_cluster, write_cluster
 from vitrail.cost.flops import peak_tflops
 from vitrail.errors import UserError
@@ -112,6 +112,7 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
     in_half = peaks["bf16"] if on_gpu else peaks["bf16"] / 2
     bandwidth, launch = probe.bandwidth(), launch_seconds(probe, compiled=False)
     compiled = launch_seconds(probe, compiled=True) if on_gpu else None  # a CPU's blocks are not compiled unless asked
+    between = probe.elementwise(torch.bfloat16) if on_gpu else {}
     if on_gpu:
         free, total = torch.cuda.mem_get_info(probe.device)
         reserve = max(0, total - free - torch.cuda.memory_reserved(probe.device))
@@ -129,7 +130,8 @@ def measure_device(probe: Probe, known: Cluster | None, tell: Tell) -> Device:
         launch_us=_short(1e6 * launch),
         launch_compiled_us=None if compiled is None else _short(1e6 * compiled),
         kernel_us=_short(1e6 * probe.kernel()) if on_gpu else 0.0,
-        elementwise=_curve(probe.elementwise(torch.bfloat16), bandwidth) if on_gpu else ((1.0, 1.0),),
+        elementwise={walk: _curve(points, bandwidth) for walk, points in between.items()},
+        attention_tile=TILE if on_gpu else 1,
         reserve_gib=_short(reserve / GIB),
         fragmentation=known.device.fragmentation if known else 1.05 if on_gpu else 1.0,
     )
@@ -159,7 +161,7 @@ def table(cluster: Cluster) -> list[dict[str, Any]]:
         ("attention, backward", _best(device.attention["backward"], peak)),
         ("convolutions", _best(device.convolution, peak if device.name != "cpu" else device.tflops["fp32"])),
         ("memory", f"{device.bandwidth_gb_s:.4g} GB/s"),
-        ("kernels between products", f"up to {max(y for _, y in device.elementwise):.0%} of that"),
+        ("kernels between products", _reached(device.elementwise)),
         ("kernel launch", f"{device.launch_us:.3g} us, {device.compiled_us:.3g} us in compiled blocks"),
         ("least of a kernel", f"{device.kernel_us:.3g} us on the device"),
         ("taken by libraries", f"{device.reserve_gib:.3g} GiB"),
@@ -167,6 +169,11 @@ def table(cluster: Cluster) -> list[dict[str, Any]]:
         ("links between nodes", f"{cluster.between.gb_s:.4g} GB/s, {cluster.between.latency_us:.3g} us"),
     ]
     return [{"what": what, "found": found} for what, found in rows]
+
+
+def _reached(curves: dict[str, Curve]) -> str:
+    shares = [f"{walk.replace('_', ' ')} {max(y for _, y in curve):.0%}" for walk, curve in curves.items()]
+    return f"up to {', '.join(shares)} of that" if shares else "taken for as fast as that"
 
 
 def _best(curve: Curve, peak: float) -> str:

@@ -2,7 +2,8 @@
 
 - a point is the median of some windows of calls in a row, on random numbers: zeros draw less power, and run faster
 - FLOPs are counted as the planner counts them: 2 for a multiply-add, and 2.5 forwards for the backward of attention
-- products are those of a linear layer in training (output, gradient of input, gradient of weight), on average
+- products are those of a linear layer in training (output, gradient of input, gradient of weight), on average; on a GPU
+  they take turns with kernels that move memory, as in training: in a row, they draw so much power that the clock falls
 - sizes rise until a call takes too long or memory is used up; a slow or small device has shorter curves
 - short calls on a GPU are replayed as a CUDA graph: their launches by the host are measured by themselves (launches.py)
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from vitrail.cost.cluster import Walk
 from vitrail.errors import UserError
 from vitrail.layers.attention import attend
 from vitrail.parallel.replay import capture
@@ -35,11 +37,15 @@ PRODUCTS = (
     (262144, 5120, 4096),
 )
 SHORT, RECORDED = 0.005, 10  # seconds of a call that is recorded, and how many of them at once
-TOKENS = (64, 256, 1024, 4096, 16384, 65536)
+MOMENT = 5e-5  # seconds of a call that does not change the clock, and would be lost in the move beside it
+MOVED = 2**28  # bytes of a tensor that no cache holds
+TILE = 128  # tokens of the tiles that attention kernels of GPUs compute; curves are of whole tiles
+TOKENS = (128, 256, 1024, 4096, 16384, 65536)
 HEADS, HEAD_WIDTH = 16, 64
-ROWS, WIDTH = (64, 512, 4096, 16384, 65536, 262144), 768  # of what stands between products
-# Batch, channels in and out, voxels along a side of a volume; kernels are 3 x 3 x 3.
-CONVOLUTIONS = ((1, 16, 16, 8), (1, 32, 32, 16), (2, 64, 64, 16), (2, 32, 32, 64), (4, 64, 64, 64), (4, 128, 128, 96))
+ROWS, WIDTH = (64, 512, 4096, 16384, 65536, 262144), 1024  # of what stands between products
+MAPS, VOXELS = (16, 64, 256, 1024, 4096), 2**25  # numbers of maps to be normed, and of voxels of them all
+# Channels in and out, and voxels along a side of a volume, as in a decoder; kernels are 3 x 3 x 3.
+CONVOLUTIONS = ((4, 96), (16, 96), (32, 48), (64, 24), (128, 12), (256, 12))
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,29 @@ class Probe:
             return capture(calls, self.device)[0].replay
         except RuntimeError:
             return None
+
+    def seconds_in_turn(self, call: Callable[[], object]) -> float:
+        """Of a call that takes turns with kernels that move memory for about as long."""
+        alone = self.seconds(call)
+        if not self.on_gpu or not MOMENT < alone < self.longest:
+            return alone
+        source = self.random(MOVED // 4, dtype=torch.float32)
+        target = torch.empty_like(source)
+
+        def move() -> None:
+            torch.neg(source, out=target)
+
+        times = max(1, round(alone / self.seconds(move)))
+
+        def moves() -> None:
+            for _ in range(times):
+                move()
+
+        def both() -> None:
+            call()
+            moves()
+
+        return self.seconds(both) - self.seconds(moves)
 
     def _time(self, call: Callable[[], object], times: int) -> float:
         self._wait()
@@ -122,7 +151,7 @@ class Probe:
     def _product(self, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
         x, w = self.random(rows, inner, dtype=dtype), self.random(columns, inner, dtype=dtype)
         y = self.random(rows, columns, dtype=dtype)
-        return statistics.fmean(self.seconds(call) for call in (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x))
+        return statistics.fmean(map(self.seconds_in_turn, (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)))
 
     def attention(self, dtype: torch.dtype, tokens: Sequence[int] = TOKENS) -> dict[str, Points]:
         """Forward and backward, by the number of keys."""
@@ -140,46 +169,51 @@ class Probe:
 
     def _attention(self, batch: int, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
         q, k, v = (self.random(batch, tokens, HEADS, HEAD_WIDTH, dtype=dtype, grad=True) for _ in range(3))
-        out = attend(q, k, v)
-        gradient = torch.randn_like(out)
+        gradient = torch.randn_like(attend(q, k, v))
         forward = self.seconds(lambda: attend(q, k, v))
-        return forward, self.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
+        # Both at once: a backward cannot be recorded without its forward.
+        return forward, self.seconds(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)) - forward
 
-    def convolutions(self, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int, int]] = CONVOLUTIONS) -> Points:
-        """By the FLOPs of one, on average over forward and both gradients."""
+    def convolutions(self, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = CONVOLUTIONS) -> Points:
+        """By the number of channels, on average over forward and both gradients, of maps laid out channels-last."""
         points: Points = []
         with self._while_it_fits(points):
-            for batch, given, made, side in shapes:
-                seconds = self._convolution(batch, given, made, side, dtype) / 3
-                flops = 2.0 * batch * given * made * 27 * side**3
-                points.append((flops, flops / seconds))
+            for channels, side in shapes:
+                batch, side = (8, side) if self.on_gpu else (1, max(1, side // 4))
+                seconds = self._convolution(batch, channels, side, dtype) / 3
+                points.append((float(channels), 2.0 * batch * channels**2 * 27 * side**3 / seconds))
                 if seconds > self.longest:
                     break
         return points
 
-    def _convolution(self, batch: int, given: int, made: int, side: int, dtype: torch.dtype) -> float:
-        x = self.random(batch, given, side, side, side, dtype=dtype, grad=True)
-        w = self.random(made, given, 3, 3, 3, dtype=dtype, grad=True)
-        gradient = self.random(batch, made, side, side, side, dtype=dtype)
+    def _convolution(self, batch: int, channels: int, side: int, dtype: torch.dtype) -> float:
+        shapes = [(batch, channels, side, side, side)] * 2 + [(channels, channels, 3, 3, 3)]
+        gradient, x, w = (self.random(*s, dtype=dtype).to(memory_format=torch.channels_last_3d) for s in shapes)
+        x.requires_grad_(), w.requires_grad_()
         return self.seconds(lambda: torch.autograd.grad(F.conv3d(x, w, padding=1), (x, w), gradient))
 
     def bandwidth(self) -> float:
-        """Bytes a second of a copy, read and written."""
+        """Bytes a second of a kernel that reads and writes; copies of a GPU may go through an engine of their own."""
         size = 2**30 if self.on_gpu else 2**26
-        source = torch.ones(size, dtype=torch.uint8, device=self.device)
+        source = torch.ones(size // 4, dtype=torch.float32, device=self.device)
         target = torch.empty_like(source)
-        return 2 * size / self.seconds(lambda: target.copy_(source))
+        return 2 * size / self.seconds(lambda: torch.neg(source, out=target))
 
-    def elementwise(self, dtype: torch.dtype, rows: Sequence[int] = ROWS) -> Points:
-        """By the bytes that one kernel moves: what stands between the products of a block, on average."""
-        points: Points = []
-        with self._while_it_fits(points):
-            for number in rows:
-                x, gradient = (self.random(number, WIDTH, dtype=dtype) for _ in range(2))
-                norm = [WIDTH], self.random(WIDTH, dtype=dtype), self.random(WIDTH, dtype=dtype)
-                seconds = sum(self.seconds(call) for call in _between_products(x, gradient, *norm))
-                moved = 13.0 * x.nbytes  # as the planner counts: an addition 3, forwards 2, backwards 3 tensors
-                points.append((moved / 6, moved / seconds))
+    def elementwise(
+        self, dtype: torch.dtype, rows: Sequence[int] = ROWS, maps: Sequence[int] = MAPS
+    ) -> dict[Walk, Points]:
+        """What stands between products, by how it goes through memory and by the bytes that a kernel moves."""
+        points: dict[Walk, Points] = {}
+        for number in rows:
+            kinds = _between_products(*(self.random(number, WIDTH, dtype=dtype) for _ in range(2)))
+            for walk, (tensors, kernels, calls) in kinds.items():
+                moved = float(tensors * number * WIDTH * dtype.itemsize)
+                points.setdefault(walk, []).append((moved / kernels, moved / sum(map(self.seconds, calls))))
+        for number in maps:
+            x = self.random(1, number, VOXELS // number if self.on_gpu else 64, dtype=dtype, grad=True)
+            gradient = torch.randn_like(x)
+            seconds = self.seconds(lambda x=x, g=gradient: torch.autograd.grad(F.instance_norm(x), x, g))
+            points.setdefault("maps", []).append((float(number), 5.0 * x.nbytes / seconds))
         return points
 
     def kernel(self) -> float:
@@ -189,18 +223,22 @@ class Probe:
 
 
 def _between_products(
-    x: torch.Tensor, gradient: torch.Tensor, shape: list[int], weight: torch.Tensor, bias: torch.Tensor
-) -> list[Callable[[], object]]:
-    """Six kernels: a residual, a norm and an activation, the latter two also backward."""
-    _, mean, scale = torch.native_layer_norm(x, shape, weight, bias, 1e-6)
+    x: torch.Tensor, gradient: torch.Tensor
+) -> dict[Walk, tuple[int, int, list[Callable[[], object]]]]:
+    """Calls of each kind, the tensors like x that they move as the planner counts them, and their kernels."""
+    shape, weight = [x.shape[-1]], torch.randn_like(x[0])
+    _, mean, scale = torch.native_layer_norm(x, shape, weight, weight, 1e-6)
     backward = torch.ops.aten.native_layer_norm_backward
-    return [
-        lambda: x + gradient,
-        lambda: F.gelu(x),
-        lambda: torch.ops.aten.gelu_backward(gradient, x),
-        lambda: torch.native_layer_norm(x, shape, weight, bias, 1e-6),
-        lambda: backward(gradient, x, shape, mean, scale, weight, bias, [True] * 3),
-    ]
+    both = torch.stack([x, gradient], dim=1)
+    return {
+        "dense": (8, 3, [lambda: x + gradient, lambda: F.gelu(x), lambda: torch.ops.aten.gelu_backward(gradient, x)]),
+        "strided": (
+            8, 3, [lambda: both[:, 0].clone(), lambda: torch.stack([x, gradient], dim=-1), lambda: x * weight],
+        ),
+        "norm": (2, 1, [lambda: torch.native_layer_norm(x, shape, weight, weight, 1e-6)]),
+        "norm_backward": (3, 2, [lambda: backward(gradient, x, shape, mean, scale, weight, weight, [True] * 3)]),
+        "sum": (1, 1, [lambda: gradient.sum(0)]),
+    }  # fmt: skip
 
 
 def rising(points: Points) -> Iterator[tuple[float, float]]:

@@ -14,7 +14,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vitrail.errors import UserError
 from vitrail.recipe import yaml
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Curve = tuple[tuple[float, float], ...]
 
+# How a kernel that is bound by bandwidth goes through memory: straight on; with gaps, turns or repeats; as a norm of
+# tokens, forward and backward; as a sum over rows; as a norm of maps, each on its own.
+Walk = Literal["dense", "strided", "norm", "norm_backward", "sum", "maps"]
+WALKS: tuple[Walk, ...] = get_args(Walk)
 TYPES = ("bf16", "fp32", "float8")  # that have a peak
 FOLDER = Path(__file__).with_name("clusters")
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # as pydantic calls keys that no class has
@@ -36,7 +40,7 @@ GIVEN = {  # what a type of a field asks for, in words
     "Link": "{latency_us: ..., gb_s: ...}",
     "Curve": "points [[x, share], ...]",
     "dict[str, float]": "peaks by type, {bf16: ...}",
-    "dict[str, Curve]": "{forward: [[x, share], ...], backward: [[x, share], ...]}",
+    "dict[str, Curve]": "a curve for each, {forward: [[x, share], ...], backward: [[x, share], ...]} of attention",
 }
 _STRICT = {"extra": "forbid"}  # what pydantic reads from __pydantic_config__
 
@@ -64,16 +68,19 @@ class Device:
     gemm: Curve  # x: FLOPs of one product, y: share of the bf16 peak
     gemm_fp32: Curve  # the same for fp32, of its own peak
     attention: dict[str, Curve]  # forward and backward; x: tokens of the keys, y: share of the bf16 peak, heads 64..128
-    convolution: Curve  # x: FLOPs, y: share of the bf16 peak
+    convolution: Curve  # x: channels, the geometric mean of those in and out, y: share of the bf16 peak
     launch_us: float  # host time of one kernel of a training, with the Python between it and the next
     reserve_gib: float  # context and library workspaces, which the allocator does not see
     fragmentation: float = 1.0  # reserved over allocated at the peak
     launch_compiled_us: float | None = None  # host time in compiled blocks; launch_us where it is not known
     kernel_us: float = 0.0  # that the device needs for a kernel with next to nothing to do
-    elementwise: Curve = ((1.0, 1.0),)  # all else; x: bytes that a kernel moves, y: share of the memory's bandwidth
+    # All else, by how it goes through memory (Walk); x: bytes that a kernel moves, or how many maps there are,
+    # y: share of the bandwidth. All of it where there is no curve.
+    elementwise: dict[str, Curve] = field(default_factory=dict)
+    attention_tile: int = 1  # tokens; attention computes whole tiles of so many
 
     def __post_init__(self) -> None:
-        _positive(self, "device", "memory_gib", "bandwidth_gb_s")
+        _positive(self, "device", "memory_gib", "bandwidth_gb_s", "attention_tile")
         _positive(self, "device", "launch_us", "reserve_gib", zero=True)
         _positive(self, "device", "kernel_us", zero=True)
         if self.launch_compiled_us is not None:
@@ -89,7 +96,10 @@ class Device:
         if set(self.attention) != {"forward", "backward"}:
             raise ValueError(f"device.attention: expected forward and backward, got {', '.join(self.attention)}")
         curves = {"gemm": self.gemm, "gemm_fp32": self.gemm_fp32, "convolution": self.convolution}
-        curves["elementwise"] = self.elementwise
+        if not set(self.elementwise) <= set(WALKS):
+            got = ", ".join(self.elementwise)
+            raise ValueError(f"device.elementwise: expected curves of any of {', '.join(WALKS)}, got {got}")
+        curves |= {f"elementwise.{walk}": curve for walk, curve in self.elementwise.items()}
         curves |= {f"attention.{way}": curve for way, curve in self.attention.items()}
         for name, curve in curves.items():
             _check_curve(f"device.{name}", curve)

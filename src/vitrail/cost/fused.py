@@ -130,12 +130,11 @@ class Fused(Fusion):
             return values[node]
         if not (node.op == "call_function" and passes(node)):
             return _made(node.meta["val"])
-        source = self._value(node.args[0], values)
-        if name_of(node) == "getitem":
-            return source[node.args[1]]
-        t = node.meta["val"]
-        # The same storage; where in it matters to nobody.
-        return torch.as_strided(source, t.shape, t.stride(), 0) if isinstance(source, Tensor) else _made(t)
+        source, t = self._value(node.args[0], values), node.meta["val"]
+        if not isinstance(source, Tensor):
+            return source[node.args[1]] if name_of(node) == "getitem" else _made(t)
+        # The same storage; where in it matters to nobody. Several views at once are made one by one.
+        return torch.as_strided(source, t.shape, t.stride(), 0) if isinstance(t, Tensor) else source
 
     def _account(self, unit: Unit, watcher: Recorder) -> None:
         again = bool(self.earlier) and all(node.name in self.earlier for node in unit.nodes)
@@ -164,8 +163,10 @@ def _made(value: Any) -> Any:
 def _fused_cost(unit: Unit) -> Op:
     """What comes from outside is read once, what goes there written once; sums over rows are kernels of their own."""
     read = sum(size_of(one.meta["val"]) for one in unit.reads if isinstance(one.meta.get("val"), Tensor))
-    extra = [node.all_input_nodes[0].meta["val"].numel() * 2 for node in unit.nodes if _sums_rows(node)]
-    return Op("memory", 0.0, float(read + sum(written_by(unit)) + sum(extra)), kernels=1 + len(extra))
+    summed = [node.all_input_nodes[0].meta["val"].numel() * 2 for node in unit.nodes if _sums_rows(node)]
+    if all(_sums_rows(node) for node in unit.writes):  # nothing is written that they would read again
+        summed = summed[1:]
+    return Op("memory", 0.0, float(read + sum(written_by(unit)) + sum(summed)), kernels=1 + len(summed))
 
 
 def _sums_rows(node: Any) -> bool:

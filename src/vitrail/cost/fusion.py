@@ -180,7 +180,7 @@ def is_kernel(node: Any) -> bool:
 def passes(node: Any) -> bool:
     """Views, and results of one that has several; numbers that are no tensors."""
     if not isinstance(node.meta.get("val"), Tensor) and not is_kernel(node):
-        return not isinstance(node.meta.get("val"), tuple | list)
+        return not isinstance(node.meta.get("val"), tuple | list) or is_view(node.target)
     return name_of(node) == "getitem" or is_view(node.target) or str(node.target).startswith(_FREE)
 
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from vitrail.cost.cluster import Walk
+
 UNIT = 512  # bytes that the allocator rounds up to
 EXCHANGES = (
     "vitrail_cost.gather",
@@ -23,6 +25,7 @@ EXCHANGES = (
 )  # between tensor ranks: costs of the network, not counted here
 
 Kind = Literal["gemm", "attention", "convolution", "memory"]
+GATHERED = ("aten.cat", "aten.stack", "aten.select_backward", "aten.slice_backward", "aten.index", "aten.gather")
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,10 @@ class Op:
     kind: Kind  # memory: bound by bandwidth
     flops: float
     bytes: float  # read and written
-    shape: tuple[int, ...] = ()  # gemm (m, n, k); attention (batch, heads, queries, keys, head width)
+    # gemm (m, n, k); attention (batch, heads, queries, keys, head width); convolution (channels in, out); maps (number)
+    shape: tuple[int, ...] = ()
     kernels: int = 1  # launches
+    walk: Walk = "dense"
 
 
 def size_of(t: Tensor) -> int:
@@ -61,17 +66,37 @@ def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], a
         return None
     if is_view(operation) or not outputs or name.startswith(EXCHANGES):
         return None
+    if name.startswith("aten.new_") or "_like." in name:  # given for their kind alone
+        inputs = ()
     moved = float(sum(map(size_of, {id(t): t for t in inputs}.values())) + sum(map(size_of, outputs)))
     if name.startswith("vitrail_cost.attention"):
         return attention_cost(name, inputs, arguments, moved)
     count = flop_registry.get(getattr(operation, "overloadpacket", operation))
     if count is None:
-        return Op("memory", 0.0, moved, kernels=2 if "norm_backward" in name else 1)
+        walk = walk_of(name, inputs, outputs)
+        shape = (math.prod(inputs[0].shape[:2]),) if walk == "maps" else ()
+        return Op("memory", 0.0, moved, shape, kernels=2 if "norm_backward" in name else 1, walk=walk)
     positional, keywords = arguments
     flops = float(count(*positional, **keywords, out_val=out))
     if "conv" in name:
-        return Op("convolution", flops, moved)
+        weight = inputs[2] if "backward" in name else inputs[1]
+        return Op("convolution", flops, moved, shape=tuple(weight.shape[:2]))
     return Op("gemm", flops, moved, shape=product_shape(inputs, outputs[0], flops))
+
+
+def walk_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Walk:
+    if "batch_norm" in name:
+        return "maps"
+    if "norm_backward" in name:
+        return "norm_backward"
+    if "layer_norm" in name or "rms_norm" in name:
+        return "norm"
+    whole = outputs[0].numel()
+    if inputs and whole < max(t.numel() for t in inputs):
+        return "strided" if name.startswith(GATHERED) else "sum"
+    steps = {t.stride() for t in (*inputs, *outputs) if t.numel() == whole}
+    repeated = any(1 < t.numel() < whole for t in inputs)
+    return "strided" if name.startswith(GATHERED) or repeated or len(steps) > 1 else "dense"
 
 
 def attention_cost(name: str, inputs: Sequence[Tensor], arguments: Any, moved: float) -> Op:

@@ -3,6 +3,7 @@
 That is what its curves say of such work, but never less than its bytes take, nor than the least that a kernel takes.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -17,6 +18,7 @@ LIMITS = {
     "convolution": "convolutions",
     "memory": "memory bandwidth",
 }
+TYPICAL = 64  # channels of a convolution whose shape is not known
 NARROW = 64  # attention kernels pad narrower heads to this width
 
 
@@ -40,12 +42,28 @@ def seconds_of(ops: Iterable[Op], device: Device, compute: Compute, way: Way) ->
     """Seconds of all the operations, by what limits each."""
     spent = Seconds()
     for op in ops:
-        share = at(device.elementwise, op.bytes / op.kernels) if op.kind == "memory" and op.bytes else 1.0
+        share = bandwidth_share(op, device) if op.kind == "memory" else 1.0
         moving = max(op.bytes / (1e9 * share * device.bandwidth_gb_s), 1e-6 * device.kernel_us * op.kernels)
         working = op.flops / rate(op, device, compute, way) if op.flops and op.kind != "memory" else 0.0
+        if op.kind == "convolution" and device.name != "cpu":
+            working += turning(op, device)
         # Products that wait for their bytes (thin ones) are the memory's doing.
         spent[LIMITS[op.kind] if working >= moving else LIMITS["memory"]] += max(working, moving)
     return spent
+
+
+def bandwidth_share(op: Op, device: Device) -> float:
+    """Of the memory's bandwidth, what a kernel reaches that goes through it like this one."""
+    curve = device.elementwise.get(op.walk)
+    if curve is None or not op.bytes:
+        return 1.0
+    return at(curve, op.shape[0] if op.walk == "maps" else op.bytes / op.kernels)
+
+
+def turning(op: Op, device: Device) -> float:
+    """Seconds in which a GPU turns maps to channels-last and back, which is what its convolutions compute in."""
+    turned = Op("memory", 0.0, 2 * op.bytes, kernels=2, walk="strided")
+    return turned.bytes / (1e9 * bandwidth_share(turned, device) * device.bandwidth_gb_s)
 
 
 def rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
@@ -54,15 +72,22 @@ def rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
     if op.kind == "attention":
         return _attention_rate(op, device, compute, way)
     if op.kind == "convolution":
-        return at(device.convolution, op.flops) * (device.peak("fp32") if compute == "fp32" else bf16)
+        channels = math.sqrt(math.prod(op.shape)) if op.shape else TYPICAL
+        return at(device.convolution, channels) * (device.peak("fp32") if compute == "fp32" else bf16)
     if compute == "fp32":
         return at(device.gemm_fp32, op.flops) * device.peak("fp32")
     return at(device.gemm, op.flops) * device.peak(compute)
 
 
+def _filled(tokens: int, device: Device) -> float:
+    """The share of tiles that tokens fill; partly empty ones take as long as full ones."""
+    return tokens / (device.attention_tile * math.ceil(tokens / device.attention_tile))
+
+
 def _attention_rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
-    keys, width = op.shape[3:] if len(op.shape) == 5 else (1024, NARROW)
-    found = at(device.attention[way], keys) * device.peak("bf16") * min(1.0, width / NARROW)
+    queries, keys, width = op.shape[2:] if len(op.shape) == 5 else (1024, 1024, NARROW)
+    found = _filled(queries, device) * _filled(keys, device)
+    found *= at(device.attention[way], keys) * device.peak("bf16") * min(1.0, width / NARROW)
     if compute != "fp32":
         return found  # float8 is for products of linear layers alone
     return min(found / 2, device.peak("fp32"))  # twice the bytes, and no faster than the type allows

@@ -21,7 +21,9 @@ from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Parallel
 
 LAUNCHES, BUBBLE = "kernel launches", "pipeline bubble"
-PARAMETER, MOMENT = 12, 8  # bytes an update moves, in fp32: a parameter read and written, its gradient read; a moment
+# Bytes that an update moves, in fp32: a parameter is read and written, its gradient read for the norm, scaled (read and
+# written) and read; a moment is read and written.
+PARAMETER, MOMENT = 24, 8
 HOOKS = 30  # launches that a group of sharded parameters adds to a micro-batch: casts, copies, collectives
 CASTS = 2  # launches of a group on one rank alone
 HOST_GB_S = 20.0  # between host and device, where the optimizer runs on the host
@@ -175,15 +177,15 @@ class _Rank:
             waits = self._inside_block(segment)
             forward.add(waits)
             backward.add(waits, 2 if segment.again else 1)
-        item, bandwidth = BYTES[self.compute], 1e9 * self.cluster.device.bandwidth_gb_s
+        item = BYTES[self.compute]
         if self.solo:  # parameters are cast before, and gradients after
-            casting = segment.parameters * (4 + item) / bandwidth if item < 4 else 0.0
-            forward[LIMITS["memory"]] += casting
-            backward[LIMITS["memory"]] += casting
+            casting = self._moving(segment.parameters * (4 + item)) if item < 4 else Seconds()
+            forward.add(casting)
+            backward.add(casting)
         else:  # parameters are cast and copied with each gather, gradients once
-            copying = parameters * 2 * item / bandwidth
-            forward[LIMITS["memory"]] += copying
-            backward[LIMITS["memory"]] += 2 * copying
+            copying = self._moving(parameters * 2 * item)
+            forward.add(copying)
+            backward.add(copying, 2)
         talks = self._talks(parameters * size, ("shard", "context"))
         return Piece(Seconds().add(forward, size), Seconds().add(backward, size), *talks)
 
@@ -233,6 +235,10 @@ class _Rank:
     def _seconds(self, ops: tuple[Op, ...], way: Way) -> Seconds:
         return seconds_of(ops, self.cluster.device, self.compute, way)
 
+    def _moving(self, size: float) -> Seconds:
+        """To read and write so many bytes."""
+        return self._seconds((Op("memory", 0.0, size),) if size else (), "forward")
+
     def update(self, optimizer: str) -> float:
         """The optimizer reads and writes the state of this rank's shards."""
         shards = self.layout.shard * self.layout.context
@@ -241,7 +247,7 @@ class _Rank:
             for segment in self.work.segments
         )
         moved = owned * (PARAMETER + MOMENT * MOMENTS.get(optimizer, 2))
-        return moved / (1e9 * (HOST_GB_S if self.parallel.offload else self.cluster.device.bandwidth_gb_s))
+        return moved / (1e9 * HOST_GB_S) if self.parallel.offload else self._moving(moved).total
 
     @property
     def _hooks(self) -> int:

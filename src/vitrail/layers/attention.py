@@ -64,8 +64,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None, mask: KeyMask | None = None) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.head_width))  # B N G (H/G + 2) K
-        q = groups[..., : self.per_group, :].flatten(2, 3)  # B N H K
-        k, v = groups[..., -2, :], groups[..., -1, :]  # B N G K
+        # Split at once, not sliced one by one: gradients are then put together in one kernel, not padded and added.
+        q, k, v = groups.split([self.per_group, 1, 1], dim=-2)
+        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)  # B N H K, and twice B N G K
         if self.norm_qk is not None:
             q, k = self.norm_qk(q, k)
         out = self.attend(rotate(q, rope), rotate(k, rope), v, mask=mask)

@@ -1,0 +1,81 @@
+"""The grid of TorchDiTan's study for its 0.5B diffusion transformer: patch, batch, recomputation, compilation, precision.
+
+    python benchmarks/dit_grid.py [--minutes 8] [--out benchmarks/results/dit_grid]
+    vitrail report benchmarks/results/dit_grid
+
+It is the sweep that `vitrail bench configs/dummy/dit_0.5b.yaml --mode syn --sweep ...` makes, but cells follow each other
+in one process, which spares each its start. A call goes on where the last one stopped, and ends with 75 when its minutes
+are over and something is left. `--quick` measures a small model, to try the script on a CPU.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planner import STOPPED, clean
+
+from vitrail.bench.measure import measure
+from vitrail.bench.runner import Options, Stopped, Sweep, plan_sweep
+from vitrail.bench.sweep import Cell
+from vitrail.bench.trial import is_out_of_memory
+from vitrail.training.failures import summary
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = os.path.relpath(ROOT / "configs/dummy/dit_0.5b.yaml")
+PATCHES, BATCHES = "model.patch=2,4,8", "data.batch=16/rank,64/rank,256/rank"
+GRIDS = (
+    # float8 for what it is meant for, compiled products of many tokens.
+    (PATCHES, BATCHES, "parallel.recompute=none,{every: 2}", "parallel.compile=true,false", "precision.compute=bf16"),
+    (PATCHES, BATCHES, "parallel.recompute=none", "parallel.compile=true", "precision.compute=float8"),
+)
+SMALL = ("model.width=32", "model.depth=2", "model.heads=2", "data.crop=8", "data.train.0.shape=[8, 8]")
+SMALL_GRIDS = (("model.patch=2,4", "data.batch=2/rank,4/rank", "parallel.compile=false", "precision.compute=fp32"),)
+
+
+class Here(Sweep):
+    """A sweep whose cells run in this process."""
+
+    def measure(self, cell: Cell) -> dict[str, Any]:
+        clean()
+        order = self.order(cell, watched=False)
+        asked = {name: order[name] for name in ("mode", "windows", "steps", "warm_up", "name", "keys")}
+        try:
+            return measure(order["recipe"], order["overrides"], **asked)
+        except Exception as error:
+            return {"status": "oom" if is_out_of_memory(error) else "failed", "error": summary(error)[:1000]}
+        finally:
+            clean()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no cell is begun")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/dit_grid")
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    given = parser.parse_args(arguments)
+    began = time.monotonic()
+    for grid in SMALL_GRIDS if given.quick else GRIDS:
+        options = Options(windows=3, steps=4, warm_up=4, most_seconds=60 * given.minutes - (time.monotonic() - began))
+        planned = plan_sweep(
+            RECIPE,
+            SMALL if given.quick else (),
+            sweep=grid,
+            mode="syn",
+            out=given.out,
+            options=options,
+            tell=lambda line: print(line, flush=True),
+        )
+        try:
+            Here(**vars(planned)).run()
+        except Stopped as stop:
+            print(stop, file=sys.stderr)
+            return STOPPED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
