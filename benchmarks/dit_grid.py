@@ -1,11 +1,11 @@
-"""The grid of TorchDiTan's study for its 0.5B diffusion transformer: patch, batch, recomputation, compilation, precision.
+"""TorchDiTan's grid for its 0.5B diffusion transformer: patch, batch, recomputation, compilation, precision.
 
     python benchmarks/dit_grid.py [--minutes 8] [--out benchmarks/results/dit_grid]
     vitrail report benchmarks/results/dit_grid
 
-It is the sweep that `vitrail bench configs/dummy/dit_0.5b.yaml --mode syn --sweep ...` makes, but cells follow each other
-in one process, which spares each its start. A call goes on where the last one stopped, and ends with 75 when its minutes
-are over and something is left. `--quick` measures a small model, to try the script on a CPU.
+It is the sweep that `vitrail bench configs/dummy/dit_0.5b.yaml --mode syn --sweep ...` makes, but cells follow each
+other in one process, which spares each its start. A call goes on where the last one stopped, and ends with 75 when its
+minutes are over and something is left. `--quick` measures a small model, to try the script on a CPU.
 """
 
 import argparse
@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from planner import STOPPED, clean
 
 from vitrail.bench.measure import measure
+from vitrail.bench.numbers import environment_of
 from vitrail.bench.runner import Options, Stopped, Sweep, plan_sweep
 from vitrail.bench.sweep import Cell
 from vitrail.bench.trial import is_out_of_memory
@@ -46,7 +48,9 @@ class Here(Sweep):
         try:
             return measure(order["recipe"], order["overrides"], **asked)
         except Exception as error:
-            return {"status": "oom" if is_out_of_memory(error) else "failed", "error": summary(error)[:1000]}
+            status = "oom" if is_out_of_memory(error) else "failed"
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return {"status": status, "error": summary(error)[:1000], "environment": environment_of(device)}
         finally:
             clean()
 

@@ -311,14 +311,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """The table, in Markdown."""
     told = result["summary"]
+    days = sorted({row["measured"]["date"][:10] for row in result["rows"] if "date" in row["measured"]})
     lines = [
         "# The planner against measurement",
         "",
-        f"{result['machine']['device']}, PyTorch {result['machine']['torch']}; predictions with cluster "
-        f"`{result['cluster']}`. Written by `python benchmarks/planner.py`.",
+        f"{result['machine']['device']}, PyTorch {result['machine']['torch']}, {' and '.join(days)}; predictions with "
+        f"cluster `{result['cluster']}`. Written by `python benchmarks/planner.py`.",
         "",
         "Memory is the peak that PyTorch allocated. Errors are of the prediction, as a share of the measurement. The "
         "batch is one that lies on the GPU already, so what `vitrail plan` counts for batches that wait is left out.",
+        "",
+        "The cluster file comes from `vitrail doctor --calibrate`, which measures products, attention, convolutions "
+        "and kernels between them one by one, and none of these models. What the planner tells apart (kernels by how "
+        "they go through memory, attention by tiles, convolutions by channels) was chosen after an earlier sitting had "
+        "shown where it missed; nothing was fitted to the table.",
         "",
         "| | mean | worst | cells |",
         "|---|---|---|---|",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -89,23 +90,26 @@ class Probe:
         alone = self.seconds(call)
         if not self.on_gpu or not MOMENT < alone < self.longest:
             return alone
+        move, seconds = self._move
+        times = max(1, round(alone / seconds))
+
+        def both() -> None:
+            call()
+            for _ in range(times):
+                move()
+
+        return self.seconds(both) - times * seconds
+
+    @cached_property
+    def _move(self) -> tuple[Callable[[], object], float]:
+        """What stands between products: a kernel that moves more than caches hold, and its seconds."""
         source = self.random(MOVED // 4, dtype=torch.float32)
         target = torch.empty_like(source)
 
         def move() -> None:
             torch.neg(source, out=target)
 
-        times = max(1, round(alone / self.seconds(move)))
-
-        def moves() -> None:
-            for _ in range(times):
-                move()
-
-        def both() -> None:
-            call()
-            moves()
-
-        return self.seconds(both) - self.seconds(moves)
+        return move, self.seconds(move)
 
     def _time(self, call: Callable[[], object], times: int) -> float:
         self._wait()
@@ -151,7 +155,8 @@ class Probe:
     def _product(self, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
         x, w = self.random(rows, inner, dtype=dtype), self.random(columns, inner, dtype=dtype)
         y = self.random(rows, columns, dtype=dtype)
-        return statistics.fmean(map(self.seconds_in_turn, (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)))
+        seconds = self.seconds if dtype == torch.float32 else self.seconds_in_turn  # which draws little power
+        return statistics.fmean(map(seconds, (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)))
 
     def attention(self, dtype: torch.dtype, tokens: Sequence[int] = TOKENS) -> dict[str, Points]:
         """Forward and backward, by the number of keys."""
@@ -210,11 +215,14 @@ class Probe:
                 moved = float(tensors * number * WIDTH * dtype.itemsize)
                 points.setdefault(walk, []).append((moved / kernels, moved / sum(map(self.seconds, calls))))
         for number in maps:
-            x = self.random(1, number, VOXELS // number if self.on_gpu else 64, dtype=dtype, grad=True)
-            gradient = torch.randn_like(x)
-            seconds = self.seconds(lambda x=x, g=gradient: torch.autograd.grad(F.instance_norm(x), x, g))
-            points.setdefault("maps", []).append((float(number), 5.0 * x.nbytes / seconds))
+            points.setdefault("maps", []).append((float(number), self._norm_of_maps(number, dtype)))
         return points
+
+    def _norm_of_maps(self, number: int, dtype: torch.dtype) -> float:
+        """Bytes a second, forward and backward: as the planner counts, 2 and 3 tensors."""
+        x = self.random(1, number, VOXELS // number if self.on_gpu else 64, dtype=dtype, grad=True)
+        gradient = torch.randn_like(x)
+        return 5.0 * x.nbytes / self.seconds(lambda: torch.autograd.grad(F.instance_norm(x), x, gradient))
 
     def kernel(self) -> float:
         """Seconds of the device for a kernel that has next to nothing to do, one after the other."""
