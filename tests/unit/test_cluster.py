@@ -62,6 +62,22 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         ("{bf16: 0.4, fp32: 0.4}", "{bf16: 0.4, fp16: 0.4}", "yaml: device.tflops: .*fp32, float8, got .*fp16"),
         ("[[1.0e+6, 0.2], [1.0e+8, 0.5], [1.0e+10, 0.7]]", "[[5, 0.2], [1, 0.5]]", "gemm.*x above 0 and rising"),
         ("fragmentation: 1.0", "fragmentation: 0.5", "fragmentation: expected 1 or more"),
+        ("launch_us: 8", "launch_us: 8\n  attention_tile: 0", "attention_tile: expected a number above 0, got 0"),
+        (
+            "launch_us: 8",
+            "launch_us: 8\n  elementwise: [[1.0e+6, 0.5]]",
+            "device.elementwise: expected a curve for each kind, .*calibrate.*, got",
+        ),
+        (
+            "launch_us: 8",
+            "launch_us: 8\n  elementwise: {sparse: [[1.0e+6, 0.5]]}",
+            "device.elementwise: expected curves of any of dense, strided, .* got sparse",
+        ),
+        (
+            "[[4, 0.2], [32, 0.4], [128, 0.5]]",
+            "[[1.0e+8, 0.2]]",
+            r"convolution: expected points .channels, .*calibrate again",
+        ),
         ("{bf16: 0.4, fp32: 0.4}", "{fp32: 0.4}", "tflops: expected peaks above 0, of bf16 and"),
         (
             "{latency_us: 30, gb_s: 5}",

@@ -113,6 +113,25 @@ def test_angles_do_not_know_the_compute_type() -> None:
     assert torch.equal(rotate(x.bfloat16(), table), exact.bfloat16())
 
 
+@pytest.mark.parametrize("width", [2, 7, 13, 64])
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
+def test_rotations_are_those_of_pairs(width: int, table_dtype: torch.dtype) -> None:
+    """Whatever the width of a head, and where queries lie among keys and values."""
+    qkv = torch.randn(2, 5, 3, 4, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    table = rope_table(torch.rand(2, 5, 1, generator=torch.Generator().manual_seed(1)) * 9, width, 100.0).to(
+        table_dtype
+    )
+    x, (cos, sin) = qkv[:, :, 1], table.float()
+    turned = 2 * cos.shape[-1]
+    even, odd = x[..., 0:turned:2], x[..., 1:turned:2]
+    pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    expected, found = torch.cat([pairs, x[..., turned:]], dim=-1), rotate(x, table)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    one, two = (torch.autograd.grad(y, qkv, weights)[0] for y in (found, expected))
+    torch.testing.assert_close(one, two)
+
+
 # ---------------------------------------------------------------- attention
 
 

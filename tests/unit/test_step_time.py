@@ -108,6 +108,8 @@ def test_one_gpu_is_its_computation() -> None:
     assert time.communication == time.exposed == time.bubble == 0
     assert time.optimizer == pytest.approx(201e6 * 40 / 1e12)  # itself, its gradient thrice, two moments
     assert step(optimizer="sgd").optimizer == pytest.approx(201e6 * 32 / 1e12)  # one moment
+    away = step(offload=True).optimizer  # gradients are scaled where they are
+    assert away == pytest.approx(201e6 * 28 / 2e10)
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
     assert step(of=work(again=True)).seconds == pytest.approx(time.seconds + 20 * 0.02, rel=0.01)
     assert step(micro_batches=4).seconds == pytest.approx(4 * time.seconds, rel=0.05)

@@ -59,7 +59,8 @@ def calibrate(out: Path | None = None, quick: bool = False, tell: Tell = lambda 
         nodes=max(1, world.size // world.local_size),
         inside=inside,
         between=between,
-        source=f"Measured by `vitrail doctor --calibrate` on {device_name(device) if on_gpu else cpu_model()}; {told}.",
+        source=f"Measured by `vitrail doctor --calibrate` on {device_name(device) if on_gpu else cpu_model()}; {told}"
+        f"{f'; attention is taken to compute tiles of {TILE} tokens' if on_gpu else ''}.",
         overlap=known.overlap if known else 0.9 if on_gpu else 0.0,
         price=known.price if known else None,
         measured={

@@ -1,4 +1,4 @@
-"""What one device reaches: products, attention, convolutions and copies, timed one by one.
+"""What one device reaches: products, attention, convolutions and what stands between them, timed one by one.
 
 - a point is the median of some windows of calls in a row, on random numbers: zeros draw less power, and run faster
 - FLOPs are counted as the planner counts them: 2 for a multiply-add, and 2.5 forwards for the backward of attention
@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from vitrail.cost.cluster import Walk
+from vitrail.cost.cluster import WALKS, Walk
 from vitrail.errors import UserError
 from vitrail.layers.attention import attend
 from vitrail.parallel.replay import capture
@@ -39,12 +39,15 @@ PRODUCTS = (
 )
 SHORT, RECORDED = 0.005, 10  # seconds of a call that is recorded, and how many of them at once
 MOMENT = 5e-5  # seconds of a call that does not change the clock, and would be lost in the move beside it
-MOVED = 2**28  # bytes of a tensor that no cache holds
+MOVED = 2**26  # bytes of a tensor; to read one and write another is more than caches hold
+MIXED = 2  # times as long as what stands between them products take in compiled blocks
+LEAST = 0.5  # of a time, what is left when another is taken from it; less is noise
 TILE = 128  # tokens of the tiles that attention kernels of GPUs compute; curves are of whole tiles
 TOKENS = (128, 256, 1024, 4096, 16384, 65536)
 HEADS, HEAD_WIDTH = 16, 64
 ROWS, WIDTH = (64, 512, 4096, 16384, 65536, 262144), 1024  # of what stands between products
-MAPS, VOXELS = (16, 64, 256, 1024, 4096), 2**25  # numbers of maps to be normed, and of voxels of them all
+MAPS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # that are normed at once
+VOXELS = 2**25  # of all of them
 # Channels in and out, and voxels along a side of a volume, as in a decoder; kernels are 3 x 3 x 3.
 CONVOLUTIONS = ((4, 96), (16, 96), (32, 48), (64, 24), (128, 12), (256, 12))
 
@@ -86,19 +89,19 @@ class Probe:
             return None
 
     def seconds_in_turn(self, call: Callable[[], object]) -> float:
-        """Of a call that takes turns with kernels that move memory for about as long."""
+        """Of a call that takes turns with kernels that move memory, half as long as itself."""
         alone = self.seconds(call)
         if not self.on_gpu or not MOMENT < alone < self.longest:
             return alone
         move, seconds = self._move
-        times = max(1, round(alone / seconds))
+        times = max(1, round(alone / MIXED / seconds))
 
         def both() -> None:
             call()
             for _ in range(times):
                 move()
 
-        return self.seconds(both) - times * seconds
+        return max(self.seconds(both) - times * seconds, LEAST * alone)
 
     @cached_property
     def _move(self) -> tuple[Callable[[], object], float]:
@@ -155,7 +158,8 @@ class Probe:
     def _product(self, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
         x, w = self.random(rows, inner, dtype=dtype), self.random(columns, inner, dtype=dtype)
         y = self.random(rows, columns, dtype=dtype)
-        seconds = self.seconds if dtype == torch.float32 else self.seconds_in_turn  # which draws little power
+        # fp32 draws less power than a GPU may.
+        seconds = self.seconds if dtype == torch.float32 else self.seconds_in_turn
         return statistics.fmean(map(seconds, (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)))
 
     def attention(self, dtype: torch.dtype, tokens: Sequence[int] = TOKENS) -> dict[str, Points]:
@@ -177,7 +181,8 @@ class Probe:
         gradient = torch.randn_like(attend(q, k, v))
         forward = self.seconds(lambda: attend(q, k, v))
         # Both at once: a backward cannot be recorded without its forward.
-        return forward, self.seconds(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)) - forward
+        both = self.seconds(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient))
+        return forward, max(both - forward, LEAST * both)
 
     def convolutions(self, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = CONVOLUTIONS) -> Points:
         """By the number of channels, on average over forward and both gradients, of maps laid out channels-last."""
@@ -208,15 +213,17 @@ class Probe:
         self, dtype: torch.dtype, rows: Sequence[int] = ROWS, maps: Sequence[int] = MAPS
     ) -> dict[Walk, Points]:
         """What stands between products, by how it goes through memory and by the bytes that a kernel moves."""
-        points: dict[Walk, Points] = {}
-        for number in rows:
-            kinds = _between_products(*(self.random(number, WIDTH, dtype=dtype) for _ in range(2)))
-            for walk, (tensors, kernels, calls) in kinds.items():
-                moved = float(tensors * number * WIDTH * dtype.itemsize)
-                points.setdefault(walk, []).append((moved / kernels, moved / sum(map(self.seconds, calls))))
-        for number in maps:
-            points.setdefault("maps", []).append((float(number), self._norm_of_maps(number, dtype)))
-        return points
+        points: dict[Walk, Points] = {walk: [] for walk in WALKS}
+        with self._while_it_fits(points["dense"]):
+            for number in rows:
+                kinds = _between_products(*(self.random(number, WIDTH, dtype=dtype) for _ in range(2)))
+                for walk, (tensors, kernels, calls) in kinds.items():
+                    moved = float(tensors * number * WIDTH * dtype.itemsize)
+                    points[walk].append((moved / kernels, moved / sum(map(self.seconds, calls))))
+        with self._while_it_fits(points["maps"]):
+            for number in maps:
+                points["maps"].append((float(number), self._norm_of_maps(number, dtype)))
+        return {walk: found for walk, found in points.items() if found}
 
     def _norm_of_maps(self, number: int, dtype: torch.dtype) -> float:
         """Bytes a second, forward and backward: as the planner counts, 2 and 3 tensors."""
@@ -240,13 +247,11 @@ def _between_products(
     both = torch.stack([x, gradient], dim=1)
     return {
         "dense": (8, 3, [lambda: x + gradient, lambda: F.gelu(x), lambda: torch.ops.aten.gelu_backward(gradient, x)]),
-        "strided": (
-            8, 3, [lambda: both[:, 0].clone(), lambda: torch.stack([x, gradient], dim=-1), lambda: x * weight],
-        ),
+        "strided": (8, 3, [lambda: both[:, 0].clone(), lambda: torch.cat([x, gradient], dim=1), lambda: x * weight]),
         "norm": (2, 1, [lambda: torch.native_layer_norm(x, shape, weight, weight, 1e-6)]),
         "norm_backward": (3, 2, [lambda: backward(gradient, x, shape, mean, scale, weight, weight, [True] * 3)]),
         "sum": (1, 1, [lambda: gradient.sum(0)]),
-    }  # fmt: skip
+    }
 
 
 def rising(points: Points) -> Iterator[tuple[float, float]]:

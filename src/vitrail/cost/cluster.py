@@ -30,6 +30,7 @@ Curve = tuple[tuple[float, float], ...]
 # tokens, forward and backward; as a sum over rows; as a norm of maps, each on its own.
 Walk = Literal["dense", "strided", "norm", "norm_backward", "sum", "maps"]
 WALKS: tuple[Walk, ...] = get_args(Walk)
+MOST_CHANNELS = 1e5
 TYPES = ("bf16", "fp32", "float8")  # that have a peak
 FOLDER = Path(__file__).with_name("clusters")
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")  # as pydantic calls keys that no class has
@@ -40,7 +41,7 @@ GIVEN = {  # what a type of a field asks for, in words
     "Link": "{latency_us: ..., gb_s: ...}",
     "Curve": "points [[x, share], ...]",
     "dict[str, float]": "peaks by type, {bf16: ...}",
-    "dict[str, Curve]": "a curve for each, {forward: [[x, share], ...], backward: [[x, share], ...]} of attention",
+    "dict[str, Curve]": "a curve for each kind, {NAME: [[x, share], ...], ...}, as `vitrail doctor --calibrate` writes",
 }
 _STRICT = {"extra": "forbid"}  # what pydantic reads from __pydantic_config__
 
@@ -64,7 +65,7 @@ class Device:
     name: str  # as torch names it, e.g. "NVIDIA H200"
     memory_gib: float  # that PyTorch can use
     tflops: dict[str, float]  # dense peaks by type: bf16, fp32, float8
-    bandwidth_gb_s: float  # of its memory, measured by a copy, bytes read and written counted
+    bandwidth_gb_s: float  # of its memory; bytes read and bytes written both count
     gemm: Curve  # x: FLOPs of one product, y: share of the bf16 peak
     gemm_fp32: Curve  # the same for fp32, of its own peak
     attention: dict[str, Curve]  # forward and backward; x: tokens of the keys, y: share of the bf16 peak, heads 64..128
@@ -96,6 +97,11 @@ class Device:
         if set(self.attention) != {"forward", "backward"}:
             raise ValueError(f"device.attention: expected forward and backward, got {', '.join(self.attention)}")
         curves = {"gemm": self.gemm, "gemm_fp32": self.gemm_fp32, "convolution": self.convolution}
+        if (most := max((x for x, _ in self.convolution), default=0)) > MOST_CHANNELS:
+            raise ValueError(
+                f"device.convolution: expected points [channels, share], got {most:g} channels; if these are "
+                "FLOPs, as in earlier files, calibrate again"
+            )
         if not set(self.elementwise) <= set(WALKS):
             got = ", ".join(self.elementwise)
             raise ValueError(f"device.elementwise: expected curves of any of {', '.join(WALKS)}, got {got}")
@@ -232,7 +238,8 @@ def _sentence(faults: list[Any]) -> str:
     # Checks of a whole section name their own key; links stand under two names.
     if first["type"] == "value_error":
         return words.replace("link.", f"{where}.", 1) if where in ("inside", "between") else words
-    asked = f"expected {_given(owner, key)}" if first["type"] == "dataclass_type" else words.split(",")[0]
+    whole = first["type"] in ("dataclass_type", "dict_type")
+    asked = f"expected {_given(owner, key)}" if whole else words.split(",")[0]
     return f"{where}: {asked.replace('Input should be', 'expected')}, got {show(first['input'])}"
 
 

@@ -161,11 +161,17 @@ def _made(value: Any) -> Any:
 
 
 def _fused_cost(unit: Unit) -> Op:
-    """What comes from outside is read once, what goes there written once; sums over rows are kernels of their own."""
-    read = sum(size_of(one.meta["val"]) for one in unit.reads if isinstance(one.meta.get("val"), Tensor))
-    summed = [node.all_input_nodes[0].meta["val"].numel() * 2 for node in unit.nodes if _sums_rows(node)]
-    if all(_sums_rows(node) for node in unit.writes):  # nothing is written that they would read again
-        summed = summed[1:]
+    """What comes from outside is read once, what goes there written once; sums over rows are kernels of their own.
+
+    The compiler lays loops so that most kernels go straight on: all are taken for dense.
+    """
+    inputs = [one.meta["val"] for one in unit.reads if isinstance(one.meta.get("val"), Tensor)]
+    read = sum(map(size_of, inputs))
+    # In the type of what is read: inside a kernel all is fp32.
+    item = min((t.element_size() for t in inputs if t.is_floating_point()), default=4)
+    summed = sorted(node.all_input_nodes[0].meta["val"].numel() * item for node in unit.nodes if _sums_rows(node))
+    if all(_sums_rows(node) for node in unit.writes):  # then the largest of them is the kernel
+        summed = summed[:-1]
     return Op("memory", 0.0, float(read + sum(written_by(unit)) + sum(summed)), kernels=1 + len(summed))
 
 

@@ -25,7 +25,9 @@ EXCHANGES = (
 )  # between tensor ranks: costs of the network, not counted here
 
 Kind = Literal["gemm", "attention", "convolution", "memory"]
-GATHERED = ("aten.cat", "aten.stack", "aten.select_backward", "aten.slice_backward", "aten.index", "aten.gather")
+PUT_TOGETHER = ("aten.cat", "aten.stack", "aten.select_backward", "aten.slice_backward")
+LOOKED_UP = ("aten.index.", "aten.index_select", "aten.gather.", "aten.embedding.")  # a part of what they are given
+WRITTEN = ("aten.copy_.", "aten.zero_.", "aten.fill_.")  # over their first input, which they do not read
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Op:
     shape: tuple[int, ...] = ()
     kernels: int = 1  # launches
     walk: Walk = "dense"
+    spread: int = 1  # of attention: over so many ranks its queries are
 
 
 def size_of(t: Tensor) -> int:
@@ -68,7 +71,11 @@ def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], a
         return None
     if name.startswith("aten.new_") or "_like." in name:  # given for their kind alone
         inputs = ()
-    moved = float(sum(map(size_of, {id(t): t for t in inputs}.values())) + sum(map(size_of, outputs)))
+    elif name.startswith(WRITTEN):
+        inputs = inputs[1:]
+    read, written = {id(t): t for t in inputs}.values(), sum(map(size_of, outputs))
+    most = written if name.startswith(LOOKED_UP) else math.inf
+    moved = float(sum(min(most, size_of(t)) for t in read) + written)
     if name.startswith("vitrail_cost.attention"):
         return attention_cost(name, inputs, arguments, moved)
     count = flop_registry.get(getattr(operation, "overloadpacket", operation))
@@ -89,22 +96,41 @@ def walk_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> W
         return "maps"
     if "norm_backward" in name:
         return "norm_backward"
-    if "layer_norm" in name or "rms_norm" in name:
+    if "_norm" in name:
         return "norm"
-    whole = outputs[0].numel()
-    if inputs and whole < max(t.numel() for t in inputs):
-        return "strided" if name.startswith(GATHERED) else "sum"
-    steps = {t.stride() for t in (*inputs, *outputs) if t.numel() == whole}
+    if name.startswith(PUT_TOGETHER + LOOKED_UP):
+        return "strided"
+    whole, largest = outputs[0].numel(), max(inputs, key=Tensor.numel, default=outputs[0])
+    if whole < largest.numel():  # columns are summed up where there are as many as before, else rows, in passing
+        return "sum" if outputs[0].shape[-1:] == largest.shape[-1:] else "dense"
+    steps = {_steps(t) for t in (*inputs, *outputs) if t.numel() == whole}
     repeated = any(1 < t.numel() < whole for t in inputs)
-    return "strided" if name.startswith(GATHERED) or repeated or len(steps) > 1 else "dense"
+    return "strided" if repeated or len(steps) > 1 or not _is_dense(outputs[0]) else "dense"
+
+
+def _steps(t: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides, but for sizes of 1, whose strides mean nothing."""
+    return tuple((size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether a tensor fills its memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in _steps(t)):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def attention_cost(name: str, inputs: Sequence[Tensor], arguments: Any, moved: float) -> Op:
     backward = "backward" in name
     q, k = inputs[1:3] if backward else inputs[:2]
-    (batch, queries, heads, width), keys = q.shape, k.shape[1] * int(arguments[0][-1])
+    ranks = int(arguments[0][-1])
+    (batch, queries, heads, width), keys = q.shape, k.shape[1] * ranks
     flops = (10.0 if backward else 4.0) * batch * heads * queries * keys * width
-    return Op("attention", flops, moved, shape=(batch, heads, queries, keys, width), kernels=3 if backward else 1)
+    shape = (batch, heads, queries, keys, width)
+    return Op("attention", flops, moved, shape, kernels=3 if backward else 1, spread=ranks)
 
 
 def product_shape(inputs: Sequence[Tensor], out: Tensor, flops: float) -> tuple[int, ...]:

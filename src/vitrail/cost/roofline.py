@@ -18,7 +18,6 @@ LIMITS = {
     "convolution": "convolutions",
     "memory": "memory bandwidth",
 }
-TYPICAL = 64  # channels of a convolution whose shape is not known
 NARROW = 64  # attention kernels pad narrower heads to this width
 
 
@@ -72,7 +71,7 @@ def rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
     if op.kind == "attention":
         return _attention_rate(op, device, compute, way)
     if op.kind == "convolution":
-        channels = math.sqrt(math.prod(op.shape)) if op.shape else TYPICAL
+        channels = math.sqrt(math.prod(op.shape))
         return at(device.convolution, channels) * (device.peak("fp32") if compute == "fp32" else bf16)
     if compute == "fp32":
         return at(device.gemm_fp32, op.flops) * device.peak("fp32")
@@ -86,7 +85,8 @@ def _filled(tokens: int, device: Device) -> float:
 
 def _attention_rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
     queries, keys, width = op.shape[2:] if len(op.shape) == 5 else (1024, 1024, NARROW)
-    found = _filled(queries, device) * _filled(keys, device)
+    # Ranks that share tokens trade them for heads, so that each computes with all queries. (A ring would not.)
+    found = _filled(queries * op.spread, device) * _filled(keys, device)
     found *= at(device.attention[way], keys) * device.peak("bf16") * min(1.0, width / NARROW)
     if compute != "fp32":
         return found  # float8 is for products of linear layers alone

@@ -31,7 +31,9 @@ def divided(work: Work, *, samples: int, tensor: int, context: int) -> Work:
             batch, heads, queries, keys, width = shape
             batch = max(1, round(batch * samples / work.samples))
             shape = (batch, max(1, heads // tensor), max(1, queries // context), keys, width)
-        return replace(one, flops=one.flops * factor, bytes=one.bytes * factor, shape=shape)
+        elif one.walk == "maps":
+            shape = (max(1, round(shape[0] * samples / work.samples)),)
+        return replace(one, flops=one.flops * factor, bytes=one.bytes * factor, shape=shape, spread=context)
 
     def ops(many: tuple[Op, ...]) -> tuple[Op, ...]:
         return tuple(map(op, many))

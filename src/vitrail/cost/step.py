@@ -21,9 +21,8 @@ from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Parallel
 
 LAUNCHES, BUBBLE = "kernel launches", "pipeline bubble"
-# Bytes that an update moves, in fp32: a parameter is read and written, its gradient read for the norm, scaled (read and
-# written) and read; a moment is read and written.
-PARAMETER, MOMENT = 24, 8
+PARAMETER, MOMENT = 12, 8  # bytes an update moves, in fp32: a parameter read and written, its gradient read; a moment
+SCALED = 12  # a gradient read for the norm, then read and written to be scaled
 HOOKS = 30  # launches that a group of sharded parameters adds to a micro-batch: casts, copies, collectives
 CASTS = 2  # launches of a group on one rank alone
 HOST_GB_S = 20.0  # between host and device, where the optimizer runs on the host
@@ -247,7 +246,7 @@ class _Rank:
             for segment in self.work.segments
         )
         moved = owned * (PARAMETER + MOMENT * MOMENTS.get(optimizer, 2))
-        return moved / (1e9 * HOST_GB_S) if self.parallel.offload else self._moving(moved).total
+        return moved / (1e9 * HOST_GB_S) if self.parallel.offload else self._moving(moved + SCALED * owned).total
 
     @property
     def _hooks(self) -> int:

@@ -63,9 +63,8 @@ def between(low: Work, high: Work, share: float) -> Work | None:
         )
 
     lists = [
-        [[op.kind for op in ops_] for segment in work.segments for ops_ in (segment.forward, segment.backward)]
-        + [[op.kind for op in segment.again] for segment in work.segments]
-        + [[op.kind for op in work.loss]]
+        [_kinds(ops_) for segment in work.segments for ops_ in (segment.forward, segment.backward, segment.again)]
+        + [_kinds(work.loss)]
         for work in (low, high)
     ]
     if lists[0] != lists[1] or [s.count for s in low.segments] != [s.count for s in high.segments]:
@@ -91,6 +90,10 @@ def between(low: Work, high: Work, share: float) -> Work | None:
         loss=ops(low.loss, high.loss),
         loss_peak=round(line(low.loss_peak, high.loss_peak)),
     )
+
+
+def _kinds(ops: tuple[Op, ...]) -> list[tuple[object, ...]]:
+    return [(op.kind, op.walk, op.kernels) for op in ops]
 
 
 # ---------------------------------------------------------------- pipelines

@@ -52,13 +52,13 @@ def rotate(x: Tensor, table: Tensor | None) -> Tensor:
     """Turn adjacent channel pairs of x [B, N, H, K]; computed in fp32, returned in x's dtype."""
     if table is None:
         return x
-    cos, sin = table.unbind(0)
+    cos, sin = table.float().unbind(0)
     turned = 2 * cos.shape[-1]
     pairs = x[..., :turned].float().contiguous().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # one kernel, but not of complex numbers
         even, odd = pairs.unbind(-1)
         out = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    else:  # the same as a product of complex numbers: one kernel in place of seven
+    else:  # the same as a product of complex numbers, in far fewer kernels
         out = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
     out = out.flatten(-2).to(x.dtype)
     return out if turned == x.shape[-1] else torch.cat([out, x[..., turned:]], dim=-1)
