@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = os.path.relpath(ROOT / "configs/dummy/dit_0.5b.yaml")
 PATCHES, BATCHES = "model.patch=2,4,8", "data.batch=16/rank,64/rank,256/rank"
 GRIDS = (
-    # float8 for what it is meant for, compiled products of many tokens.
     (PATCHES, BATCHES, "parallel.recompute=none,{every: 2}", "parallel.compile=true,false", "precision.compute=bf16"),
+    # float8 where it is meant to be used, in compiled blocks.
     (PATCHES, BATCHES, "parallel.recompute=none", "parallel.compile=true", "precision.compute=float8"),
 )
 SMALL = ("model.width=32", "model.depth=2", "model.heads=2", "data.crop=8", "data.train.0.shape=[8, 8]")

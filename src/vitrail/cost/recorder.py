@@ -92,6 +92,7 @@ def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], a
 
 
 def walk_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Walk:
+    """How an operation goes through memory, from its name and from how its tensors lie there."""
     if "batch_norm" in name:
         return "maps"
     if "norm_backward" in name:
