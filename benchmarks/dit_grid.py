@@ -1,6 +1,7 @@
 """TorchDiTan's grid for its 0.5B diffusion transformer: patch, batch, recomputation, compilation, precision.
 
     python benchmarks/dit_grid.py [--minutes 8] [--out benchmarks/results/dit_grid]
+    python benchmarks/dit_grid.py --tables         what was measured and what was planned, for dit_grid.md; needs no GPU
     vitrail report benchmarks/results/dit_grid
 
 It is the sweep that `vitrail bench configs/dummy/dit_0.5b.yaml --mode syn --sweep ...` makes, but cells follow each
@@ -9,6 +10,7 @@ minutes are over and something is left. `--quick` measures a small model, to try
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -17,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planner import STOPPED, clean
+from planner import STOPPED, clean, compare, predict
+from planner import summary as summary_of
 
 from vitrail.bench.measure import measure
 from vitrail.bench.numbers import environment_of
 from vitrail.bench.runner import Options, Stopped, Sweep, plan_sweep
 from vitrail.bench.sweep import Cell
 from vitrail.bench.trial import is_out_of_memory
+from vitrail.cost.cluster import Cluster, load_cluster
 from vitrail.training.failures import summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,12 +59,64 @@ class Here(Sweep):
             clean()
 
 
+def tables(rows: Sequence[dict[str, Any]], cluster: Cluster) -> str:
+    """What was measured, a line for each patch and batch; and the errors of the plan, a line for each number format."""
+    kinds: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    lines: dict[tuple[int, int], dict[tuple[str, str, bool], str]] = {}
+    for row in rows:
+        kind = (row["precision"], row["recompute"], row["compile"])
+        kinds.setdefault(kind, []).append(row)
+        words = {"oom": "out of memory"}.get(row["status"], row["status"])
+        if row["status"] == "ok":
+            words = f"{row['samples_per_s']:,.0f}/s, {row['mfu'] or 0:.1%}, {row['memory']['allocated_gib']:.1f}"
+        lines.setdefault((row["keys"]["model.patch"], row["batch_per_rank"]), {})[kind] = words
+    names = [f"{p}, recompute {r}, {'compiled' if c else 'eager'}" for p, r, c in kinds]
+    found = [
+        "Samples/s, MFU and peak GiB:",
+        "",
+        "| patch | batch | " + " | ".join(names) + " |",
+        "|---" * (2 + len(names)) + "|",
+        *(
+            f"| {patch} | {batch} | " + " | ".join(line.get(kind, "") for kind in kinds) + " |"
+            for (patch, batch), line in lines.items()
+        ),
+        "",
+        "The plan's errors (mean, worst), and cells whose `fits` was wrong:",
+        "",
+        "| format | memory | step time | cells that ran | fits wrong |",
+        "|---|---|---|---|---|",
+    ]
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        told = summary_of([planned(row, cluster) for row in rows if row["precision"] == precision])
+        memory, time = ("{mean:.1%}, {worst:.1%}".format(**told[name]) for name in ("memory_error", "time_error"))
+        cells, wrong = told["time_error"]["cells"], ", ".join(told["fits_wrong"]) or "none"
+        found.append(f"| {precision} | {memory} | {time} | {cells} | {wrong} |")
+    return "\n".join(found)
+
+
+def planned(row: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
+    """A result beside its plan, as a row of planner.py's table."""
+    changes = [f"{key}={json.dumps(value)}" for key, value in row["keys"].items()]
+    guess = predict(RECIPE, cluster, changes)
+    return {
+        "cell": row["name"],
+        "compared": compare(row | row.get("memory", {}), guess, cluster.device.memory_gib),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no cell is begun")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/dit_grid")
     parser.add_argument("--quick", action="store_true", help="a small model")
+    parser.add_argument("--tables", action="store_true", help="print what is in --out; measure nothing")
+    parser.add_argument("--cluster", default="h200", help="that --tables plans for")
     given = parser.parse_args(arguments)
+    if given.tables:
+        lines = (given.out / "results.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if row["status"] in ("ok", "oom")]
+        print(tables(rows, load_cluster(given.cluster)))
+        return 0
     began = time.monotonic()
     for grid in SMALL_GRIDS if given.quick else GRIDS:
         options = Options(windows=3, steps=4, warm_up=4, most_seconds=60 * given.minutes - (time.monotonic() - began))

@@ -263,13 +263,13 @@ def write_json(path: Path, tree: Any) -> None:
 # ---------------------------------------------------------------- comparing
 
 
-def predict(cell: Cell, cluster: Cluster) -> dict[str, Any]:
+def predict(recipe: Any, cluster: Cluster, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The plan, but for batches that a loader would hold on the device before their turn: nothing is loaded here."""
     from vitrail.cost.plan import Shares, plan, settle, works_of
     from vitrail.parallel.mesh import layout_of
 
     try:
-        recipe = settle(load_recipe(cell.tree()), cluster)
+        recipe = settle(load_recipe(recipe, overrides), cluster)
         found = plan(recipe, cluster=cluster, gpus=1, as_is=True)[0]
     except UserError as error:
         return {"error": str(error)}
@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for cell in known:
         if cell.name in done:
-            predicted = predict(cell, cluster)
+            predicted = predict(cell.tree(), cluster)
             compared = compare(done[cell.name], predicted, memory)
             rows.append({"cell": cell.name, "measured": done[cell.name], "predicted": predicted, "compared": compared})
     result = stored | {"cluster": cluster.name, "summary": summary(rows), "rows": rows}

@@ -20,6 +20,7 @@ def test_a_gpu_tells_more(monkeypatch):
     split = found["split"]
     parts = sum(split[part] for part in ("data", "forward", "backward", "optimizer"))
     assert parts == pytest.approx(found["step_seconds"]["median"], rel=0.5)
+    assert split["forward"] < split["backward"]  # as the device has it; launches of a small model take longer
     if peak_tflops(torch.cuda.get_device_name()):
         assert 0 < found["mfu"] <= found["hfu"] < 1
     if torch.version.cuda:

@@ -67,6 +67,10 @@ def test_the_check_says_when_it_will_not_pay() -> None:
     assert "tokens on, and there are 64" in str(judged)
     assert "pays at no number of tokens); use bf16" in str(float8.check(narrow, rows=10**6))
     assert "40 x 160 are not multiples of 16" in str(float8.check(odd, rows=10**6))
+    forced = str(float8.check(narrow, rows=64, force=True))
+    assert forced.startswith("float8 in 8 of 8 linear layers, about 0.")  # what is lost is said
+    assert "stay" not in forced
+    assert not float8.check(odd, rows=10**6, force=True).taken
 
 
 def test_rows_are_those_that_a_layer_of_a_block_sees() -> None:

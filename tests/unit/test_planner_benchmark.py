@@ -120,7 +120,7 @@ def test_what_was_measured_on_an_h200_is_still_planned_so(planner: Any) -> None:
     cluster = planner.load_cluster("h200")
     rows = []
     for cell in planner.cells():
-        measured, predicted = stored["measured"][cell.name], planner.predict(cell, cluster)
+        measured, predicted = stored["measured"][cell.name], planner.predict(cell.tree(), cluster)
         compared = planner.compare(measured, predicted, stored["machine"]["memory_gib"])
         rows.append({"cell": cell.name, "compared": compared})
     told = planner.summary(rows)

@@ -41,7 +41,7 @@ from vitrail.objectives.flow import FlowConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.objectives.segment import SegmentConfig
 from vitrail.parallel import recompute
-from vitrail.recipe.sections import Chunk, Recompute
+from vitrail.recipe.sections import Chunk, Precision, Recompute
 
 ENCODER = EncoderConfig(width=64, depth=4, heads=4, patch=4)
 GROUPED = replace(ENCODER, positions="rope", mlp="swiglu", kv_heads=2, norm="rms", bias=False)
@@ -251,7 +251,12 @@ def test_ranks_that_share_tokens_fill_tiles_as_one_does(context: int) -> None:
     config, objective = CASES["dit"]
     whole = trace(config, objective, samples=8, compute="bf16")
     rates = [
-        rate(next(op for s in work.segments for op in s.forward if op.kind == "attention"), device, "bf16", "forward")
+        rate(
+            next(op for s in work.segments for op in s.forward if op.kind == "attention"),
+            device,
+            Precision(compute="bf16"),
+            "forward",
+        )
         for work in (
             whole,
             divided(whole, samples=8, tensor=1, context=context),

@@ -116,7 +116,7 @@ def measure(
             "retries": sum(rank["retries"] for rank in ranks),
             "energy_j": energy_of(ranks, parts.data.batch * count * windows),
             "loss": work.loss,
-            "notes": notes_on(each, skipped, ranks),
+            "notes": [*work.notes, *notes_on(each, skipped, ranks)],
             "steps": count,
             "warm_up": len(warmed),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -140,6 +140,7 @@ class _Work:
         self.parts, self.mode = parts, mode
         self.trainer: Trainer | None = None
         self.loss: float | None = None
+        self.notes: list[str] = []  # on how the model was made parallel
         place = parts.place
         if mode == "io":
             layout = layout_of(parts.recipe.parallel, place.world.size)
@@ -150,6 +151,7 @@ class _Work:
         else:
             model = build_model(parts.recipe, place, parts.data, parts.objective)
             self.parameters = model.parameters
+            self.notes = model.flow.notes
             self.trainer = Trainer(parts.recipe, place, parts.data, model, parts.objective, parts.sampler.epoch)
             loader = parts.loader(self.trainer.flow)
         self.lead = loader.prefetch + 2 if mode in ("real", "io") else 0  # batches that were read while nothing ran

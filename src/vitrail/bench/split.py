@@ -7,7 +7,8 @@ mark to the next one, whatever the next one begins:
 - forward: masks, noise and tokens too, and the loss; backward: with what sharding exchanges during it
 - optimizer: all that comes after: gradients added up and clipped, the update, the moving average
 
-A pass that is replayed shows no parts: forward and backward then have the shares that they have of a usual one.
+A pass that is replayed shows no parts: forward and backward then have the shares that they have of a usual one, which
+the host launches while the device is held, so that it never waits for a launch here either.
 
 Communication overlaps with these, so it is measured by a profiler and counted besides: the time in which NCCL or gloo
 is at work on this rank, its waiting for slower ranks included.
@@ -25,6 +26,7 @@ import torch
 
 PARTS = ("data", "forward", "backward", "optimizer")
 STEPS = 3
+CYCLES = 2e9  # a second, of a device's clock: an H200's has a few less, and so holds for longer than asked
 PROFILED = 2
 
 
@@ -93,22 +95,38 @@ def split_step(
     trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any], seconds: float
 ) -> dict[str, float | None]:
     """Seconds of each part of a step that takes so many."""
-    marks = Marks(trainer.place.device)
+    marks, replays = Marks(trainer.place.device), trainer.flow.replay is not None
     with marked(trainer, marks):
+        launching = _seconds(lambda: act(next(batches))) if replays else 0.0
+        marks.points.clear()
         for _ in range(STEPS):
             marks.put("data")
             batch = next(batches)
+            if replays:
+                marks.put("held")
+                hold(launching)
             marks.put("forward")
             act(batch)
         marks.put("end")
     found: dict[str, float | None] = {part: spent / STEPS for part, spent in marks.seconds().items()}
-    if trainer.flow.replay is not None:
+    if replays:
         passing, rest = (sum(found.get(part) or 0.0 for part in some) for some in (PARTS[1:3], (PARTS[0], PARTS[3])))
         share = max(0.0, seconds - rest) / passing if passing else 0.0
         found |= {part: share * (found.get(part) or 0.0) for part in PARTS[1:3]}
     if trainer.flow.pipeline is not None:  # one cannot be told from the other
         found["forward"] = found["backward"] = None
     return {part: found.get(part) for part in PARTS}
+
+
+def hold(seconds: float) -> None:
+    """Keep the GPU from what is launched after this."""
+    torch.cuda._sleep(int(CYCLES * seconds))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def communication(batches: Iterator[Any], act: Callable[[Any], Any], device: torch.device) -> float | None:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 from vitrail.cost.cluster import Device, at
-from vitrail.cost.trace import Compute, Op
+from vitrail.cost.trace import Op
+from vitrail.parallel import float8
+from vitrail.recipe.sections import Precision
 
 Way = Literal["forward", "backward"]
 
@@ -37,13 +39,13 @@ class Seconds(dict[str, float]):
         return sum(self.values())
 
 
-def seconds_of(ops: Iterable[Op], device: Device, compute: Compute, way: Way) -> Seconds:
+def seconds_of(ops: Iterable[Op], device: Device, precision: Precision, way: Way) -> Seconds:
     """Seconds of all the operations, by what limits each."""
     spent = Seconds()
     for op in ops:
         share = bandwidth_share(op, device) if op.kind == "memory" else 1.0
         moving = max(op.bytes / (1e9 * share * device.bandwidth_gb_s), 1e-6 * device.kernel_us * op.kernels)
-        working = op.flops / rate(op, device, compute, way) if op.flops and op.kind != "memory" else 0.0
+        working = op.flops / rate(op, device, precision, way) if op.flops and op.kind != "memory" else 0.0
         if op.kind == "convolution" and device.name != "cpu":
             working += turning(op, device)
         # Products that wait for their bytes (thin ones) are the memory's doing.
@@ -65,17 +67,30 @@ def turning(op: Op, device: Device) -> float:
     return turned.bytes / (1e9 * bandwidth_share(turned, device) * device.bandwidth_gb_s)
 
 
-def rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
+def rate(op: Op, device: Device, precision: Precision, way: Way) -> float:
     """FLOP/s that the device reaches with such an operation."""
-    bf16 = device.peak("bf16")
+    wide = precision.compute == "fp32"
     if op.kind == "attention":
-        return _attention_rate(op, device, compute, way)
+        return _attention_rate(op, device, wide, way)
     if op.kind == "convolution":
         channels = math.sqrt(math.prod(op.shape))
-        return at(device.convolution, channels) * (device.peak("fp32") if compute == "fp32" else bf16)
-    if compute == "fp32":
+        return at(device.convolution, channels) * device.peak("fp32" if wide else "bf16")
+    if wide:
         return at(device.gemm_fp32, op.flops) * device.peak("fp32")
-    return at(device.gemm, op.flops) * device.peak(compute)
+    gain = _float8_gain(op, precision) if precision.compute == "float8" else 1.0
+    return at(device.gemm, op.flops) * device.peak("bf16") * gain
+
+
+def _float8_gain(op: Op, precision: Precision) -> float:
+    """How much faster a product is in float8, as a run judges its layer before it starts.
+
+    That judgement is of the sides of a layer's three products, which are the same in another order, so that each of
+    them has it. Products outside of blocks are too small to pay.
+    """
+    if len(op.shape) != 3 or sum(side % float8.MULTIPLE > 0 for side in op.shape) > 1:  # rows are padded
+        return 1.0
+    gain = float8.speedup(*op.shape)
+    return gain if gain >= float8.PAYS or precision.float8_layers == "all" else 1.0
 
 
 def _filled(tokens: int, device: Device) -> float:
@@ -83,11 +98,11 @@ def _filled(tokens: int, device: Device) -> float:
     return tokens / (device.attention_tile * math.ceil(tokens / device.attention_tile))
 
 
-def _attention_rate(op: Op, device: Device, compute: Compute, way: Way) -> float:
+def _attention_rate(op: Op, device: Device, wide: bool, way: Way) -> float:
     queries, keys, width = op.shape[2:] if len(op.shape) == 5 else (1024, 1024, NARROW)
     # Ranks that share tokens trade them for heads, so that each computes with all queries. (A ring would not.)
     found = _filled(queries * op.spread, device) * _filled(keys, device)
     found *= at(device.attention[way], keys) * device.peak("bf16") * min(1.0, width / NARROW)
-    if compute != "fp32":
+    if not wide:
         return found  # float8 is for products of linear layers alone
     return min(found / 2, device.peak("fp32"))  # twice the bytes, and no faster than the type allows

@@ -16,9 +16,9 @@ from vitrail.cost.memory import BYTES, MOMENTS
 from vitrail.cost.network import Group, all_gather, all_reduce, all_to_all, group_of, reduce_scatter, send
 from vitrail.cost.roofline import LIMITS, Seconds, Way, seconds_of
 from vitrail.cost.timeline import BETWEEN, INSIDE, Piece, Talk, Timeline, link_of
-from vitrail.cost.trace import Compute, Op, Segment, Work
+from vitrail.cost.trace import Op, Segment, Work
 from vitrail.parallel.mesh import Layout
-from vitrail.recipe.sections import Parallel
+from vitrail.recipe.sections import Parallel, Precision
 
 LAUNCHES, BUBBLE = "kernel launches", "pipeline bubble"
 PARAMETER, MOMENT = 12, 8  # bytes an update moves, in fp32: a parameter read and written, its gradient read; a moment
@@ -50,8 +50,7 @@ def step_time(
     gpus: int,
     layout: Layout,
     parallel: Parallel,
-    compute: Compute,
-    reduce: str = "fp32",
+    precision: Precision,
     micro_batches: int = 1,
     optimizer: str = "adamw",
     solo: bool = False,
@@ -59,12 +58,13 @@ def step_time(
 ) -> StepTime:
     """Of one optimizer step with so many micro-batches, of which `work` is one.
 
-    `solo` and `replayed` are those of one rank alone, as in parallel/solo.py and parallel/replay.py.
+    `precision` names what is computed in (not auto). `solo` and `replayed` are those of one rank alone, as in
+    parallel/solo.py and parallel/replay.py.
 
     A layout of fewer ranks than GPUs stands for copies that do not talk to each other.
     """
     assert gpus >= layout.data * layout.parts * layout.pipeline, (gpus, layout)
-    rank = _Rank(work, cluster, layout, parallel, compute, reduce, solo, replayed)
+    rank = _Rank(work, cluster, layout, parallel, precision, solo, replayed)
     spent, busy = rank.micro_batches(micro_batches)
     running, waiting = spent.total, spent[INSIDE] + spent[BETWEEN]
     updating = rank.update(optimizer)
@@ -93,8 +93,7 @@ class _Rank:
     cluster: Cluster
     layout: Layout
     parallel: Parallel
-    compute: Compute
-    reduce: str
+    precision: Precision
     solo: bool
     replayed: bool
 
@@ -141,7 +140,7 @@ class _Rank:
 
     def _send(self, clock: Timeline) -> None:
         """To the next stage of a pipeline and back, hidden behind other micro-batches."""
-        size = max((_stream(segment, BYTES[self.compute]) for segment in self.work.segments), default=0.0)
+        size = max((_stream(segment, BYTES[self.precision.compute]) for segment in self.work.segments), default=0.0)
         crosses = self.layout.data * self.layout.parts >= self.cluster.gpus_per_node
         talk = send(size / self.layout.tensor, self.cluster, crosses=crosses)
         clock.busy[BETWEEN if crosses else INSIDE] += 2 * talk
@@ -165,7 +164,7 @@ class _Rank:
             return 1
         size = self.parallel.wrap
         if self.parallel.bucket_mib is not None:
-            size = -(-self.parallel.bucket_mib * 2**20 // max(1, segment.parameters * BYTES[self.reduce]))
+            size = -(-self.parallel.bucket_mib * 2**20 // max(1, segment.parameters * BYTES[self.precision.reduce]))
         return min(max(1, size), segment.count)
 
     def _piece(self, segment: Segment, size: int) -> Piece:
@@ -176,7 +175,7 @@ class _Rank:
             waits = self._inside_block(segment)
             forward.add(waits)
             backward.add(waits, 2 if segment.again else 1)
-        item = BYTES[self.compute]
+        item = BYTES[self.precision.compute]
         if self.solo:  # parameters are cast before, and gradients after
             casting = self._moving(segment.parameters * (4 + item)) if item < 4 else Seconds()
             forward.add(casting)
@@ -193,7 +192,7 @@ class _Rank:
         if not parameters:
             return Talk(), Talk(), Talk()
         shards, copies = group_of(self.layout, axes, self.cluster), group_of(self.layout, ("replicate",), self.cluster)
-        gathered, reduced = parameters * BYTES[self.compute], parameters * BYTES[self.reduce]
+        gathered, reduced = parameters * BYTES[self.precision.compute], parameters * BYTES[self.precision.reduce]
         return (
             Talk(all_gather(gathered, shards, self.cluster), link_of(shards)),
             Talk(reduce_scatter(reduced, shards, self.cluster), link_of(shards)),
@@ -203,7 +202,7 @@ class _Rank:
     def _inside_block(self, segment: Segment) -> Seconds:
         """Waits of one pass through a block whose tokens or heads are spread over ranks."""
         waits = Seconds()
-        item = BYTES[self.compute]
+        item = BYTES[self.precision.compute]
         if self.layout.tensor > 1:  # attention and MLP: tokens are gathered before, partial sums scattered after
             group = group_of(self.layout, ("tensor",), self.cluster)
             tokens = _stream(segment, item)
@@ -232,7 +231,7 @@ class _Rank:
         return talk
 
     def _seconds(self, ops: tuple[Op, ...], way: Way) -> Seconds:
-        return seconds_of(ops, self.cluster.device, self.compute, way)
+        return seconds_of(ops, self.cluster.device, self.precision, way)
 
     def _moving(self, size: float) -> Seconds:
         """To read and write so many bytes."""
@@ -251,7 +250,7 @@ class _Rank:
     @property
     def _hooks(self) -> int:
         """Launches that a group of parameters adds."""
-        return HOOKS if not self.solo else CASTS if BYTES[self.compute] < 4 else 0
+        return HOOKS if not self.solo else CASTS if BYTES[self.precision.compute] < 4 else 0
 
     def host(self) -> float:
         """Seconds to launch one micro-batch; a recorded one is launched at once."""

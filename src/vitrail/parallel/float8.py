@@ -94,7 +94,7 @@ class Layer(NamedTuple):
 class Judgement(NamedTuple):
     """What float8 is worth for a model."""
 
-    taken: tuple[str, ...]  # names of the layers that pay
+    taken: tuple[str, ...]  # names of the layers that pay, or that were forced
     left: dict[str, str]  # why the others stay in bf16, by name
     gain: float  # of the time of all linear layers of blocks
 
@@ -122,9 +122,17 @@ def linears(model: Model) -> Iterator[Layer]:
 
 
 def check(
-    model: Model, rows: int | Callable[[str], int], recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER
+    model: Model,
+    rows: int | Callable[[str], int],
+    recipe: Recipe = "tensorwise",
+    speeds: Speeds = HOPPER,
+    *,
+    force: bool = False,
 ) -> Judgement:
-    """Which layers would be faster in float8 with so many rows (tokens of a product), or so many by a layer's name."""
+    """Which layers would be faster in float8 with so many rows (tokens of a product), or so many by a layer's name.
+
+    `force` takes every layer whose shape allows it.
+    """
     taken, left, seconds, saved = [], {}, 0.0, 0.0
     for name, _, inputs, outputs in linears(model):
         number = rows(name) if callable(rows) else rows
@@ -132,7 +140,7 @@ def check(
         seconds += number * inputs * outputs
         if inputs % MULTIPLE or outputs % MULTIPLE:
             left[name] = f"{inputs} x {outputs} are not multiples of {MULTIPLE}"
-        elif gain < PAYS:
+        elif gain < PAYS and not force:
             least = break_even(inputs, outputs, recipe, speeds)
             when = "at no number of tokens" if least is None else f"from {least:,} tokens on, and there are {number:,}"
             left[name] = f"{inputs} x {outputs} pays {when}"
@@ -167,20 +175,13 @@ def apply(
 ) -> Judgement:
     """Make the linear layers of blocks that pay compute in float8, in place.
 
-    `force` takes every layer whose shape allows it. `emulate` rounds, but multiplies in the type of the inputs: on any
+    `force` as in `check`. `emulate` rounds, but multiplies in the type of the inputs: on any
     device, slowly, for tests.
     """
     if not emulate and (reason := refusal(device)) is not None:
         raise UserError(f"precision.compute: float8 cannot be used, since {reason}; use bf16")
     multiply = _multiplier(recipe, emulate)
-    judged = check(model, rows, recipe)
-    if force:
-        fitting = [layer for layer in linears(model) if not (layer.inputs % MULTIPLE or layer.outputs % MULTIPLE)]
-        judged = Judgement(
-            tuple(layer.name for layer in fitting),
-            {name: why for name, why in judged.left.items() if "multiples" in why},
-            judged.gain,
-        )
+    judged = check(model, rows, recipe, force=force)
     taken = set(judged.taken)
     for name, layer, _, _ in linears(model):
         if name in taken:

@@ -26,6 +26,7 @@ def parallelize(
     reduce: torch.dtype,
     compiled: bool,
     float8_rows: Callable[[str], int] | None = None,
+    float8_all: bool = False,
     counts: Sequence[int] = (),
 ) -> Flow:
     """Apply to a model on the meta device, in this order, because each step builds on the one before it:
@@ -34,7 +35,7 @@ def parallelize(
     2. tensor and context: layers of blocks are cut over tensor ranks, attention sees the keys of all context ranks
     3. chunk: MLPs and heads of voxels run over pieces of the sequence
     4. float8: products of linear layers of blocks, where the rows that a product has make them pay (`float8_rows`, by
-       the layer's name)
+       the layer's name), or of all of them (`float8_all`)
     5. recompute: a block's forward, or parts of it, are run again in the backward instead of keeping their results
     6. compile: block by block, so that one compilation serves all of them
     7. shard: groups of blocks, then what is left; fp32 masters, gathered in the compute type. One rank alone gathers
@@ -55,7 +56,7 @@ def parallelize(
     chunk.apply(model, c.chunk)
     notes = []
     if float8_rows is not None:
-        notes.append(str(float8.apply(model, device=device, rows=float8_rows)))
+        notes.append(str(float8.apply(model, device=device, rows=float8_rows, force=float8_all)))
     recompute.carry_out(blocks, [entries[block] for block in blocks])
     if c.recompute not in ("none", "full"):
         notes.append(f"parallel.recompute: {plan.text}")

@@ -427,6 +427,9 @@ class Precision(Section):
         default="auto", description="auto is bf16 on a GPU, fp32 on a CPU; float8 is bf16 with float8 products"
     )
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="format of gradients between ranks")
+    float8_layers: Literal["auto", "all"] = Field(
+        default="auto", description="layers that compute float8 is for; auto: those that would be faster"
+    )
 
 
 class Checkpoint(Section):

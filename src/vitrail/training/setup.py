@@ -453,6 +453,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
         reduce=DTYPES[recipe.precision.reduce],
         compiled=on_gpu if c.compile == "auto" else c.compile,
         float8_rows=rows if compute == "float8" else None,
+        float8_all=recipe.precision.float8_layers == "all",
         counts=cut_pipeline(recipe, place, data, objective, model, layout, dtype) if layout.pipeline > 1 else (),
     )
     model.to_empty(device="cpu" if c.offload else place.device)
