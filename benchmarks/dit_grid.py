@@ -59,49 +59,43 @@ class Here(Sweep):
             clean()
 
 
-def tables(rows: Sequence[dict[str, Any]], cluster: Cluster) -> str:
+def tables(rows: Sequence[dict[str, Any]], overrides: Sequence[str], cluster: Cluster) -> str:
     """What was measured, a line for each patch and batch; and the errors of the plan, a line for each number format."""
-    kinds: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    kinds = dict.fromkeys((row["precision"], row["recompute"], row["compile"]) for row in rows)
     lines: dict[tuple[int, int], dict[tuple[str, str, bool], str]] = {}
     for row in rows:
-        kind = (row["precision"], row["recompute"], row["compile"])
-        kinds.setdefault(kind, []).append(row)
-        words = {"oom": "out of memory"}.get(row["status"], row["status"])
-        if row["status"] == "ok":
-            words = f"{row['samples_per_s']:,.0f}/s, {row['mfu'] or 0:.1%}, {row['memory']['allocated_gib']:.1f}"
-        lines.setdefault((row["keys"]["model.patch"], row["batch_per_rank"]), {})[kind] = words
+        place, kind = (row["keys"]["model.patch"], row["batch_per_rank"]), (row["precision"], row["recompute"])
+        lines.setdefault(place, {})[*kind, row["compile"]] = found_words(row)
     names = [f"{p}, recompute {r}, {'compiled' if c else 'eager'}" for p, r, c in kinds]
-    found = [
-        "Samples/s, MFU and peak GiB:",
-        "",
-        "| patch | batch | " + " | ".join(names) + " |",
-        "|---" * (2 + len(names)) + "|",
-        *(
-            f"| {patch} | {batch} | " + " | ".join(line.get(kind, "") for kind in kinds) + " |"
-            for (patch, batch), line in lines.items()
-        ),
-        "",
-        "The plan's errors (mean, worst), and cells whose `fits` was wrong:",
-        "",
-        "| format | memory | step time | cells that ran | fits wrong |",
-        "|---|---|---|---|---|",
-    ]
+    text = ["| patch | batch | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
+    for (patch, batch), line in lines.items():
+        text.append(f"| {patch} | {batch} | " + " | ".join(line.get(kind, "") for kind in kinds) + " |")
+    text += ["", "| format | memory | step time | cells that ran | fits wrong |", "|---|---|---|---|---|"]
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        told = summary_of([planned(row, cluster) for row in rows if row["precision"] == precision])
-        memory, time = ("{mean:.1%}, {worst:.1%}".format(**told[name]) for name in ("memory_error", "time_error"))
-        cells, wrong = told["time_error"]["cells"], ", ".join(told["fits_wrong"]) or "none"
-        found.append(f"| {precision} | {memory} | {time} | {cells} | {wrong} |")
-    return "\n".join(found)
+        told = summary_of([beside_plan(row, overrides, cluster) for row in rows if row["precision"] == precision])
+        errors = [
+            f"{told[name]['mean']:.1%}, {told[name]['worst']:.1%}" if name in told else ""
+            for name in ("memory_error", "time_error")
+        ]
+        ran, wrong = told.get("time_error", {}).get("cells", 0), ", ".join(told["fits_wrong"]) or "none"
+        text.append(f"| {precision} | {' | '.join(errors)} | {ran} | {wrong} |")
+    return "\n".join(text)
 
 
-def planned(row: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
-    """A result beside its plan, as a row of planner.py's table."""
+def found_words(row: dict[str, Any]) -> str:
+    """Samples/s, MFU where it is known, peak memory."""
+    if row["status"] != "ok":
+        return "out of memory"
+    share = f"{row['mfu']:.1%}, " if row["mfu"] else ""
+    return f"{row['samples_per_s']:,.0f}/s, {share}{row['memory']['allocated_gib'] or 0:.1f}"
+
+
+def beside_plan(row: dict[str, Any], overrides: Sequence[str], cluster: Cluster) -> dict[str, Any]:
+    """A result compared with its plan, as a row of planner.py's table."""
     changes = [f"{key}={json.dumps(value)}" for key, value in row["keys"].items()]
-    guess = predict(RECIPE, cluster, changes)
-    return {
-        "cell": row["name"],
-        "compared": compare(row | row.get("memory", {}), guess, cluster.device.memory_gib),
-    }
+    measured = row | row.get("memory", {})
+    guess = predict(RECIPE, cluster, [*overrides, *changes])
+    return {"cell": row["name"], "compared": compare(measured, guess, cluster.device.memory_gib)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.tables:
         lines = (given.out / "results.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row["status"] in ("ok", "oom")]
-        print(tables(rows, load_cluster(given.cluster)))
+        print(
+            tables(rows, json.loads((given.out / "sweep.json").read_text())["overrides"], load_cluster(given.cluster))
+        )
         return 0
     began = time.monotonic()
     for grid in SMALL_GRIDS if given.quick else GRIDS:

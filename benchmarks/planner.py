@@ -321,10 +321,10 @@ def page(result: dict[str, Any]) -> str:
         "Memory is the peak that PyTorch allocated. Errors are of the prediction, as a share of the measurement. The "
         "batch is one that lies on the GPU already, so what `vitrail plan` counts for batches that wait is left out.",
         "",
-        "The cluster file comes from `vitrail doctor --calibrate`, which measures products, attention, convolutions "
-        "and kernels between them one by one, and none of these models. What the planner tells apart (kernels by how "
-        "they go through memory, attention by tiles, convolutions by channels) was chosen after an earlier sitting had "
-        "shown where it missed; nothing was fitted to the table.",
+        "The cluster file comes from `vitrail doctor --calibrate`, which measures products (in turn with kernels that "
+        "move memory), attention, convolutions and kernels between them, and none of these models. What the planner "
+        "tells apart (kernels by how they go through memory, attention by tiles, convolutions by channels) and that "
+        "mixture were chosen after earlier sittings had shown where it missed; nothing was fitted to the table.",
         "",
         "| | mean | worst | cells |",
         "|---|---|---|---|",

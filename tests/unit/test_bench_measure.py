@@ -16,6 +16,7 @@ from vitrail.bench.facts import alone, describe, name_recompute
 from vitrail.bench.numbers import slowest, spread, used_since
 from vitrail.bench.split import Marks, covered, is_collective, marked
 from vitrail.errors import UserError
+from vitrail.parallel import check, float8
 from vitrail.recipe import load_recipe
 from vitrail.recipe.sections import Recompute
 
@@ -164,6 +165,22 @@ def test_the_slowest_rank_counts_and_nothing_but_steps_is_timed(monkeypatch):
     assert max(told[0]["windows"]) < 0.25
 
 
+def test_what_is_done_in_float8_is_the_recipes_choice_and_noted(monkeypatch):
+    asked = []
+
+    def apply(model, *, device, rows, force):
+        asked.append(force)
+        return "float8 in some layers"
+
+    monkeypatch.setattr(check, "_no_float8", lambda recipe: None)
+    monkeypatch.setattr(float8, "apply", apply)
+    for layers in ("auto", "all"):
+        words = ["precision.compute=float8", f"precision.float8_layers={layers}"]
+        found = bench(TOY, words, mode="syn", windows=1, steps=1, warm_up=1)
+        assert found["notes"][0] == "float8 in some layers"
+    assert asked == [False, True]
+
+
 def test_marks_stand_between_the_parts_of_a_step_and_go_away():
     calls = []
 
@@ -205,7 +222,7 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
 
 
 def test_parts_of_a_replayed_pass_have_the_shares_of_one_that_never_waits_for_launches(monkeypatch):
-    """Here a launched step takes 1 s, of which 0.2 s are the optimizer's; replayed it takes 0.6 s."""
+    """Here a launched step takes 1 s, of which 0.2 s are the optimizer's; replayed it takes 0.6 s, 0.7 with a wait."""
     clock = [0.0]
     monkeypatch.setattr(splitting.time, "perf_counter", lambda: clock[0])
     held = []
@@ -238,8 +255,11 @@ def test_parts_of_a_replayed_pass_have_the_shares_of_one_that_never_waits_for_la
 
     trainer = Trainer()
     found = splitting.split_step(trainer, iter(range(9)), act, 0.6)
-    assert held == [pytest.approx(1.0)] * splitting.STEPS
-    assert found == pytest.approx({"data": 0.0, "forward": 0.1, "backward": 0.3, "optimizer": 0.2})
+    assert held == [pytest.approx(1.0)] * 2 * splitting.STEPS  # before each forward and each backward
+    parts = {"data": 0.0, "forward": 0.1, "backward": 0.3, "optimizer": 0.2}
+    assert found == pytest.approx(parts)
+    found = splitting.split_step(trainer, iter(range(9)), act, 0.7, wait=0.1)  # here it never waits, as it is held
+    assert found == pytest.approx(parts | {"data": 0.1})
 
 
 def test_small_sums():

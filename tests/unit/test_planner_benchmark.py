@@ -111,6 +111,10 @@ def test_the_grid_goes_on_where_it_stopped(
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["ok", "oom", "oom", "skipped"]
     assert all(row["environment"]["torch"] for row in rows if row["status"] != "skipped")
+    assert grid.main(["--tables", "--out", str(tmp_path), "--cluster", "laptop"]) == 0
+    told = capsys.readouterr().out
+    assert "| 2 | 4 | out of memory |" in told
+    assert "| fp32 |" in told
 
 
 @pytest.mark.slow

@@ -72,16 +72,20 @@ def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, *
 
 def test_float8_is_as_fast_as_a_run_would_judge_it() -> None:
     """A large layer gains what rounding leaves of it; one that would lose stays in bf16, unless all are asked."""
-    gain, every = float8.speedup(*GEMM.shape), Precision(compute="float8", float8_layers="all")
+
+    def seconds(op: Op, precision: Precision, *layer: int) -> float:
+        return seconds_of((dataclasses.replace(op, layer=layer),), DEVICE, precision, "backward").total
+
+    large, small = (8192, 4096, 14336), (65536, 768, 768)
+    every = Precision(compute="float8", float8_layers="all")
+    gain = float8.speedup(*large)
     assert 1.2 < gain < 1.6
-    for op in (GEMM, dataclasses.replace(GEMM, shape=GEMM.shape[::-1])):  # each of a layer's three products
-        assert seconds_of((op,), DEVICE, FLOAT8, "forward").total == pytest.approx(0.01 / gain)
-    small = dataclasses.replace(GEMM, shape=(65536, 768, 768))
-    assert seconds_of((small,), DEVICE, FLOAT8, "backward") == seconds_of((small,), DEVICE, BF16, "backward")
-    assert seconds_of((small,), DEVICE, every, "forward").total > 0.01
-    odd = dataclasses.replace(GEMM, shape=(65536, 4095, 4095))  # not for float8
-    assert seconds_of((odd,), DEVICE, every, "forward").total == pytest.approx(0.01)
-    assert seconds_of((ATTENTION,), DEVICE, FLOAT8, "forward").total == pytest.approx(0.01)
+    assert seconds(GEMM, FLOAT8, *large) == seconds(GEMM, every, *large) == pytest.approx(0.01 / gain)
+    assert seconds(GEMM, BF16, *large) == seconds(GEMM, FLOAT8, *small) == pytest.approx(0.01)
+    assert seconds(GEMM, every, *small) > 0.011
+    assert seconds(GEMM, every) == seconds(GEMM, every, 65536, 768, 760) == pytest.approx(0.01)  # none, an odd width
+    assert seconds(GEMM, every, 8191, 4096, 14336) < 0.009  # odd rows are padded
+    assert seconds(ATTENTION, FLOAT8) == seconds(ATTENTION, BF16)
 
 
 def test_roofline_by_hand() -> None:

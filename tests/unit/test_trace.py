@@ -244,6 +244,30 @@ def test_divided_work_has_the_shapes_of_traced_work() -> None:
         assert maps(one) == maps(trace(config, objective, samples=samples, compute="bf16")) != []
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_of_linear_layers_of_blocks_know_their_layer(compiled: bool) -> None:
+    """Those that float8 is for, one forward and two backward; not modulation, embeddings and heads."""
+    config, objective = CASES["dit"]
+    rows = 8 * 64  # samples, tokens
+
+    def layers(work: Work, way: str) -> list[tuple[int, ...]]:
+        return sorted(op.layer for segment in work.segments for op in getattr(segment, way) if op.layer)
+
+    expected = [(rows, 64, 64), (rows, 64, 192), (rows, 64, 256), (rows, 64, 256)]  # four equal blocks are one segment
+    work = trace(config, objective, samples=8, compute="bf16", compiled=compiled)
+    assert layers(work, "forward") == expected
+    assert layers(work, "backward") == sorted(2 * expected)
+    both = trace(config, objective, samples=8, compute="bf16", compiled=compiled, tensor=2)
+    assert layers(both, "forward") == [(rows, 32, 64), (rows, 64, 96), (rows, 64, 128), (rows, 64, 128)]
+    rough = [
+        (rows, min(sides), max(sides))
+        for rows, *sides in layers(divided(work, samples=8, tensor=2, context=1), "forward")
+    ]
+    assert sorted(rough) == layers(both, "forward")
+    tiny = divided(work, samples=1, tensor=1, context=1024)
+    assert [layer[0] for layer in layers(tiny, "backward")] == [1] * 8
+
+
 @pytest.mark.parametrize("context", [2, 4])
 def test_ranks_that_share_tokens_fill_tiles_as_one_does(context: int) -> None:
     """They trade tokens for heads, so that each has all queries."""

@@ -151,7 +151,7 @@ class _Work:
         else:
             model = build_model(parts.recipe, place, parts.data, parts.objective)
             self.parameters = model.parameters
-            self.notes = model.flow.notes
+            self.notes = list(model.flow.notes)
             self.trainer = Trainer(parts.recipe, place, parts.data, model, parts.objective, parts.sampler.epoch)
             loader = parts.loader(self.trainer.flow)
         self.lead = loader.prefetch + 2 if mode in ("real", "io") else 0  # batches that were read while nothing ran
@@ -185,10 +185,10 @@ class _Work:
     def split(self, wait: float, seconds: float) -> dict[str, float | None]:
         if self.trainer is None:
             return dict.fromkeys((*PARTS, "communication")) | {"data": wait}
-        found = split_step(self.trainer, self.batches, self.act, seconds)
+        # Three more steps would tell little of a loader: the wait is that of the steps that were timed.
+        known = wait if self.mode == "real" else None
+        found = split_step(self.trainer, self.batches, self.act, seconds, known)
         several = self.parts.place.world.size > 1
-        if self.mode == "real":  # of the steps that were timed: three more would tell little of a loader
-            found["data"] = wait
         share = communication(self.batches, self.act, self.parts.place.device) if several else None
         return found | {"communication": None if share is None else share * seconds}
 

@@ -7,8 +7,8 @@ mark to the next one, whatever the next one begins:
 - forward: masks, noise and tokens too, and the loss; backward: with what sharding exchanges during it
 - optimizer: all that comes after: gradients added up and clipped, the update, the moving average
 
-A pass that is replayed shows no parts: forward and backward then have the shares that they have of a usual one, which
-the host launches while the device is held, so that it never waits for a launch here either.
+A pass that is replayed shows no parts: forward and backward then have the shares that they have of a usual one. Before
+each of the two the device is held while the host launches ahead, so that it hardly waits for launches here either.
 
 Communication overlaps with these, so it is measured by a profiler and counted besides: the time in which NCCL or gloo
 is at work on this rank, its waiting for slower ranks included.
@@ -26,7 +26,7 @@ import torch
 
 PARTS = ("data", "forward", "backward", "optimizer")
 STEPS = 3
-CYCLES = 2e9  # a second, of a device's clock: an H200's has a few less, and so holds for longer than asked
+CYCLES = 3e9  # a second: more than the clock of a GPU has, so that it is held at least as long as asked
 PROFILED = 2
 
 
@@ -57,8 +57,8 @@ class Marks:
 
 
 @contextmanager
-def marked(trainer: Any, marks: Marks) -> Iterator[None]:
-    """Put marks between the parts of the trainer's steps, for the time of the block."""
+def marked(trainer: Any, marks: Marks, ahead: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Put marks between the parts of the trainer's steps, for the time of the block; `ahead` comes before backwards."""
 
     def prepare(micro: Any) -> Any:
         marks.put("forward")
@@ -66,6 +66,7 @@ def marked(trainer: Any, marks: Marks) -> Iterator[None]:
 
     def judge(output: Any, targets: Any) -> Any:
         loss = type(trainer)._judge(trainer, output, targets)
+        ahead()
         marks.put("backward")
         return loss
 
@@ -92,23 +93,32 @@ def marked(trainer: Any, marks: Marks) -> Iterator[None]:
 
 
 def split_step(
-    trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any], seconds: float
+    trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any], seconds: float, wait: float | None = None
 ) -> dict[str, float | None]:
-    """Seconds of each part of a step that takes so many."""
-    marks, replays = Marks(trainer.place.device), trainer.flow.replay is not None
-    with marked(trainer, marks):
-        launching = _seconds(lambda: act(next(batches))) if replays else 0.0
-        marks.points.clear()
+    """Seconds of each part of a step that takes so many, and waits so long for data where that is known better."""
+    marks, replays, launching = Marks(trainer.place.device), trainer.flow.replay is not None, 0.0
+
+    def ahead() -> None:
+        if launching:
+            marks.put("held")
+            hold(launching)
+
+    with marked(trainer, marks, ahead):
+        if replays:
+            began = time.perf_counter()
+            act(next(batches))
+            launching = time.perf_counter() - began
+            marks.points.clear()
         for _ in range(STEPS):
             marks.put("data")
             batch = next(batches)
-            if replays:
-                marks.put("held")
-                hold(launching)
+            ahead()
             marks.put("forward")
             act(batch)
         marks.put("end")
     found: dict[str, float | None] = {part: spent / STEPS for part, spent in marks.seconds().items()}
+    if wait is not None:
+        found["data"] = wait
     if replays:
         passing, rest = (sum(found.get(part) or 0.0 for part in some) for some in (PARTS[1:3], (PARTS[0], PARTS[3])))
         share = max(0.0, seconds - rest) / passing if passing else 0.0
@@ -121,12 +131,6 @@ def split_step(
 def hold(seconds: float) -> None:
     """Keep the GPU from what is launched after this."""
     torch.cuda._sleep(int(CYCLES * seconds))
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def communication(batches: Iterator[Any], act: Callable[[Any], Any], device: torch.device) -> float | None:

@@ -42,6 +42,7 @@ class Op:
     kernels: int = 1  # launches
     walk: Walk = "dense"
     spread: int = 1  # of attention: over so many ranks its queries are
+    layer: tuple[int, ...] = ()  # of a product of a block's linear layer: the layer's rows, its two widths
 
 
 def size_of(t: Tensor) -> int:

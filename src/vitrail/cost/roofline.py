@@ -82,14 +82,13 @@ def rate(op: Op, device: Device, precision: Precision, way: Way) -> float:
 
 
 def _float8_gain(op: Op, precision: Precision) -> float:
-    """How much faster a product is in float8, as a run judges its layer before it starts.
-
-    That judgement is of the sides of a layer's three products, which are the same in another order, so that each of
-    them has it. Products outside of blocks are too small to pay.
-    """
-    if len(op.shape) != 3 or sum(side % float8.MULTIPLE > 0 for side in op.shape) > 1:  # rows are padded
+    """How much faster a product of a block's linear layer is in float8, as a run judges the layer before it starts."""
+    if not op.layer:
         return 1.0
-    gain = float8.speedup(*op.shape)
+    rows, smaller, larger = op.layer
+    if smaller % float8.MULTIPLE or larger % float8.MULTIPLE:
+        return 1.0
+    gain = float8.speedup(rows, smaller, larger)
     return gain if gain >= float8.PAYS or precision.float8_layers == "all" else 1.0
 
 

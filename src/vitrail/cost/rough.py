@@ -24,16 +24,21 @@ def divided(work: Work, *, samples: int, tensor: int, context: int) -> Work:
     factor = samples / work.samples / (tensor * context)
 
     def op(one: Op) -> Op:
-        shape = one.shape
+        shape, layer = one.shape, one.layer
         if one.kind == "gemm" and shape:
             shape = (round(shape[0] * samples / work.samples / context), max(1, shape[1] // tensor), *shape[2:])
+            if layer:
+                rows, smaller, larger = layer  # tensor ranks mostly cut the larger
+                layer = (max(1, round(rows * samples / work.samples / context)), smaller, max(1, larger // tensor))
         elif one.kind == "attention" and len(shape) == 5:
             batch, heads, queries, keys, width = shape
             batch = max(1, round(batch * samples / work.samples))
             shape = (batch, max(1, heads // tensor), max(1, queries // context), keys, width)
         elif one.walk == "maps":
             shape = (max(1, round(shape[0] * samples / work.samples)),)
-        return replace(one, flops=one.flops * factor, bytes=one.bytes * factor, shape=shape, spread=context)
+        return replace(
+            one, flops=one.flops * factor, bytes=one.bytes * factor, shape=shape, layer=layer, spread=context
+        )
 
     def ops(many: tuple[Op, ...]) -> tuple[Op, ...]:
         return tuple(map(op, many))

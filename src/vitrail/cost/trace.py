@@ -9,6 +9,7 @@
 - costs are straight lines in the number of samples, so that two traces serve all numbers but the smallest
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -183,6 +184,19 @@ def _prepare(model: Any, c: _Options) -> dict[nn.Module, Any]:
     return dict(zip(blocks, plan.kept, strict=True))
 
 
+def of_layers(ops: tuple[Op, ...], widths: set[tuple[int, int]]) -> tuple[Op, ...]:
+    """Products of linear layers of these widths (the smaller first) with the layer they belong to, by their sides."""
+
+    def layer_of(op: Op) -> tuple[int, ...]:
+        for pair in widths:
+            left = Counter(op.shape) - Counter(pair)
+            if left.total() == len(op.shape) - len(pair) == 1:
+                return next(iter(left)), *pair
+        return ()
+
+    return tuple(replace(op, layer=layer_of(op)) if op.kind == "gemm" else op for op in ops)
+
+
 class _Parameters:
     """How many each stage has that none before it had."""
 
@@ -198,6 +212,7 @@ class _Parameters:
 
 def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module, Any]) -> tuple[list[Segment], Run]:
     """Stage by stage; equal blocks that follow each other are one segment. The last run has the shape of the output."""
+    from vitrail.parallel.float8 import linears_of
     from vitrail.parallel.shard import make_of
 
     segments: list[Segment] = []
@@ -228,13 +243,15 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
                     forward(torch.empty(shape, dtype=dtype, device="meta", requires_grad=leaf))
                 run = record(forward, shape, dtype, leaf=leaf)
                 model.zero_grad(set_to_none=True)
+                weights = [layer.weight for block in blocks for layer in linears_of(block)]
+                widths = {(min(weight.shape), max(weight.shape)) for weight in weights}
                 segment = Segment(
                     name=stage.name,
                     count=1,
                     parameters=own,
-                    forward=run.forward,
-                    backward=run.backward,
-                    again=run.again,
+                    forward=of_layers(run.forward, widths),
+                    backward=of_layers(run.backward, widths),
+                    again=of_layers(run.again, widths),
                     saved=run.saved,
                     peak=run.peak,
                     gathered=bool(blocks),

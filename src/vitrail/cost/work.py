@@ -51,13 +51,17 @@ def between(low: Work, high: Work, share: float) -> Work | None:
     def line(a: float, b: float) -> float:
         return max(0.0, a + share * (b - a))
 
+    def sides(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(round(line(i, j)) for i, j in zip(a, b, strict=True))
+
     def ops(a: tuple[Op, ...], b: tuple[Op, ...]) -> tuple[Op, ...]:
         return tuple(
             replace(
                 one,
                 flops=line(one.flops, two.flops),
                 bytes=line(one.bytes, two.bytes),
-                shape=tuple(round(line(i, j)) for i, j in zip(one.shape, two.shape, strict=True)),
+                shape=sides(one.shape, two.shape),
+                layer=sides(one.layer, two.layer),
             )
             for one, two in zip(a, b, strict=True)
         )
@@ -93,7 +97,7 @@ def between(low: Work, high: Work, share: float) -> Work | None:
 
 
 def _kinds(ops: tuple[Op, ...]) -> list[tuple[object, ...]]:
-    return [(op.kind, op.walk, op.kernels) for op in ops]
+    return [(op.kind, op.walk, op.kernels, op.layer[1:]) for op in ops]
 
 
 # ---------------------------------------------------------------- pipelines

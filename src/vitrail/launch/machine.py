@@ -29,7 +29,7 @@ from vitrail.launch.world import usable_cores
 Check = dict[str, str]
 
 GIB = 2**30
-PACKAGES = ("torch", "numpy", "tensorstore", "zarr")  # what decides the numbers and the data of a run
+PACKAGES = ("torch", "numpy", "tensorstore", "zarr", "torchao")  # what decides the numbers and the data of a run
 SPEED_BYTES = 32 * 2**20  # written to measure the disk
 LEAST_FREE_GIB = 5.0
 LEAST_WRITE_MB_S = 50.0

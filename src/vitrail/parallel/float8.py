@@ -45,7 +45,8 @@ class Speeds:
 
 # An H200. bf16 is measured (shapes of ViT-L to a 2B model). The others are assumed: float8 reaches 1.6 times that of
 # its twofold peak, 1.4 times with a scale a row, and memory 80 % of its 4.8 TB/s. Whole steps of ViT-L, DiT-XL and a 2B
-# MAE, measured with all layers in float8, agree with what follows from them (benchmarks/memory.md).
+# MAE, measured with all layers in float8, agree with what follows from them (benchmarks/memory.md); those of a 0.5B DiT
+# with 65,536 tokens are 1.10 times as fast where 0.94 follows (benchmarks/dit_grid.md). It errs on the side of bf16.
 HOPPER = Speeds(bf16=720.0, float8={"tensorwise": 1150.0, "rowwise": 1000.0, "rowwise_gw": 1000.0}, memory=3.8)
 PAYS = 1.03  # less is within the noise of a step
 
@@ -103,7 +104,9 @@ class Judgement(NamedTuple):
         total = len(self.taken) + len(self.left)
         if not self.taken:
             why = next(iter(self.left.values()), "there are none")
-            return f"float8 will not pay: none of {total} linear layers would be faster ({why}); use bf16"
+            return (
+                f"float8 will not pay: none of {total} linear layers is fit for it or would be faster ({why}); use bf16"
+            )
         rest = f"; {len(self.left)} stay in bf16 ({next(iter(self.left.values()))})" if self.left else ""
         gain = f"about {self.gain:.2f} times as fast (by an H200's speeds)"
         return f"float8 in {len(self.taken)} of {total} linear layers, {gain}{rest}"
@@ -113,12 +116,15 @@ def linears(model: Model) -> Iterator[Layer]:
     """The linear layers that blocks apply to tokens."""
     names = {module: name for name, module in model.named_modules()}
     for block in model.blocks():
-        for module in block.modules():
-            for name in (*getattr(module, "columns", ()), *filter(None, [getattr(module, "row", None)])):
-                layer = getattr(module, name)
-                weight = layer.weight
-                outputs, inputs = local(weight).shape
-                yield Layer(names[layer], layer, inputs, outputs)
+        for layer in linears_of(block):
+            outputs, inputs = local(layer.weight).shape
+            yield Layer(names[layer], layer, inputs, outputs)
+
+
+def linears_of(block: nn.Module) -> Iterator[nn.Linear]:
+    for module in block.modules():
+        for name in (*getattr(module, "columns", ()), *filter(None, [getattr(module, "row", None)])):
+            yield getattr(module, name)
 
 
 def check(
@@ -175,8 +181,7 @@ def apply(
 ) -> Judgement:
     """Make the linear layers of blocks that pay compute in float8, in place.
 
-    `force` as in `check`. `emulate` rounds, but multiplies in the type of the inputs: on any
-    device, slowly, for tests.
+    `force` as in `check`. `emulate` rounds, but multiplies in the type of the inputs: on any device, slowly, for tests.
     """
     if not emulate and (reason := refusal(device)) is not None:
         raise UserError(f"precision.compute: float8 cannot be used, since {reason}; use bf16")
