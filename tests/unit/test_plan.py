@@ -1,10 +1,12 @@
 """Plans of layouts, with stand-ins for what is traced: what is looked at, what fits, how it is ranked and told."""
 
+import dataclasses
 import json
 import math
 from typing import Any
 
 import pytest
+import torch
 from support import merge
 from typer.testing import CliRunner
 
@@ -15,7 +17,7 @@ from vitrail.cost.cluster import load_cluster
 from vitrail.cost.complete import complete
 from vitrail.cost.gpus import check_gpus, more_gpus, read_gpus
 from vitrail.cost.memory import Memory
-from vitrail.cost.plan import estimate, plan, settle
+from vitrail.cost.plan import estimate, num_parameters, plan, settle
 from vitrail.cost.trace import Op, Segment, Work
 from vitrail.errors import UserError
 from vitrail.parallel.check import refuse
@@ -491,3 +493,18 @@ def test_what_does_not_fit_is_said_with_a_way_out(tmp_path) -> None:
     assert "it does not fit" in page
     assert "nearest that fits is" in page
     assert " !" in page
+
+
+def test_parameters_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search asks for each of its layouts, and a large model has thousands."""
+    recipe, _ = ready()
+    expected = num_parameters(recipe)
+    monkeypatch.setattr(torch.nn.Module, "parameters", lambda *_: pytest.fail("counted again"))
+    assert num_parameters(recipe) == expected
+
+
+def test_what_fits_instead_can_be_pasted_into_a_shell() -> None:
+    one = plan(load_recipe(tree()), cluster=load_cluster("dgx_a100"), gpus=8)[0]
+    other = dataclasses.replace(one, changes=("parallel.recompute={keep: [attention]}",))
+    told = plan_page.advice(other, load_cluster("dgx_a100"), 8)
+    assert "nearest that fits is 'parallel.recompute={keep: [attention]}' (" in told

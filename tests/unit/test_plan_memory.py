@@ -11,7 +11,7 @@ import torch
 from support import ROOT
 
 from vitrail.cost.attention_op import attend_with
-from vitrail.cost.memory import Memory, memory_of
+from vitrail.cost.memory import Memory, _later, memory_of
 from vitrail.cost.norm_op import as_kernels
 from vitrail.cost.recorder import Recorder
 from vitrail.cost.trace import Work, trace, trace_model
@@ -188,3 +188,8 @@ def test_the_peak_is_the_sum_and_has_a_moment(work: Work) -> None:
     assert all(value >= 0 for value in numbers)
     device = SimpleNamespace(fragmentation=1.1, reserve_gib=1.0)
     assert Memory(parameters=10 * GIB).reserved(device) == pytest.approx(12 * GIB)
+
+
+def test_equal_blocks_have_names_of_their_own() -> None:
+    assert [_later("encoder.blocks.2", places) for places in (0, 3)] == ["encoder.blocks.2", "encoder.blocks.5"]
+    assert _later("final", 1) == "final"

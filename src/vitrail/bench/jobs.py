@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ def script_of(sweep: Sweep, cell: Cell, launcher: jobs.Launcher, settings: dict[
         nodes=1 if alone else cell.nodes,
         ranks_per_node=1 if alone else cell.ranks,
         words=("vitrail.bench.cell", str(order_path(sweep, cell))),
+        name=re.sub(r"[^\w.-]+", "-", cell.file).strip("-"),
         requeue=False if launcher == "slurm" else None,
         max_restarts=0 if launcher == "torchrun" else None,
         **settings,

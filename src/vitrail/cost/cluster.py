@@ -201,7 +201,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     near = nearest(text, list_clusters())
     hint = f"did you mean {near!r}? " if near else ""
     raise UserError(
-        f"cluster {text!r}: there is none of this name; {hint}Known are {', '.join(list_clusters())}, or give the path "
+        f"cluster {text!r}: there is none of this name; {hint}known are {', '.join(list_clusters())}, or give the path "
         "of a YAML file such as `vitrail doctor --calibrate` writes"
     )
 

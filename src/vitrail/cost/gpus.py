@@ -14,8 +14,12 @@ def check_gpus(cluster: Cluster, gpus: int) -> None:
     per_node = cluster.gpus_per_node
     if not 1 <= gpus <= cluster.gpus:
         raise UserError(
-            f"--gpus {gpus}: cluster {cluster.name} has {cluster.gpus:,} GPUs ({cluster.nodes:,} nodes of {per_node}); "
-            f"choose 1 to {cluster.gpus}"
+            f"--gpus {gpus}: cluster {cluster.name} has "
+            + (
+                f"{cluster.gpus:,} GPUs ({cluster.nodes:,} nodes of {per_node}); choose 1 to {cluster.gpus}"
+                if cluster.gpus > 1
+                else "one GPU; choose 1"
+            )
         )
     if gpus > per_node and gpus % per_node:
         below = gpus // per_node * per_node

@@ -117,7 +117,11 @@ class _State:
 
     @cached_property
     def every(self) -> list[Segment]:
-        return [replace(segment, count=1) for segment in self.work.segments for _ in range(segment.count)]
+        return [
+            replace(segment, count=1, name=_later(segment.name, place))
+            for segment in self.work.segments
+            for place in range(segment.count)
+        ]
 
     def own(self, segment: Segment) -> int:
         """Parameters of which this rank has the master."""
@@ -261,3 +265,9 @@ class _State:
         """What is reduced, and where it goes; of one rank alone it is divided once more, in memory of its own."""
         copies = 2 if self.ranks == 1 else 1
         return self.reduce * numbers * copies + output
+
+
+def _later(name: str, places: int) -> str:
+    """The name of an equal block that comes so many places after this one: blocks.0, blocks.3."""
+    stem, dot, number = name.rpartition(".")
+    return f"{stem}{dot}{int(number) + places}" if places and number.isdecimal() else name

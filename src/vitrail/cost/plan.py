@@ -145,7 +145,13 @@ def _built(key: Key) -> Model:
 
 
 def num_parameters(recipe: Recipe) -> int:
-    return sum(parameter.numel() for parameter in model_of(recipe.model).parameters())
+    return _counted(model_of(recipe.model))
+
+
+@lru_cache(maxsize=8)
+def _counted(model: Model) -> int:
+    """A search asks thousands of times, and a large model has thousands of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @dataclass(frozen=True)

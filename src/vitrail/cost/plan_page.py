@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def table(layouts: Sequence[Estimate]) -> list[str]:
 
 def parts(one: Estimate, cluster: Cluster) -> list[str]:
     """Memory and time of one layout, and a sentence on what limits it."""
-    sizes = ", ".join(f"{name} {size:.2f}" for name, size in one.memory.items() if size >= 0.005)
+    sizes = ", ".join(f"{name} {size:.2f}" for name, size in one.memory.items() if size >= 0.005) or "next to nothing"
     names = ("compute", "exposed", "optimizer", "bubble")
     words = {"exposed": "waiting for communication", "bubble": "pipeline bubble"}
     times = ", ".join(f"{words.get(n, n)} {_seconds(one.time[n])}" for n in names if one.time.get(n, 0) > 0)
@@ -87,7 +88,7 @@ def advice(found: Estimate | None, cluster: Cluster, gpus: int) -> str:
     if found is None:
         return f"does not fit in {room}: nothing does on this cluster; use a smaller model, crop or batch"
     more = f"{count(found.gpus)} GPUs" if found.gpus != gpus else ""
-    how = " and ".join(filter(None, (more, " ".join(found.changes))))
+    how = " and ".join(filter(None, (more, shlex.join(found.changes))))
     return f"does not fit in {room}: nearest that fits is {how or 'the recipe itself'} ({found.memory_gib:.1f} GiB)"
 
 

@@ -37,7 +37,7 @@ def open_run(run_dir: str | Path) -> Path:
     if not (run / "recipe.yaml").is_file() and not (run / "metrics.jsonl").is_file():
         raise UserError(
             f"{str(run)!r} is not a run folder, it holds neither recipe.yaml nor metrics.jsonl; "
-            "give the folder that `vitrail train` made, for example runs/<name>."
+            "give the folder that `vitrail train` made, for example runs/<name>, or that of a sweep by `vitrail bench`."
         )
     return run
 

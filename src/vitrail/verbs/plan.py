@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,7 +110,7 @@ def _one(
         lines.append(f"there may be more: --top {2 * top}")
     lines += ["", *(["the first:"] if len(layouts) > 1 else []), *page.parts(layouts[0], cluster)]
     if layouts[0].changes and layouts[0].fits:
-        lines.append(f"to train so: {_quoted(layouts[0].changes)}")
+        lines.append(f"to train so: {shlex.join(layouts[0].changes)}")
     print("\n".join([*lines, *filter(None, [note])]))
 
 
@@ -157,9 +158,3 @@ def _parameters(recipe: Recipe) -> int:
     from vitrail.cost.plan import num_parameters
 
     return num_parameters(recipe)
-
-
-def _quoted(words: tuple[str, ...]) -> str:
-    import shlex
-
-    return shlex.join(words)

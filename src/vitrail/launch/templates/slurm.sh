@@ -17,13 +17,13 @@
 {% endfor %}
 #SBATCH --output=slurm-%x-%j.out
 {% if requeue %}
-# The tasks get SIGUSR1 {{ signal_seconds }} s before the time limit, save, and end with 75; see the last lines.
+# The tasks get SIGUSR1 {{ signal_seconds }} s before the time limit, a training saves then, and all end with 75; see the last lines.
 #SBATCH --signal=USR1@{{ signal_seconds }}
 #SBATCH --requeue
 # A job that comes back writes on in the same file.
 #SBATCH --open-mode=append
 {% else %}
-# The tasks get SIGUSR1 {{ signal_seconds }} s before the time limit, save, and end with 75.
+# The tasks get SIGUSR1 {{ signal_seconds }} s before the time limit, a training saves then, and all end with 75.
 #SBATCH --signal=USR1@{{ signal_seconds }}
 #SBATCH --no-requeue
 {% endif %}
