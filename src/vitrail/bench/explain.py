@@ -55,7 +55,9 @@ def _seconds(result: dict[str, Any]) -> float:
 def _compare(one: dict[str, Any], other: dict[str, Any], first: str, second: str) -> str:
     more = 100 * (_seconds(one) / _seconds(other) - 1)
     words = f"a step takes {_seconds(one):.3g} s {first} and {_seconds(other):.3g} s {second} ({more:+.0f} %)"
-    return words + ("; the windows overlap, so this may be chance" if _overlap(one, other) else "")
+    return words + (
+        "; the slowest and the fastest windows overlap, so this may be chance" if _overlap(one, other) else ""
+    )
 
 
 def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:

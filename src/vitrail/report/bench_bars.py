@@ -13,10 +13,12 @@ from vitrail.report.bench_style import (
     COLOURS,
     FONT,
     MARKERS,
+    fit_values,
     make_figure,
     name_bars,
     name_panel,
     put_legend,
+    shorten,
 )
 from vitrail.report.plots import BLUE, FAINT, GREEN, INK, LINE, ORANGE, PALE
 from vitrail.report.units import compact
@@ -53,7 +55,7 @@ def draw_bars(study: Study, cells: Sequence[Cell], work: str) -> Figure | None:
     if not any(cell.ok for cell in chosen):
         return None
     figure, (ax,) = make_figure("Configurations, fastest first" + (f": {work}" if work else ""), _height(chosen))
-    top = max(cell.rate for cell in chosen if cell.ok)
+    top = max(max(cell.rate, cell.high) for cell in chosen if cell.ok)
     for row, cell in enumerate(chosen):
         if cell.ok:
             ax.barh(row, cell.rate, height=0.66, color=BLUE if row == 0 else PALE, linewidth=0)
@@ -66,8 +68,8 @@ def draw_bars(study: Study, cells: Sequence[Cell], work: str) -> Figure | None:
         else:
             _write_broken(ax, 0.01 * top, row, cell.status)
     name_bars(ax, [study.describe(cell, work=False, batch=True) for cell in chosen])
-    ax.set_xlim(0, 1.22 * top)
     ax.set_xlabel("samples/s")
+    fit_values(figure, ax)
     return figure
 
 
@@ -173,8 +175,9 @@ def draw_interactions(found: Sequence[dict[str, Any]]) -> Figure | None:
         shown_names = [name.split()[1] for name in names] if by == "batch" else names  # "batch 16 a rank" is too long
         ax.set_xticklabels(shown_names, fontsize=8, parse_math=False)
         ax.set_xlim(-0.35, len(names) - 0.65)
-        name_panel(ax, f"{factor}, by {by}")
-        ax.set_xlabel(by, parse_math=False)
+        most = 100 // columns  # letters above and below a panel
+        name_panel(ax, f"{factor}, by {by}", most=most)
+        ax.set_xlabel(shorten(by, most), parse_math=False)
         ax.set_ylabel("samples/s, % change")
         legend = ax.legend(fontsize=7.5, frameon=True, loc="best", handlelength=1.8)
         legend.get_frame().set(facecolor="white", edgecolor="none", alpha=0.85)
@@ -190,7 +193,7 @@ def draw_ladder(ladder: dict[str, Any], unit: str) -> Figure | None:
         f": {ladder['label']}" if ladder["label"] else ""
     )
     figure, (ax,) = make_figure(title, _height(rungs, 0.34))
-    top = max(rung["relative"] for rung in rungs if rung["status"] == "ok")
+    top = max(max(rung["relative"], rung["high"]) for rung in rungs if rung["status"] == "ok")
     for row, rung in enumerate(rungs):
         if rung["status"] != "ok":
             _write_broken(ax, 0.01 * top, row, rung["status"])
@@ -202,8 +205,8 @@ def draw_ladder(ladder: dict[str, Any], unit: str) -> Figure | None:
         _write(ax, max(rung["relative"], rung["high"]) + 0.01 * top, row, words, FAINT)
     name_bars(ax, [("" if row == 0 else "+ ") + rung["added"] for row, rung in enumerate(rungs)])
     ax.axvline(1, color=LINE, linewidth=1, zorder=0)
-    ax.set_xlim(0, 1.3 * top)
     ax.set_xlabel("times as fast")
+    fit_values(figure, ax)
     return figure
 
 

@@ -19,6 +19,7 @@ from vitrail.errors import UserError
 from vitrail.report.metrics import read_json
 from vitrail.report.units import number_of
 
+FEW = 4  # windows from which there are quartiles; of fewer the slowest and the fastest are told
 STATUSES = ("ok", "oom", "failed", "skipped")
 WORDS = {"ok": "measured", "oom": "out of memory", "failed": "failed", "skipped": "skipped"}
 
@@ -40,7 +41,7 @@ class Cell:
     batch_per_rank: float
     rate: float  # samples a second
     rates: tuple[float, ...]  # of each window
-    low: float  # quartiles of the rate
+    low: float  # quartiles of the rate; the extremes of few windows
     high: float
     raw: dict[str, Any]  # the line itself
     size: float = 0.0  # the swept batch; 0 where none is
@@ -73,6 +74,19 @@ class Cell:
         return chosen if "gpus" in without else (*chosen, ("gpus", self.gpus), ("nodes", self.nodes))
 
 
+def plural(count: float, noun: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{count:g} {noun}{'' if count == 1 else 's'}"
+
+
+def name_spread(windows: Iterable[float]) -> str:
+    """What low and high are, for cells with so many windows."""
+    few = {count < FEW for count in windows if count > 0}
+    if few == {True}:
+        return "slowest and fastest"
+    return "quartiles, or slowest and fastest" if True in few else "quartiles"
+
+
 def open_bench(folder: str | Path) -> Path:
     """The bench folder as a path; refuses what is not one."""
     path = Path(folder)
@@ -99,7 +113,7 @@ def read_bench(folder: str | Path) -> tuple[dict[str, Any], list[Cell], list[str
         raise UserError(f"{path / 'results.jsonl'} cannot be read: {error.strerror}; check its permissions.") from error
     lines, torn = _parse_lines(text)
     if torn:
-        notes.append(f"results.jsonl holds {torn} line{'s' * (torn > 1)} that cannot be read; the rest was.")
+        notes.append(f"results.jsonl holds {plural(torn, 'line')} that cannot be read; the rest was.")
     return sweep if isinstance(sweep, dict) else {}, _newest(map(make_cell, lines)), notes
 
 
@@ -141,7 +155,7 @@ def make_cell(raw: dict[str, Any]) -> Cell:
     middle = median(seconds) if seconds else math.nan
     rates = tuple(rate * middle / s for s in seconds)
     low, high = (min(rates, default=rate), max(rates, default=rate))
-    if len(rates) >= 4:
+    if len(rates) >= FEW:
         low, _, high = quantiles(rates, n=4, method="inclusive")
     keys = raw.get("keys")
     batch, own = number_of(raw.get("batch")), number_of(raw.get("batch_per_rank"))

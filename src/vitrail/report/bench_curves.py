@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from vitrail.report.bench_cells import Cell
+from vitrail.report.bench_cells import Cell, plural
 from vitrail.report.bench_effects import rung_of
 from vitrail.report.bench_study import Factor, Study
 from vitrail.report.units import compact
@@ -140,7 +140,7 @@ def find_ladders(study: Study) -> list[dict[str, Any]]:
         tops = [_top(rungs[place]) for place in _climb(factors, rungs)]
         if len(tops) >= 3 and sum(cell.ok for cell in tops) > 1:
             many = len({cell.gpus for cell in study.cells}) > 1
-            label = ", ".join(filter(None, [study.work(tops[0]), f"{tops[0].gpus:g} ranks" if many else ""]))
+            label = ", ".join(filter(None, [study.work(tops[0]), plural(tops[0].gpus, "rank") if many else ""]))
             ladders.append(
                 {"device": study.device, "mode": study.mode, "label": label, "rungs": _list_rungs(study, tops)}
             )

@@ -22,47 +22,55 @@ if TYPE_CHECKING:
     import numpy as np
 
 Pair = tuple[Cell, Cell]
+Sides = tuple[dict[float, Cell], dict[float, Cell]]  # of two levels, the cells by batch
 _LADDER = ("strategy", "wrap", "compute", "prefetch", "recompute", "compile")  # in the order in which one adds them
 _DRAWS = 1000
 FEWEST = 5  # windows of a cell that can be drawn from: from 3 the interval is too narrow, and alarms for nothing
 
 
 def find_effects(study: Study) -> list[dict[str, Any]]:
-    """Percent change of samples per second for each level of each factor against its first."""
+    """Percent change of samples per second for each level of each factor against the first that it has pairs with."""
     effects = []
     for factor in study.factors:
         for level in factor.levels[1:]:
-            pairs = list(match(study, factor, level))
-            if pairs:
-                effects.append(_describe(study, factor, level, pairs))
+            base = _find_base(study, factor, level)
+            if base is not None:
+                effects.append(_describe(study, factor, base, level))
     return effects
 
 
-def match(study: Study, factor: Factor, level: str) -> Iterator[Pair]:
+def _find_base(study: Study, factor: Factor, level: str) -> str | None:
+    """The first level to compare with: an optional key may be null just where others cannot be set."""
+    earlier = factor.levels[: factor.levels.index(level)]
+    return next((base for base in earlier if any(match(study, factor, base, level))), None)
+
+
+def match(study: Study, factor: Factor, base: str, level: str) -> Iterator[Pair]:
     """Cells that differ in this factor alone, one pair for each setting of the others, at the largest common batch."""
-    for sides in _settings(study, factor, level).values():
+    for sides in _settings(study, factor, base, level).values():
         common = set(sides[0]) & set(sides[1])
         if common:
             yield sides[0][max(common)], sides[1][max(common)]
 
 
-def _settings(study: Study, factor: Factor, level: str) -> dict[Any, tuple[dict[float, Cell], dict[float, Cell]]]:
-    """By setting of the other factors: the measured cells of the first level and of this one, by batch."""
-    table: dict[Any, tuple[dict[float, Cell], dict[float, Cell]]] = {}
+def _settings(study: Study, factor: Factor, base: str, level: str) -> dict[Any, Sides]:
+    """By setting of the other factors: the measured cells of both levels."""
+    table: dict[Any, Sides] = {}
     for cell in study.cells:
-        if cell.ok and cell.levels[factor.name] in (factor.levels[0], level):
+        if cell.ok and cell.levels[factor.name] in (base, level):
             sides = table.setdefault(cell.rest(factor.name), ({}, {}))
             sides[cell.levels[factor.name] == level][cell.size] = cell
     return table
 
 
-def _describe(study: Study, factor: Factor, level: str, pairs: Sequence[Pair]) -> dict[str, Any]:
+def _describe(study: Study, factor: Factor, base: str, level: str) -> dict[str, Any]:
+    pairs = list(match(study, factor, base, level))
     low, high = interval(pairs)
     single = [percent(math.log(b.rate / a.rate)) for a, b in pairs]
     memory = [math.log(b.memory / a.memory) for a, b in pairs if a.memory > 0 and b.memory > 0]
     own = [
         math.log(max(c.rate for c in second.values()) / max(c.rate for c in first.values()))
-        for first, second in _settings(study, factor, level).values()
+        for first, second in _settings(study, factor, base, level).values()
         if first and second
     ]
     return {
@@ -70,7 +78,7 @@ def _describe(study: Study, factor: Factor, level: str, pairs: Sequence[Pair]) -
         "mode": study.mode,
         "factor": factor.name,
         "keys": list(factor.keys),
-        "from": factor.levels[0],
+        "from": base,
         "to": level,
         "percent": percent(fmean(math.log(b.rate / a.rate) for a, b in pairs)),
         "low": low,
@@ -132,8 +140,11 @@ def find_interactions(study: Study) -> list[dict[str, Any]]:
 
 def _interact(study: Study, factor: Factor, level: str, other: Factor | None) -> dict[str, Any] | None:
     """The effect of a level at each level of another factor, over the settings and batches that all of those share."""
+    base = _find_base(study, factor, level)
+    if base is None:
+        return None
     table: dict[Any, dict[Any, Pair]] = {}  # level of the other -> setting and batch -> pair
-    for (first, second), rest in ((sides, rest) for rest, sides in _settings(study, factor, level).items()):
+    for (first, second), rest in ((sides, rest) for rest, sides in _settings(study, factor, base, level).items()):
         for size in set(first) & set(second):
             pair = first[size], second[size]
             if other is None:
@@ -167,7 +178,7 @@ def _interact(study: Study, factor: Factor, level: str, other: Factor | None) ->
         "device": study.device,
         "mode": study.mode,
         "factor": factor.name,
-        "from": factor.levels[0],
+        "from": base,
         "to": level,
         "by": "batch" if other is None else other.name,
         "points": points,

@@ -75,6 +75,7 @@ def _describe_cell(cell: Cell) -> dict[str, Any]:
         "samples_per_s": cell.rate,
         "low": cell.low if cell.ok else None,
         "high": cell.high if cell.ok else None,
+        "windows": len(cell.rates),
         "step_seconds": cell.number("step_seconds", "median"),
         "mfu": cell.number("mfu"),
         "hfu": cell.number("hfu"),

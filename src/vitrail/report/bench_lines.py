@@ -47,7 +47,8 @@ def draw_scaling(lines: Sequence[Line], kind: str) -> Figure | None:
         share.plot(x, [100 * point["efficiency"] for point in line["points"]], **style)
         memory.plot(x, [point["memory_gib"] for point in line["points"]], **style)
         _mark_broken(memory, line["broken"], "gpus", place, style["color"])
-    scale_rates(speed, [point["samples_per_s"] for line in lines for point in line["points"]] + ideal)
+    points = [point for line in lines for point in line["points"]]
+    scale_rates(speed, [point[name] for point in points for name in ("samples_per_s", "low", "high")] + ideal)
     for ax, name in ((speed, "samples/s"), (share, "efficiency, % of ideal"), (memory, "peak memory of a rank, GiB")):
         name_panel(ax, name)
         scale_counts(ax, counts, "ranks")

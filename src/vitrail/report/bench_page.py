@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import UserError
-from vitrail.report.bench_cells import WORDS, read_bench
+from vitrail.report.bench_cells import WORDS, name_spread, plural, read_bench
 from vitrail.report.bench_facts import summarize_bench
 from vitrail.report.bench_plots import KINDS, draw_all
 from vitrail.report.bench_study import split_studies
@@ -87,7 +87,7 @@ def _state_headline(facts: dict[str, Any]) -> str:
     counts, total = facts["counts"], len(facts["cells"]) + len(facts["open"])
     if not facts["cells"]:
         return "No cell has a result yet"
-    parts = [f"{counts['ok']} of {total} cells measured"]
+    parts = [f"{counts['ok']} of {plural(total, 'cell')} measured"]
     parts += [f"{counts[status]} {WORDS[status]}" for status in ("oom", "failed", "skipped") if counts[status]]
     return ", ".join(parts + [f"{len(facts['open'])} not run yet"] * bool(facts["open"]))
 
@@ -137,7 +137,8 @@ _HEADS: Row = (
 
 def _list_cells(facts: dict[str, Any]) -> tuple[Row, list[dict[str, Any]]]:
     """Heads and cells, without columns that say nothing."""
-    table: list[Row] = [_HEADS]
+    spread = name_spread(cell["windows"] for cell in facts["cells"] if cell["status"] == "ok")
+    table: list[Row] = [tuple(spread if head == "quartiles" else head for head in _HEADS)]
     apart = len(facts["hardware"]) > 1
     for cell in facts["cells"]:
         place = (cell["device"], cell["mode"]) if apart else (MISSING, MISSING)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vitrail.report.bench_bars import choose_bars, draw_bars, draw_effects, draw_interactions, draw_ladder, draw_split
-from vitrail.report.bench_cells import Cell
+from vitrail.report.bench_cells import FEW, Cell, name_spread, plural
 from vitrail.report.bench_lines import draw_batches, draw_scaling
 from vitrail.report.bench_study import Study
 from vitrail.report.bench_style import MOST_LINES, Picture
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 Drawing = tuple[str, str, str, Callable[[], "Figure | None"]]  # file name, title, caption, how to draw
 KINDS = ("weak-scaling", "strong-scaling", "configurations", "effects", "interactions", "ladder", "batch", "step")
-_SPREAD = "Thin lines are the quartiles of the windows."
 _CAPTIONS = {
     "weak": "Every rank keeps its batch. The ideal starts from the fastest on the fewest ranks, efficiency from each "
-    f"line's own. {_SPREAD}",
+    "line's own.",
     "strong": "All ranks share one batch. The ideal starts from the fastest on the fewest ranks, efficiency from each "
-    f"line's own. {_SPREAD}",
+    "line's own.",
     "effects": "Pairs of cells that differ in nothing else, at the largest batch that both ran; n is their number. "
     "Black: 95 % of bootstrap samples of the windows. Pale bars: that range holds 0, or is not known. Grey below a "
     "bar: from the least to the most of the pairs.",
@@ -30,7 +29,7 @@ _CAPTIONS = {
     "no clear difference.",
     "ladder": "Each rung changes one key of the rung above and stands at its own best batch. Another order would share "
     "the gain out otherwise.",
-    "batch": f"{_SPREAD} Marks at the foot: batches that were not measured.",
+    "batch": "Marks at the foot: batches that were not measured.",
     "step": "Measured in steps of their own, so the sum may differ from the step; white is the rest of it.",
 }
 
@@ -56,9 +55,10 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
     def mine(name: str) -> list[dict[str, Any]]:
         return [one for one in facts[name] if (one["device"], one["mode"]) == (study.device, study.mode)]
 
+    spread = _describe_spread(study.cells)
     for kind in ("weak", "strong"):
         lines = [line for line in mine("scaling") if line["kind"] == kind]
-        caption = _CAPTIONS[kind] + _left_out(len(lines))
+        caption = f"{_CAPTIONS[kind]} {spread}" + _left_out(len(lines))
         yield f"{kind}-scaling", f"{kind.capitalize()} scaling", caption, _with(draw_scaling, lines, kind)
     works: dict[str, list[Cell]] = {}
     for cell in study.cells:
@@ -69,7 +69,7 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
         yield (
             f"configurations {work}",
             "Configurations",
-            _SPREAD + best * bool(left),
+            spread + best * bool(left),
             _with(draw_bars, study, cells, work),
         )
     yield "effects", "Factor effects", _CAPTIONS["effects"], _with(draw_effects, mine("effects"))
@@ -78,7 +78,7 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
         yield f"ladder {ladder['label']}", "Ladder", _CAPTIONS["ladder"], _with(draw_ladder, ladder, study.unit)
     for work in works:
         lines = [line for line in mine("batches") if line["work"] == work]
-        caption = _CAPTIONS["batch"] + _left_out(len(lines))
+        caption = f"{spread} {_CAPTIONS['batch']}" + _left_out(len(lines))
         yield f"batch {work}", "Against the batch", caption, _with(draw_batches, lines, work, study.unit)
     for work, cells in works.items():
         yield f"step {work}", "Parts of the step", _CAPTIONS["step"], _with(draw_split, study, cells, work)
@@ -89,7 +89,12 @@ def _with(draw: Callable[..., Any], *values: Any) -> Callable[[], Any]:
 
 
 def _left_out(lines: int) -> str:
-    return f" {lines - MOST_LINES} more lines are in the facts (--json)." if lines > MOST_LINES else ""
+    return f" {plural(lines - MOST_LINES, 'line')} more in the facts (--json)." if lines > MOST_LINES else ""
+
+
+def _describe_spread(cells: Sequence[Cell]) -> str:
+    found, _, other = name_spread(len(cell.rates) for cell in cells if cell.ok).partition(", or ")
+    return f"Thin lines are the {found} of the windows" + (f", the {other} of fewer than {FEW}." if other else ".")
 
 
 def _name_file(words: str, taken: set[str]) -> str:

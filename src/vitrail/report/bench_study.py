@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vitrail.report.bench_cells import Cell
+from vitrail.report.bench_cells import Cell, plural
 
 BATCH = "data.batch"
 OUTSIDE = ("mode", "ranks", "nodes", "gpus")  # not keys of a recipe
@@ -58,7 +58,7 @@ class Study:
         """What was chosen in a cell; without what changes its work where the title says that."""
         words = [f"{f.name}={cell.levels[f.name]}" for f in self.factors if work or not f.changes_work]
         if len({one.gpus for one in self.cells}) > 1:
-            words.append(f"{cell.gpus:g} ranks")
+            words.append(plural(cell.gpus, "rank"))
         if batch and self.batched:
             words.append(self.batch(cell.size))
         return ", ".join(words) or cell.name

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vitrail.report.bench_cells import STATUSES, WORDS, Cell
+from vitrail.report.bench_cells import STATUSES, WORDS, Cell, plural
 from vitrail.report.bench_effects import FEWEST
 from vitrail.report.bench_study import Study
 from vitrail.report.units import compact, percent
@@ -62,20 +62,20 @@ def find_warnings(cells: Sequence[Cell], studies: Sequence[Study]) -> list[str]:
     retried = [cell.name for cell in cells if cell.ok and cell.number("retries") > 0]
     if retried:
         found.append(
-            f"The allocator had to free and try again in {len(retried)} cell{'s' * (len(retried) > 1)} "
-            f"({_some(retried)}): they are at the edge of the memory, and slower for it."
+            f"The allocator had to free and try again in {plural(len(retried), 'cell')} "
+            f"({_some(retried)}), at the edge of the memory: that costs speed."
         )
     slow = [c.name for c in cells if c.mode == "real" and _data_share(c) >= _SLOW_DATA]
     if slow:
         top = max((c for c in cells if c.name in slow), key=_data_share)
         found.append(
             f"{percent(_data_share(top))} of the step waits for data in {top.name}, and {percent(_SLOW_DATA)} or more "
-            f"in {len(slow)} of {len(cells)} cells: measure with --mode syn what the model alone can do."
+            f"in {len(slow)} of {plural(len(cells), 'cell')}: measure with --mode syn what the model alone can do."
         )
     thin = [cell.name for cell in cells if cell.ok and len(cell.rates) < FEWEST]
     if thin:
         found.append(
-            f"{len(thin)} of the measured cells have fewer than {FEWEST} windows: their effects have no interval."
+            f"{plural(len(thin), 'measured cell')} with fewer than {FEWEST} windows: effects there have no interval."
         )
     return found
 
@@ -124,17 +124,17 @@ def conclude(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:
     for kind in ("weak", "strong"):
         lines = [(line["label"], line["points"][-1]) for line in facts["scaling"] if line["kind"] == kind]
         lines.sort(key=lambda line: -line[1]["efficiency"])
-        shares = [f"{label} {percent(last['efficiency'])} at {last['gpus']:g} ranks" for label, last in lines]
+        shares = [f"{label} {percent(last['efficiency'])} at {plural(last['gpus'], 'rank')}" for label, last in lines]
         if shares:
             yield f"{kind.capitalize()} scaling, share of the ideal: {_some(shares, 8)}."
     for ladder in facts["ladders"][:1]:
-        top = max((rung for rung in ladder["rungs"] if rung["status"] == "ok"), key=lambda rung: rung["relative"])
-        yield f"The ladder's best rung, {top['name']}, is {top['relative']:.2f} times as fast as the first that ran."
+        yield describe_ladder([rung for rung in ladder["rungs"] if rung["status"] == "ok"])
     yield from (mode["sentence"] for mode in facts["modes"][:3])
     broken = {status: [cell["name"] for cell in facts["cells"] if cell["status"] == status] for status in STATUSES[1:]}
+    total = plural(len(facts["cells"]), "cell")
     for status, names in broken.items():
         if names:
-            yield f"{WORDS[status].capitalize()}: {len(names)} of {len(facts['cells'])} cells ({_some(names)})."
+            yield f"{WORDS[status].capitalize()}: {len(names)} of {total} ({_some(names)})."
 
 
 def describe_effect(effect: dict[str, Any], study: Study) -> str:
@@ -159,6 +159,14 @@ def describe_effect(effect: dict[str, Any], study: Study) -> str:
     if effect["changes_work"]:
         text += "; a sample is then other work, compare MFU"
     return text
+
+
+def describe_ladder(rungs: Sequence[dict[str, Any]]) -> str:
+    """What the rungs that ran have brought."""
+    top = max(rungs, key=lambda rung: rung["relative"])
+    if top["relative"] < 1.01:
+        return f"Nothing on the ladder helped: no rung is even 1 % faster than the first that ran, {rungs[0]['name']}."
+    return f"The ladder's best rung, {top['name']}, is {top['relative']:.2f} times as fast as the first that ran."
 
 
 def signed(value: float) -> str:
