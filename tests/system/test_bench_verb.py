@@ -16,7 +16,7 @@ BAD = {"status": "failed", "error": "it ended with 1 and left no word"}
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sweep", "data.batc=1,2"], "did you mean 'batch'"),
+        (["--sweep", "data.batc=1,2"], "--sweep data.batc=1: "),
         (["--sweep", "parallel.strategy=DDPP"], "did you mean 'DDP'"),
         (["--sweep", "parallel.tensor=4"], "does not divide the 1 ranks"),
         (["--ranks", "2", "data.batch=3"], "batch"),
@@ -25,6 +25,10 @@ BAD = {"status": "failed", "error": "it ended with 1 and left no word"}
         (["--nodes", "2"], "--jobs"),
         (["--time", "20m"], "--time: no jobs are written"),
         (["--jobs", "slurm", "--start-with", "srun"], "leave it or --jobs out"),
+        (["--start-with", "nosuchcmd {world}"], "there is no program 'nosuchcmd'"),
+        (["--start-with", "env A={foo}"], "{foo} is unknown (known: {nodes}, {ranks}, {world})"),
+        (["--start-with", "env 'A"], "No closing quotation"),
+        (["--start-with", " "], "no words are given"),
         (["--mode", "syn", "--mode", "io", "--sweep", "mode=io"], "leave one of them out"),
         (["--limit", "soon"], "--limit"),
         (["--warm-up", "0"], "--warm-up"),
@@ -93,15 +97,57 @@ def test_what_is_not_kept_is_not_promised(tmp_path, capsys, monkeypatch):
         assert "vitrail-bench-" not in error
 
 
+def test_several_modes_keep_nothing_and_a_sweep_fails_if_every_cell_does(tmp_path, capsys, monkeypatch):
+    from vitrail.bench import runner
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    ends, orders = {}, []
+
+    def measure(order, ranks, *, log, **_):
+        orders.append(order)
+        log.write_text(f"of {order['name']}\n")
+        return {"status": ends.get(order["name"], "failed"), "error": "no"}
+
+    def bench(*words):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bench", TOY, *words])
+        return ended.value.code or 0, capsys.readouterr().err
+
+    monkeypatch.setattr(runner, "run_cell", measure)
+    for _ in range(2):
+        code, error = bench("--mode", "real", "--mode", "syn")
+        assert code == 1
+        assert "of mode=syn" in error  # the log, which is not kept
+        assert "every cell failed" in error
+    assert len(orders) == 4
+    assert not list(tmp_path.iterdir())
+    code, error = bench("--sweep", "model.patch=2,4", "--out", "here")
+    assert (code, "every cell failed; see here/logs" in error) == (1, True)
+    ends["patch=4"] = "oom"
+    assert bench("--sweep", "model.patch=2,4", "--out", "here", "--again")[0] == 0
+    assert bench("--mode", "real", "--out", "both")[0] == 1
+    del orders[:]
+    with pytest.raises(SystemExit):
+        cli.main(["bench", TOY, "--mode", "io", "--mode", "real", "--out", "both"])
+    assert [order["mode"] for order in orders] == ["io"]
+    table = capsys.readouterr().out
+    assert "mode=io  " in table
+    assert "as it is (mode=real)  " in table
+
+
 def test_jobs_are_written_for_every_cell(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", TOY, "--sweep", "nodes=1,2", "--jobs", "slurm", "--machine", "dgx", "--time", "20m"])
+        words = ["--machine", "dgx", "--time", "20m", "--cpus-per-rank", "7"]
+        cli.main(["bench", TOY, "--sweep", "nodes=1,2", "--jobs", "slurm", *words])
     told = capsys.readouterr()
     assert not ended.value.code, told.err
     assert told.out.split() == [f"runs/bench-ablate-dit-toy/jobs/nodes={n}.sh" for n in (1, 2)]
-    assert "#SBATCH --ntasks-per-node=8" in Path(told.out.split()[1]).read_text()
+    script = Path(told.out.split()[1]).read_text()
+    for option in ("ntasks-per-node=8", "cpus-per-task=7", "job-name=nodes-2"):
+        assert f"#SBATCH --{option}\n" in script
 
 
 @pytest.mark.slow

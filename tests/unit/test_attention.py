@@ -392,7 +392,7 @@ def hopper(**changes: object) -> Call:
         (hopper(device="cpu", capability=(0, 0), dtype=FP32), {"flash", "math", "reference", "flex"}, "flash"),
         (hopper(device="cpu", capability=(0, 0), masked=True, width=105), {"flash", "math", "flex"}, "flash"),
     ],
-    ids=str,
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set | frozenset) else str(value),
 )
 def test_auto_chooses(call: Call, available: frozenset[str], expected: str) -> None:
     assert choose(call, available)[0] == expected

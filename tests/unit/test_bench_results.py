@@ -49,6 +49,44 @@ def test_results_survive_a_torn_line(tmp_path):
     assert row == {"name": "a", "status": "ok", "keys.data.batch": "8/rank", "split.data": "0.1"}
 
 
+def test_lines_and_files_that_say_too_little_are_told_in_a_sentence(tmp_path, measured):
+    told = []
+
+    def run():
+        return runner.plan_sweep(str(TOY), sweep=["data.batch=8"], mode="syn", out=tmp_path, tell=told.append).run()
+
+    run()
+    with open(tmp_path / "results.jsonl", "a") as file:
+        file.write('{"name": "a", "status": "ok", "keys": null}\n[]\n\n')
+    (tmp_path / "cells" / "x.json").write_text("[]")
+    assert [found["name"] for found in run()] == ["batch=8"]
+    assert told[1].endswith("results.jsonl: lines that cannot be read, and do not count: 2")
+    for text in ("{}", "[]", '{"tree": {}, "sweep": [], "cells": []}'):
+        (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(UserError, match="does not say what was measured; remove it") as refused:
+            run()
+        assert len(str(refused.value)) < 100 + len(str(tmp_path))
+    (tmp_path / "sweep.json").unlink()
+    assert len(run()) == len(measured["names"]) == 1
+
+
+def test_results_that_were_measured_otherwise_are_told(tmp_path, measured):
+    told = []
+
+    def run(*sweep, **options):
+        options = runner.Options(**options)
+        runner.plan_sweep(str(TOY), sweep=sweep, mode="syn", out=tmp_path, options=options, tell=told.append).run()
+        return told[-1]
+
+    measured["ends"] = {"as it is": OK | {"windows": [1.0, 1.0], "steps": 3, "warm_up": 1, "date": "2026-01-02T03:04"}}
+    run(windows=2)
+    same = "1 of 1 cells have a result already (of 2026-01-02, 2 windows of 3 steps)"
+    assert run(windows=2) == run(windows=2, steps=3) == same
+    for other in ({"windows": 5}, {"windows": 2, "steps": 4}, {"windows": 2, "warm_up": 2}):
+        assert run(**other).startswith(f"{same}; other --windows")
+    assert len(measured["names"]) == 1
+
+
 def test_only_one_works_in_a_folder(tmp_path):
     with Results(tmp_path), pytest.raises(UserError, match="another benchmark is at work"):
         Results(tmp_path)
@@ -70,6 +108,8 @@ def test_another_grid_adds_cells_and_another_recipe_is_refused(tmp_path):
     assert told["cells"] == ["batch=8/rank", "batch=16/rank,patch=2", "batch=16/rank,patch=4"]
     with Results(tmp_path) as results, pytest.raises(UserError, match=r"run.seed: 0 became 1.*another folder"):
         results.agree(plan(tmp_path, overrides=["run.seed=1"]).asked)
+    with Results(tmp_path) as results:
+        results.agree(runner.plan_sweep(str(TOY), mode="io", out=tmp_path).asked)  # a mode belongs to a cell
 
 
 def test_keys_that_end_alike_are_not_taken_for_each_other(tmp_path, measured):
@@ -231,6 +271,9 @@ def test_ranks_may_be_started_by_other_words(monkeypatch, tmp_path):
     assert found["status"] == "ok"
     assert (tmp_path / "words").read_text().split()[:3] == ["4", "-m", "vitrail.bench.cell"]  # no torchrun before it
     assert program.exists()
+    program.write_bytes(b"\0")
+    with pytest.raises(UserError, match=r"--start-with: './child' cannot be started"):
+        cells.run_cell({"out": "a.json"}, 1, log=tmp_path / "a.log", limit=1, starter=["./child"])
 
 
 # ---------------------------------------------------------------- the order of a sweep

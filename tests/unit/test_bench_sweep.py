@@ -68,7 +68,12 @@ def test_names_differ_where_cells_do():
     assert [cell.name for cell in found] == ["model.decoder.depth=1", "model.decoder.depth=2"]
     (same,) = read_cells(["data.batch=8"], mode="syn", ranks=1, nodes=1, known=known)
     (other,) = read_cells(["data.batch=8"], mode="io", ranks=1, nodes=1, known=known)
-    assert (same.name, other.name) == ("b8", "batch=8")
+    assert (same.name, other.name) == ("b8", "batch=8,mode=io")
+    known = {identity({}, "real"): "as it is"}  # a mode that is swept is the one that was given alone
+    found = read_cells(["mode=io,real"], mode="io", ranks=1, nodes=1, known=known)
+    assert [cell.name for cell in found] == ["mode=io", "as it is"]
+    (alone,) = read_cells([], mode="io", ranks=1, nodes=1, known=known)
+    assert (alone.name, alone.identity) == ("mode=io", found[0].identity)
 
 
 def test_names_of_files_are_plain_and_differ():
@@ -94,7 +99,7 @@ def test_mode_ranks_and_nodes_are_swept_beside_the_recipe():
 @pytest.mark.parametrize(
     ("sweep", "words"),
     [
-        ("data.batc=1,2", "did you mean 'batch'"),
+        ("data.batc=1,2", "^--sweep data.batc=1: .*did you mean 'batch'"),
         ("batch=1,2", "did you mean 'data.batch'"),
         ("stratgy=DDP", "did you mean 'parallel.strategy'"),
         ("parallel.strategy=DDP,FULLSHARD", "strategy=FULLSHARD.*did you mean 'FULL_SHARD'"),
@@ -118,10 +123,11 @@ def test_a_whole_section_may_be_swept_and_keys_may_go_together():
 
 def test_larger_batches_need_not_be_tried_with_the_same_other_keys():
     small, large, other, unit = cells("data.batch,parallel.compile=8/rank:true,16/rank:true,16/rank:false,16:true")
-    oom = [{"name": small.name, "status": "oom", "keys": small.keys}]
+    oom = [{"name": small.name, "status": "oom", "keys": small.keys, "mode": "syn"}]
+    assert too_large(large, [oom[0] | {"mode": "io"}]) is None
     assert too_large(large, oom) == small.name
     assert too_large(small, oom) is None
     assert too_large(other, oom) is None
     assert too_large(unit, oom) is None
     assert too_large(large, [oom[0] | {"status": "failed"}]) is None
-    assert too_large(small, [{"name": large.name, "status": "oom", "keys": large.keys}]) is None
+    assert too_large(small, [oom[0] | {"name": large.name, "keys": large.keys}]) is None

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.bench.child import Watch, alone_environment
+from vitrail.errors import UserError
 from vitrail.report.files import write_whole
 
 STARVED = "a process was ended by signal 9, and the memory of the machine had run out"
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
         end_with_parent()
     from vitrail.bench.trial import is_out_of_memory
-    from vitrail.errors import RunFailed, UserError
+    from vitrail.errors import RunFailed
     from vitrail.launch.world import find_world
     from vitrail.recipe.kinds import load_plugin
     from vitrail.training.failures import summary
@@ -138,14 +139,19 @@ def run_cell(
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     with open(log, "wb") as file:
-        child = subprocess.Popen(
-            [*words, "vitrail.bench.cell", str(path)],
-            env=env,
-            stdin=subprocess.PIPE,  # closed when this process ends, however it ends: the children then end, too
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            child = subprocess.Popen(
+                [*words, "vitrail.bench.cell", str(path)],
+                env=env,
+                stdin=subprocess.PIPE,  # closed when this process ends, however it ends: the children then end, too
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            if starter is None:
+                raise
+            raise UserError(f"--start-with: {words[0]!r} cannot be started ({error.strerror}); correct it") from None
         late = False
         try:
             child.wait(timeout=limit)

@@ -1,14 +1,13 @@
 """The folder of a benchmark: what was asked (sweep.json), what was found (results.jsonl, and the same as results.csv).
 
-- a result is one line, appended and on the disk before the next cell begins; a line that a kill has torn is left out
+- a result is one line, appended and on the disk before the next cell begins; one that was torn is left out, and told
 - a cell may have several results (it failed, and was tried again): the newest counts
 - a cell is known by its keys with their values, and the mode; its name belongs to it alone in this folder
-- what all cells have in common (recipe, mode, ranks) is fixed by the first call; another one is refused
+- what all cells have in common (recipe, ranks, nodes) is fixed by the first call; another one is refused
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import fcntl
 import io
@@ -22,8 +21,9 @@ from vitrail.recipe.changes import diff
 from vitrail.report.facts import strict
 from vitrail.report.files import write_whole
 
-# Of sweep.json, what must stay the same from call to call.
-FIXED = ("mode", "ranks", "nodes")
+# Of sweep.json, what must stay the same from call to call, beside the recipe.
+FIXED = ("ranks", "nodes")
+STATUSES = ("ok", "oom", "failed", "skipped")
 
 
 class Results:
@@ -47,7 +47,7 @@ class Results:
             ) from None
         except OSError:  # some shared file systems have no locks
             pass
-        self.results = read_results(self.folder)
+        self.results, self.unread = read_lines(self.folder)
 
     def __enter__(self) -> Results:
         return self
@@ -81,42 +81,45 @@ class Results:
 
     def agree(self, asked: dict[str, Any]) -> None:
         """Refuse a call that means something else by the names of the cells; note what else it asks for."""
-        path = self.folder / "sweep.json"
-        known = _read_json(path)
+        known = read_asked(self.folder)
         if known is not None:
             changes = diff({name: known.get(name) for name in FIXED}, {name: asked[name] for name in FIXED})
-            changes += diff(known.get("tree"), asked["tree"])
+            changes += diff(known["tree"], asked["tree"])
             if changes:
-                shown = "; ".join(f"{key}: {old!r} became {new!r}" for key, old, new in changes[:5])
+                shown = "; ".join(f"{key}: {_brief(old)} became {_brief(new)}" for key, old, new in changes[:5])
                 raise UserError(
                     f"--out {self.folder}: it holds results of something else ({shown}); choose another folder, or go "
                     "back to what it was"
                 )
-            sweep = {key: list(values) for key, values in known.get("sweep", {}).items()}
+            sweep = {key: list(values) for key, values in known["sweep"].items()}
             for key, values in asked["sweep"].items():
                 have = sweep.setdefault(key, [])
                 have += [value for value in values if value not in have]
-            cells = list(dict.fromkeys([*known.get("cells", []), *asked["cells"]]))
-            known_as = known.get("identities") or {}
+            cells = list(dict.fromkeys([*known["cells"], *asked["cells"]]))
+            known_as = known["identities"]
             for name, mine in asked["identities"].items():
                 if known_as.get(name, mine) != mine:
                     raise UserError(f"--out {self.folder}: another call has just named a cell {name}; call again")
             asked = asked | {"sweep": sweep, "cells": cells, "identities": known_as | asked["identities"]}
-        write_whole(path, json.dumps(asked, indent=1).encode())
+        write_whole(self.folder / "sweep.json", json.dumps(asked, indent=1).encode())
 
 
 def identity(keys: Any, mode: Any) -> str:
-    """What makes a cell itself: the keys that are swept with their values, in whatever order, and the mode."""
+    """What makes a cell itself: the keys that are swept with their values, in whatever order, and the mode.
+
+    A mode that is swept is the same as one that is given alone.
+    """
+    keys = {key: value for key, value in keys.items() if key != "mode"}
     return json.dumps([strict(keys), mode], sort_keys=True, default=str)
 
 
 def identity_of(result: dict[str, Any]) -> str:
-    return identity(result.get("keys") or {}, result.get("mode"))
+    return identity(result["keys"], result.get("mode"))
 
 
 def known_cells(folder: str | Path) -> dict[str, str]:
     """The names of the cells of a folder, by identity: those that were asked for, and those that have results."""
-    told = (_read_json(Path(folder) / "sweep.json") or {}).get("identities") or {}
+    told = (read_asked(folder) or {"identities": {}})["identities"]
     names = {mine: name for name, mine in told.items()}
     taken = set(told)
     for result in read_results(folder):
@@ -129,17 +132,43 @@ def known_cells(folder: str | Path) -> dict[str, str]:
 
 def read_results(folder: str | Path) -> list[dict[str, Any]]:
     """All whole lines of results.jsonl, oldest first."""
+    return read_lines(folder)[0]
+
+
+def read_lines(folder: str | Path) -> tuple[list[dict[str, Any]], int]:
+    """The results, oldest first, and how many lines could not be read."""
     try:
         lines = (Path(folder) / "results.jsonl").read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            result = json.loads(line)
-            if isinstance(result, dict) and isinstance(result.get("name"), str) and "status" in result:
-                found.append(result)
-    return found
+    except (FileNotFoundError, NotADirectoryError):
+        return [], 0
+    lines = [line for line in lines if line.strip()]
+    found = [result for result in map(_parse, lines) if is_result(result)]
+    return found, len(lines) - len(found)
+
+
+def is_result(found: Any) -> bool:
+    """Whether it says which cell it belongs to, and how that ended."""
+    if not isinstance(found, dict):
+        return False
+    named = isinstance(found.get("name"), str) and isinstance(found.get("keys"), dict)
+    return named and found.get("status") in STATUSES
+
+
+def read_asked(folder: str | Path) -> dict[str, Any] | None:
+    """What earlier calls have asked for, if there were any."""
+    path = Path(folder) / "sweep.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        raise UserError(f"{path}: it is not JSON any more; remove it, and the results stay") from None
+    try:
+        sweep = {key: list(values) for key, values in found["sweep"].items()}
+        known = {name: identity(*json.loads(mine)) for name, mine in found.get("identities", {}).items()}
+        return found | {"tree": dict(found["tree"]), "sweep": sweep, "cells": list(found["cells"]), "identities": known}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: it does not say what was measured; remove it, and the results stay") from None
 
 
 def to_csv(results: list[dict[str, Any]]) -> str:
@@ -171,14 +200,16 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _parse(line: bytes) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+        return json.loads(line)
     except ValueError:
-        raise UserError(f"{path}: it is not JSON any more; remove it, and the results stay") from None
-    return found if isinstance(found, dict) else None
+        return None
 
 
 def _ends_with_newline(path: Path) -> bool:

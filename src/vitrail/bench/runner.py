@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import shutil
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,8 +26,9 @@ from typing import Any
 from vitrail.bench import sweep as sweeps
 from vitrail.bench.cell import best, forget, read_notes, read_result, read_started, run_cell
 from vitrail.bench.facts import SCHEMA, alone, describe
-from vitrail.bench.results import Results, known_cells
+from vitrail.bench.results import Results, is_result, known_cells
 from vitrail.bench.sweep import Cell
+from vitrail.errors import UserError
 from vitrail.launch.world import usable_cores
 from vitrail.recipe import Recipe
 from vitrail.recipe.find import find_recipe
@@ -33,6 +36,7 @@ from vitrail.report.facts import strict
 from vitrail.report.units import duration, plain
 
 LIMIT = 1800.0  # seconds that a cell may take
+PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")  # {world} in the words that start ranks; ${HOME} is the shell's
 
 
 class Stopped(Exception):
@@ -68,6 +72,7 @@ class Sweep:
     tell: Callable[[str], None] = field(default=lambda line: None)
     kept: bool = True  # whether the folder stays, so that its files may be named
     begun: dict[str, str] = field(default_factory=dict)  # by name: which job has begun a cell, and no more is known
+    already: str = ""  # when and how the results were measured that this call found
 
     def run(self) -> list[dict[str, Any]]:
         """Measure what is missing; the newest result of each cell."""
@@ -77,7 +82,8 @@ class Sweep:
             self.collect(results)
             todo = [cell for cell in self.cells if self.is_open(cell, results)]
             if len(todo) < len(self.cells):
-                self.tell(f"{len(self.cells) - len(todo)} of {len(self.cells)} cells have a result already")
+                done = len(self.cells) - len(todo)
+                self.tell(f"{done} of {len(self.cells)} cells have a result already{self.already}")
             for number, cell in enumerate(todo, 1):
                 limit = self.options.most_seconds
                 if limit is not None and time.monotonic() - began >= limit:
@@ -111,16 +117,19 @@ class Sweep:
         return self.folder / "logs" / f"{cell.file}.log"
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        ranks, nodes, threads = cell.ranks, cell.nodes, None
-        if cell.mode == "compute" and ranks * nodes > 1:  # as many cores as one of the ranks would have
-            ranks, nodes, threads = 1, 1, max(1, usable_cores() // ranks)
-        words = self.options.start_with
-        if words is not None:
-            for name, number in (("nodes", nodes), ("ranks", ranks), ("world", nodes * ranks)):
-                words = words.replace(f"{{{name}}}", str(number))
-        order = self.order(cell, watched=words is None)
-        starter = None if words is None else shlex.split(words)
+        ranks, threads = cell.ranks, None
+        if cell.mode == "compute" and ranks * cell.nodes > 1:  # as many cores as one of the ranks would have
+            ranks, threads = 1, max(1, usable_cores() // ranks)
+        starter = self.starter(cell)
+        order = self.order(cell, watched=starter is None)
         return run_cell(order, ranks, log=self.log(cell), limit=self.options.limit, threads=threads, starter=starter)
+
+    def starter(self, cell: Cell) -> list[str] | None:
+        """The words that start the ranks of a cell, if they are given."""
+        if self.options.start_with is None:
+            return None
+        ranks, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks, cell.nodes)
+        return fill(self.options.start_with, {"nodes": nodes, "ranks": ranks, "world": nodes * ranks})
 
     def order(self, cell: Cell, *, watched: bool) -> dict[str, Any]:
         """What the processes of a cell are told."""
@@ -157,7 +166,7 @@ class Sweep:
         folder = self.folder / "cells"
         for path in sorted(folder.glob("*.json")):
             result = read_result(path)
-            if result is not None:
+            if result is not None and is_result(result):
                 results.add(result)
                 forget(path)
         for cell in self.cells:
@@ -172,6 +181,11 @@ class Sweep:
                         f"{cell.name}: {began} and left no result: it is still at work, or the scheduler has ended "
                         "it; --again begins anew"
                     )
+        if results.unread:
+            self.tell(f"{self.folder / 'results.jsonl'}: lines that cannot be read, and do not count: {results.unread}")
+        newest = results.newest
+        kept = [newest[c.identity] for c in self.cells if c.identity in newest and not self.is_open(c, results)]
+        self.already = tell_kept(kept, self.options)
 
 
 def plan_sweep(
@@ -219,7 +233,61 @@ def plan_sweep(
         "identities": {cell.name: cell.identity for cell in cells},
         "tree": base.to_tree(),
     }
-    return Sweep(recipe, overrides, cells, folder, options, asked, recipes, tell, kept)
+    planned = Sweep(recipe, overrides, cells, folder, options, asked, recipes, tell, kept)
+    for cell in cells:
+        planned.starter(cell)
+    return planned
+
+
+def fill(text: str, numbers: dict[str, int]) -> list[str]:
+    """The words of --start-with with these numbers in them; refused if they cannot be started."""
+
+    def number(found: re.Match[str]) -> str:
+        if found[1] not in numbers:
+            known = ", ".join(f"{{{name}}}" for name in numbers)
+            raise UserError(f"--start-with: {found[0]} is unknown (known: {known})")
+        return str(numbers[found[1]])
+
+    try:
+        words = shlex.split(PLACE.sub(number, text))
+    except UserError:
+        raise
+    except ValueError as error:  # a quotation that does not end
+        raise UserError(f"--start-with: {error}; close it") from None
+    if not words:
+        raise UserError("--start-with: no words are given; expected some such as 'srun --ntasks={world}'")
+    if shutil.which(words[0]) is None:
+        raise UserError(f"--start-with: there is no program {words[0]!r} here; correct it, or load what provides it")
+    return words
+
+
+def tell_kept(results: Sequence[dict[str, Any]], options: Options) -> str:
+    """When and how results were measured, and that other options do not change them."""
+    told = [result for result in results if result["status"] == "ok" and {"windows", "steps", "date"} <= set(result)]
+    if not told:
+        return ""
+    dates = span(str(result["date"])[:10] for result in told)
+    windows, steps = (span(numbers) for numbers in zip(*(_counts(result) for result in told), strict=True))
+    words = f" (of {dates}, {windows} windows of {steps} steps)"
+    if any(_differs(result, options) for result in told):
+        words += "; other --windows, --steps or --warm-up do not change it: give another --out to measure anew"
+    return words
+
+
+def span(values: Iterable[Any]) -> str:
+    """The least and the largest."""
+    found = sorted(set(values))
+    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
+def _counts(result: dict[str, Any]) -> tuple[int, int]:
+    return len(result["windows"]), result["steps"]
+
+
+def _differs(result: dict[str, Any], options: Options) -> bool:
+    """Whether a result was measured otherwise; a number that is not given may be any."""
+    pairs = ((options.steps, result["steps"]), (options.warm_up, result.get("warm_up")))
+    return len(result["windows"]) != options.windows or any(mine not in (None, theirs) for mine, theirs in pairs)
 
 
 def summarise(result: dict[str, Any]) -> str:

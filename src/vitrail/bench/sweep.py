@@ -4,7 +4,7 @@
   two keys whose values go together. Values are read as overrides are, so lists and mappings may hold commas
 - `mode`, `ranks` (processes a node) and `nodes` are no keys of a recipe, but may be swept as well
 - a cell is named by what differs: the last part of each key, or all of it where two keys of a folder end alike. It is
-  known by its keys and values; one that a folder knows keeps its name, and no other gets it
+  known by its keys, their values and the mode; one that a folder knows keeps its name, and no other gets it
 - everything is checked before anything runs: unknown keys, values that the recipe refuses, layouts that cannot be
 """
 
@@ -57,6 +57,12 @@ class Cell:
     @property
     def identity(self) -> str:
         return identity(self.keys, self.mode)
+
+    @property
+    def typed(self) -> str:
+        """What makes it differ, in the words of the command line."""
+        outside = [f"{key}={value}" for key, value in self.keys.items() if key in ("ranks", "nodes")]
+        return ",".join([*self.overrides, *outside])
 
     @property
     def file(self) -> str:
@@ -128,7 +134,7 @@ def read_cells(
             key: parsed[key] for key in OUTSIDE if key in parsed
         }
         mine = identity(parsed, outside["mode"])
-        name = names.get(mine) or _free_name(words, short, outside["mode"], set(names.values()))
+        name = names.get(mine) or _free_name(_told(words, mine, names), short, outside["mode"], set(names.values()))
         if mine in seen:
             raise UserError(f"--sweep: {name} is there twice, in other words; name each value once")
         names[mine] = name
@@ -138,11 +144,18 @@ def read_cells(
     return cells
 
 
+def _told(words: dict[str, str], mine: str, known: Iterable[str]) -> dict[str, str]:
+    """What a cell is named by: the mode, too, where the folder has the same keys in another one."""
+    keys, mode = json.loads(mine)
+    same = any(json.loads(other)[0] == keys for other in known)
+    return words | {"mode": mode} if same and "mode" not in words else words
+
+
 def _free_name(words: Mapping[str, str], short: Mapping[str, str], mode: str, taken: set[str]) -> str:
     """The shortest name that no other cell has."""
     tight = {key: "".join(word.split()) for key, word in words.items()}
     ways = [
-        ",".join(f"{short[key]}={word}" for key, word in tight.items()) or WHOLE,
+        ",".join(f"{short.get(key, key)}={word}" for key, word in tight.items()) or WHOLE,
         ",".join(f"{key}={word}" for key, word in tight.items()) or WHOLE,
         whole := ",".join(f"{key}={word}" for key, word in words.items()) or WHOLE,
         f"{whole},mode={mode}",
@@ -183,7 +196,7 @@ def check_cells(recipe: Any, overrides: Sequence[str], cells: Sequence[Cell]) ->
             if cell.mode != "compute":
                 refuse(found[cell.name], cell.ranks * cell.nodes)
         except UserError as error:
-            raise UserError(f"--sweep {cell.name}: {error}" if cell.keys else str(error)) from None
+            raise UserError(f"--sweep {cell.typed}: {error}" if cell.typed else str(error)) from None
     return found
 
 
@@ -210,16 +223,17 @@ def _leaves(tree: Any, key: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def too_large(cell: Cell, results: Iterable[dict[str, Any]]) -> str | None:
-    """The name of a cell that ran out of memory with a smaller batch and the same other keys, if there is one."""
+    """The name of a cell that ran out of memory with a smaller batch, the same other keys and mode, if there is one."""
     size = batch_size(cell.keys.get(BATCH))
     if size is None:
         return None
     for result in results:
-        theirs = result.get("keys", {})
+        theirs = result["keys"]
         other = batch_size(theirs.get(BATCH))
         if result["status"] != "oom" or other is None or other[1] != size[1] or other[0] > size[0]:
             continue
-        if theirs != cell.keys and _without_batch(theirs) == _without_batch(cell.keys):
+        same = identity(_without_batch(theirs), result.get("mode")) == identity(_without_batch(cell.keys), cell.mode)
+        if same and theirs[BATCH] != cell.keys[BATCH]:
             return result["name"]
     return None
 
@@ -230,5 +244,5 @@ def batch_size(value: Any) -> tuple[int, str] | None:
     return (int(found[1]), "rank" if found[2] else "all") if found else None
 
 
-def _without_batch(keys: dict[str, Any]) -> str:
-    return json.dumps({key: value for key, value in keys.items() if key != BATCH}, sort_keys=True)
+def _without_batch(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key != BATCH}

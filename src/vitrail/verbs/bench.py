@@ -75,6 +75,9 @@ def bench(
     time: Annotated[str | None, typer.Option(metavar="CLOCK", help="Jobs: time limit of each.")] = None,
     account: Annotated[str | None, typer.Option(help="Jobs: account that pays.")] = None,
     partition: Annotated[str | None, typer.Option(help="Jobs: partition of the cluster.")] = None,
+    cpus_per_rank: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Jobs: cores of a rank; else those of the machine.")
+    ] = None,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -102,7 +105,14 @@ def bench(
     modes = list(dict.fromkeys(mode or ["real"]))
     for word in modes:
         check_mode(word)
-    settings: dict[str, Any] = {"machine": machine, "time": time, "account": account, "partition": partition}
+    settings: dict[str, Any] = {
+        "machine": machine,
+        "time": time,
+        "account": account,
+        "partition": partition,
+        "cpus_per_rank": cpus_per_rank,
+    }
+    given = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
     if find_world().size > 1:
         given = {
             "--sweep": sweep,
@@ -116,7 +126,7 @@ def bench(
             "--minutes": minutes,
             "--again": again,
             "--no-skip": no_skip,
-            **{f"--{name}": value for name, value in settings.items()},
+            **given,
         }
         for option, value in given.items():
             if value:
@@ -127,12 +137,13 @@ def bench(
         _measure_here(recipe, overrides or [], mode=modes[0], as_json=as_json, **asked)
         return
     sweep = list(sweep or [])
+    kept = bool(sweep or out or jobs)
     if len(modes) > 1:
         if any(axis.partition("=")[0].strip() == "mode" for axis in sweep):
             raise UserError("--mode: several are given, and --sweep mode is, too; leave one of them out")
         sweep.append(f"mode={','.join(modes)}")
     if jobs is None:
-        refuse_options({f"--{name}": value for name, value in settings.items()}, "no jobs are written", "--jobs")
+        refuse_options(given, "no jobs are written", "--jobs")
     else:
         from vitrail.launch.jobs import load_machine
 
@@ -143,7 +154,7 @@ def bench(
     _run(
         recipe,
         overrides or [],
-        {"sweep": sweep, "mode": modes[0], "ranks": ranks or 1, "nodes": nodes or 1, "out": out},
+        {"sweep": sweep, "mode": modes[0], "ranks": ranks or 1, "nodes": nodes or 1, "out": out, "kept": kept},
         asked | {"plugins": tuple(plugin or ()), "again": again, "skip": not no_skip, "start_with": start_with},
         (limit, minutes),
         None if jobs is None else (jobs, settings),
@@ -200,9 +211,8 @@ def _run(
         raise UserError("--start-with: job scripts say themselves how ranks are started; leave it or --jobs out")
     several = bool(grid["sweep"]) or jobs is not None
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as nowhere:
-        kept = several or grid["out"] is not None
-        grid = grid | ({} if kept else {"out": nowhere})
-        planned = plan_sweep(recipe, overrides, options=options, kept=kept, tell=note, **grid)
+        grid = grid | ({} if grid["kept"] else {"out": nowhere})
+        planned = plan_sweep(recipe, overrides, options=options, tell=note, **grid)
         if jobs is not None:
             from vitrail.bench.jobs import write_jobs
 
@@ -211,7 +221,8 @@ def _run(
             done = len(planned.cells) - len(scripts) - len(planned.begun)
             every = done == len(planned.cells)
             note(
-                f"{done} of {len(planned.cells)} cells have a result" + (f", all in {planned.folder}" if every else "")
+                f"{done} of {len(planned.cells)} cells have a result{planned.already}"
+                + (f", all in {planned.folder}" if every else "")
             )
             for script in scripts:
                 print(script)
@@ -220,14 +231,16 @@ def _run(
             results = planned.run()
         except Stopped as stop:
             where = f"finished cells are kept in {planned.folder}, and the same call goes on from there"
-            note(f"{stop}; {where if kept else 'nothing is kept'}")
+            note(f"{stop}; {where if planned.kept else 'nothing is kept'}")
             raise typer.Exit(STOPPED) from None
         if not results:
             raise RunFailed("no cell has a result: jobs have begun them; wait for these, or call with --again")
         if several or results[0]["status"] == "ok" or as_json:
-            _show(results, as_json, planned.folder if kept else None)
+            _show(results, as_json, planned.folder if planned.kept else None)
         if not several and results[0]["status"] != "ok":
             _fail(results[0], planned.folder / "logs")
+        if several and all(result["status"] == "failed" for result in results):
+            _fail_all(planned.folder / "logs", planned.kept)
 
 
 def _fail(result: dict[str, Any], logs: Path) -> None:
@@ -235,10 +248,20 @@ def _fail(result: dict[str, Any], logs: Path) -> None:
     told = "out of memory" if result["status"] == "oom" else result["status"]
     if result.get("wrong_input"):
         raise UserError(result["error"])
-    for log in logs.glob("*.log"):
+    _show_logs(logs)
+    raise RunFailed(f"{told}: {result['error']}")
+
+
+def _fail_all(logs: Path, kept: bool) -> None:
+    if not kept:
+        _show_logs(logs)
+    raise RunFailed("nothing was measured: every cell failed" + (f"; see {logs}" if kept else ""))
+
+
+def _show_logs(logs: Path) -> None:
+    for log in sorted(logs.glob("*.log")):
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]:
             note(line)
-    raise RunFailed(f"{told}: {result['error']}")
 
 
 def _sweeps(axes: list[str], key: str) -> bool:
@@ -257,11 +280,18 @@ def _show(results: list[dict[str, Any]], as_json: bool, folder: Path | None) -> 
     if len(results) == 1:
         print_tree(tree(results[0]), as_json)
     elif results:
-        print_rows([row(result) for result in results], as_json)
+        several = len({result["mode"] for result in results}) > 1
+        print_rows([row(_with_mode(result) if several else result) for result in results], as_json)
     if sentence:
         print(f"\n{sentence}")
     if folder is not None:
         print(f"\n{folder}")
+
+
+def _with_mode(result: dict[str, Any]) -> dict[str, Any]:
+    """Named by its mode, too, which was not swept when it was measured."""
+    told = f"mode={result['mode']}"
+    return result if told in result["name"].split(",") else result | {"name": f"{result['name']} ({told})"}
 
 
 def _others(result: dict[str, Any]) -> dict[str, Any]:
