@@ -21,11 +21,17 @@ help:
 demo: $(VENV)/.installed data/em.zarr
 	$(RUN) vitrail train configs/demo/mae3d.yaml --fresh
 
+# Files of unit tests are shared out to two processes. What starts ranks or launchers itself goes one by one.
+UNIT = tests/unit -n 2 --dist loadfile
+REST = --ignore tests/unit
+
 test: $(VENV)/.installed-dev
-	$(RUN) pytest -m "not slow and not gpu"
+	$(RUN) pytest -m "not slow and not gpu" $(UNIT)
+	$(RUN) pytest -m "not slow and not gpu" $(REST)
 
 test-slow: $(VENV)/.installed-dev
-	$(RUN) pytest -m slow
+	$(RUN) pytest -m slow $(UNIT)
+	$(RUN) pytest -m slow $(REST)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) ruff check .

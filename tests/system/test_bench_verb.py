@@ -139,8 +139,8 @@ def test_several_modes_keep_nothing_and_a_sweep_fails_if_every_cell_does(tmp_pat
 def test_jobs_are_written_for_every_cell(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
+    words = ["--machine", "dgx", "--time", "20m", "--cpus-per-rank", "7"]
     with pytest.raises(SystemExit) as ended:
-        words = ["--machine", "dgx", "--time", "20m", "--cpus-per-rank", "7"]
         cli.main(["bench", TOY, "--sweep", "nodes=1,2", "--jobs", "slurm", *words])
     told = capsys.readouterr()
     assert not ended.value.code, told.err

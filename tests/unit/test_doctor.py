@@ -160,7 +160,7 @@ def test_environment_is_json_and_holds_no_variable(monkeypatch):
     assert "hunter2" not in text
     assert stored["command"] == "vitrail train a.yaml 'u=s3://***@host/a b'"
     assert stored["vitrail"] == vitrail.__version__
-    assert set(stored["packages"]) == {"torch", "numpy", "tensorstore", "zarr"}
+    assert set(stored["packages"]) == {"torch", "numpy", "tensorstore", "zarr", "torchao"}
     assert stored["cpu"]["cores"] == len(os.sched_getaffinity(0))
     assert stored["date"].endswith("+00:00")
 
