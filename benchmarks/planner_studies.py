@@ -2,9 +2,9 @@
 
     python benchmarks/planner_studies.py [--calibrate] [--out benchmarks]
 
-The Frontier sharding study (images/s and memory of four sizes under five strategies, prefetch of 5B), torchtitan-mae on
-GH200, ORBIT's ladder; and predictions for the study's 5B and 15B. `--calibrate` first solves for the four values of
-clusters/frontier.yaml again and writes them there. No GPU is needed; it takes about 20 s.
+The Frontier sharding study (images/s and memory of four sizes under five strategies, prefetch of 5B; 5B and 15B),
+torchtitan-mae on GH200, ORBIT's ladder. `--calibrate` first solves for the four values of clusters/frontier.yaml again
+and writes them there. No GPU is needed (what study_memory.py measured is read from results); it takes about 20 s.
 """
 
 import argparse
@@ -41,6 +41,16 @@ def _missed(ratios: Collection[float]) -> str:
     return f"{100 * statistics.mean(abs(ratio - 1) for ratio in ratios):.1f}"
 
 
+def _most(ratios: Collection[float]) -> str:
+    """The largest error in percent."""
+    return f"{100 * max(abs(ratio - 1) for ratio in ratios):.1f}"
+
+
+def _range(errors: Sequence[float]) -> str:
+    """Of what is judged."""
+    return f"{100 * min(errors[: t.JUDGED]):+.0f} to {100 * max(errors[: t.JUDGED]):+.0f} %"
+
+
 def page(cluster: Cluster, out: Path) -> str:
     """All of it as Markdown; plots are written beside."""
     rates = t.frontier_rates(cluster)
@@ -66,9 +76,9 @@ def page(cluster: Cluster, out: Path) -> str:
     }
     pairs5, wrong5 = t.ranked(rates, 0.05)
     pairs10, wrong10 = t.ranked(rates, 0.10)
-    judged = {(mode, m): c / a for mode, m, a, _, c, clipped in memory if not clipped}
-    base = [ratio for (_, m), ratio in judged.items() if m == "base"]
-    larger = [ratio for (_, m), ratio in judged.items() if m != "base"]
+    allocated = t.allocated_rows(cluster)
+    shares = [b / a for *_, a, b in allocated]
+    again = s.software_rows()[0]
     values = {
         "model_errors": ", ".join(f"{model} {100 * error:.0f} %" for model, error in by_model.items()),
         "mean": f"{100 * t.mean_error(rates):.1f}",
@@ -76,24 +86,37 @@ def page(cluster: Cluster, out: Path) -> str:
         "rank5": f"{pairs5 - len(wrong5)} of {pairs5}",
         "rank10": f"{pairs10 - len(wrong10)} of {pairs10}",
         "wrong10": "; ".join(wrong10) or "none",
-        "memory_mean": _missed(judged.values()),
-        "memory_larger": _missed(larger),
-        "memory_most": f"{100 * max(abs(ratio - 1) for ratio in larger):.0f}",
-        "memory_base": _missed(base),
-        "memory_base_least": f"{100 * (1 - max(base)):.0f}",
-        "memory_base_most": f"{100 * (1 - min(base)):.0f}",
-        "memory_clipped": str(len(memory) - len(judged)),
-        "memory_judged": str(len(judged)),
+        "close": f"{100 * (rates['3b', 'NO_SHARD'][5] / rates['3b', 'FULL_SHARD'][5] - 1):.0f}",
+        "allocated": table(
+            ("mode", "model", "published", "planned", "error"),
+            ((mode, m, f"{a:.2f}", f"{b:.2f}", percent(b / a)) for mode, m, a, b in allocated),
+        ),
+        "allocated_rows": str(len(shares)),
+        "allocated_mean": _missed(shares),
+        "allocated_most": _most(shares),
+        "again_device": again["device"],
+        "again_torch": again["torch"],
+        "again_date": again["date"],
+        "again_most": _most([row.again / row.published for row in memory]),
+        "memory_mean": _missed([row.ratio for row in memory]),
+        "memory_most": _most([row.ratio for row in memory]),
+        "memory_full": str(sum(row.full for row in memory)),
         "memory": table(
-            ("mode", "model", "published", "planner", "with what that software keeps", "error"),
+            ("mode", "model", "published", "run again", "allocated, planned", "predicted", "error"),
+            ((*row[:2], *(f"{gib:.2f}" for gib in row[2:6]), percent(row.ratio)) for row in memory),
+        ),
+        "ddp_14": _range(missed["base", "DDP"]),
+        "ddp_16": _range(t.errors(t.frontier_rates(cluster, as_run=False))["base", "DDP"]),
+        "patches": table(
+            ("mode", "published", "run again with 16", "run again with 14", "planned with 16", "planned with 14"),
             (
-                (mode, m, f"{a:.2f}", f"{b:.2f}", f"{c:.2f}", "clipped" if clipped else percent(c / a))
-                for mode, m, a, b, c, clipped in memory
+                (mode, f"{a:.2f}", *(f"{b:.2f} ({percent(b / a)})" for b in others))
+                for mode, a, *others in t.patch_rows(cluster)
             ),
         ),
         "sensitivity": table(
-            ("assumed instead", "mean error", "ranked as measured (beyond 10 %)"),
-            ((name, f"{100 * error:.1f} %", order) for name, error, order in t.sensitivity(cluster)),
+            ("assumed instead", "mean error", "ranked as measured, beyond 10 %", "beyond 5 %"),
+            ((name, f"{100 * error:.1f} %", *counts) for name, error, *counts in t.sensitivity(cluster)),
         ),
         "gh200_cudnn": ", ".join(percent(b / a) for *_, a, b in t.gh200_rows(_with_cudnn(hopper))),
         "prefetch": table(
@@ -119,12 +142,13 @@ def page(cluster: Cluster, out: Path) -> str:
             ((name, a or "out of memory", f"{b:.2f}" if b else "out of memory", f"{c:.2f}") for name, a, b, c in rungs),
         ),
         "large": "\n\n".join(_large_table(large, model) for model in ("5b", "15b")),
+        "large_5b": f"{100 * t.large_error(large, '5b'):.0f}",
+        "large_15b": f"{100 * t.large_error(large, '15b'):.0f}",
         "slope": f"{cluster.device.gemm[-3][1]:.2f}",
         "launch": f"{cluster.device.launch_us:.0f}",
         "latency": f"{cluster.between.latency_us:.0f}",
         "gb_s": f"{cluster.between.gb_s:.2f}",
         "node_gb_s": f"{8 * cluster.between.gb_s:.1f}",
-        "fragmentation": f"{cluster.device.fragmentation}",
     }
     text = (HERE / "planner_studies.template").read_text(encoding="utf-8")
     for name, value in values.items():
@@ -150,12 +174,14 @@ def write_calibrated(cluster: Cluster) -> None:
 
 
 def _large_table(large: t.Large, model: str) -> str:
-    def cell(rate: float, fits: bool, gib: float) -> str:
-        return f"{rate:,.0f}" if fits else f"({gib:.0f} GiB)"
+    def show(cell: t.Cell) -> str:
+        if not cell.fits:
+            return f"({cell.reserved:.0f} GiB)"
+        return f"{cell.rate:,.0f}" + (f" ({percent(cell.rate / cell.published)})" if cell.published else "")
 
     rows = []
     for mode in t.LARGE:
-        cells = [cell(*found) for found in large[model, mode]]
+        cells = [show(cell) for cell in large[model, mode]]
         rows.append((mode, *([""] * (len(p.NODES) - len(cells))), *cells))
     return table((model, *(f"{nodes}" for nodes in p.NODES)), rows)
 

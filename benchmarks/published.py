@@ -1,6 +1,7 @@
 """Numbers that others published, which planner_studies.py compares the planner with.
 
-Frontier: arXiv 2404.11706 and the benchmark behind it; 8 GCDs of MI250X a node, 32 images a GCD, PyTorch's first FSDP.
+Frontier: arXiv 2404.11706 and the benchmark behind it, whose plotting scripts hold the numbers; 8 GCDs of MI250X a
+node, 32 images a GCD, PyTorch's first FSDP.
 GH200: torchtitan-mae, a masked autoencoder of volume EM; 4 GPUs a node, a crop of 512^3 a GPU. ORBIT: arXiv 2404.14712.
 """
 
@@ -31,13 +32,45 @@ IMAGES_PER_SECOND = {  # by nodes
     ("3b", "FULL_SHARD"): (83, 161, 323, 644, 1278, 2511, 3759, 3708),
 }
 
-RESERVED_GIB = {  # of a GCD on one node, base to 3b
-    "DDP": (2.99, 14.2, 20.2, 61.6),
-    "NO_SHARD": (2.89, 14.8, 21.3, 63.2),
-    "HYBRID_1": (2.86, 14.9, 21.9, 63.6),
-    "HYBRID_2": (2.00, 7.49, 10.9, 30.2),
+ALLOCATED_GIB = {  # of a GCD on one node at most, base to 3b
+    "DDP": (2.4721, 13.2812, 18.7437, 59.8159),
+    "NO_SHARD": (1.9594, 10.4048, 14.691, 47.3326),
+    "HYBRID_1": (1.958, 10.4049, 14.6917, 47.3302),
+    "HYBRID_2": (1.3225, 5.6956, 7.9241, 24.6311),
 }
-FULL_SHARD_ACTIVE_GIB = {1: (0.946, 2.65, 3.43, 8.95), 128: (0.819, 1.73, 2.09, 4.08)}  # by nodes, base to 3b
+RESERVED_GIB = {
+    "DDP": (2.9863, 14.2148, 20.2227, 61.5625),
+    "NO_SHARD": (2.8906, 14.8008, 21.2734, 63.2109),
+    "HYBRID_1": (2.8633, 14.8828, 21.8594, 63.6133),
+    "HYBRID_2": (1.9961, 7.4902, 10.875, 30.1621),
+}
+FULL_SHARD_ACTIVE_GIB = {  # by nodes, base to 3b
+    1: (0.9464, 2.6464, 3.4272, 8.9501),
+    128: (0.819, 1.7257, 2.0934, 4.0757),
+}
+
+LARGE_IMAGES_PER_SECOND = {  # by nodes; groups of 16 begin with two
+    ("5b", "HYBRID_2"): (47, 92, 183, 352, 687, 1433, 2893, 4420),
+    ("5b", "HYBRID_4"): (47, 93, 182, 362, 695, 1248, 2120, 3282),
+    ("5b", "HYBRID_8"): (48, 96, 189, 388, 766, 1440, 2820, 5565),
+    ("5b", "HYBRID_16"): (88, 175, 349, 697, 1360, 2726, 5277),
+    ("5b", "FULL_SHARD"): (50, 100, 197, 381, 768, 1307, 2306, 2262),
+    ("5b", "SHARD_GRAD_OP"): (49, 99, 197, 389, 783, 1509, 2021, 4207),
+    ("15b", "HYBRID_4"): (15, 30, 60, 120, 238, 473, 928, 1649),
+    ("15b", "HYBRID_8"): (16, 32, 63, 127, 245, 502, 982, 1878),
+    ("15b", "HYBRID_16"): (31, 62, 125, 250, 500, 984, 1789),
+    ("15b", "FULL_SHARD"): (18, 36, 71, 138, 283, 560, 1113, 1754),
+    ("15b", "SHARD_GRAD_OP"): (18, 37, 73, 147, 271, 575, 1145, 2196),
+}
+LARGE_ALLOCATED_GIB = {
+    ("5b", "HYBRID_2"): 41.8989,
+    ("5b", "HYBRID_4"): 22.1659,
+    ("5b", "HYBRID_8"): 12.2433,
+    ("5b", "HYBRID_16"): 7.5339,
+    ("15b", "HYBRID_4"): 58.2116,
+    ("15b", "HYBRID_8"): 31.0713,
+    ("15b", "HYBRID_16"): 17.8344,
+}
 
 PREFETCH_5B = {  # images/s on 8 nodes under FULL_SHARD, HYBRID_2 and HYBRID_16, with all-gathers limited
     "none": (351, 335, 335),

@@ -42,37 +42,38 @@ def plot_frontier(rates: dict[tuple[str, str], list[float]], path: Path) -> None
     _save(figure, path)
 
 
-def plot_memory(rows: Sequence[tuple[str, str, float, float, float, bool]], path: Path) -> None:
+def plot_memory(rows: Sequence[Any], path: Path) -> None:
     figure, axes = plt.subplots(1, len(p.MODELS), figsize=(14, 4.2))
     for axis, model in zip(axes, p.MODELS, strict=True):
-        mine = [row for row in rows if row[1] == model]
+        mine = [row for row in rows if row.model == model]
         places = range(len(mine))
-        for shift, column, label in ((-0.27, 2, "published"), (0.0, 4, "predicted"), (0.27, 3, "this project's own")):
-            axis.bar([x + shift for x in places], [row[column] for row in mine], 0.25, label=label)
-        axis.set_xticks(list(places), [row[0] for row in mine], rotation=60, ha="right", fontsize=8)
+        bars = {"published": "published", "again": "run again on an H200", "predicted": "predicted"}
+        for shift, (column, label) in zip((-0.27, 0.0, 0.27), bars.items(), strict=True):
+            axis.bar([x + shift for x in places], [getattr(row, column) for row in mine], 0.25, label=label)
+        axis.set_xticks(list(places), [row.mode for row in mine], rotation=60, ha="right", fontsize=8)
         axis.set_title(TITLES[model])
         axis.set_ylabel("GiB a GCD")
+        axis.set_ylim(top=1.3 * axis.get_ylim()[1])  # for the legend
     axes[0].legend(fontsize=8)
     _save(figure, path)
 
 
-def plot_large(large: dict[tuple[str, str], list[tuple[float, bool, float]]], path: Path) -> None:
+def plot_large(large: dict[tuple[str, str], Any], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
     for axis, model in zip(axes, ("5b", "15b"), strict=True):
         modes = [mode for of, mode in large if of == model]
         for colour, mode in zip(COLOURS, modes, strict=True):
             cells = large[model, mode]
-            nodes = p.NODES[len(p.NODES) - len(cells) :]
-            points = [(n, rate / 8 / n) for n, (rate, fits, _) in zip(nodes, cells, strict=True) if fits]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=mode)
-            else:
-                axis.plot([], [], color=colour, label=f"{mode} does not fit")
+            fitting = [cell for cell in cells if cell.fits]
+            measured = [cell for cell in cells if cell.published]
+            label = mode if fitting else f"{mode} is said not to fit"
+            axis.plot([c.nodes for c in fitting], [c.rate / 8 / c.nodes for c in fitting], color=colour, label=label)
+            axis.plot([c.nodes for c in measured], [c.published / 8 / c.nodes for c in measured], "o", color=colour)
         _axes(axis, TITLES[model])
         axis.set_yscale("linear")
         axis.set_ylim(bottom=0)
-        axis.set_ylabel("images/s a GCD, predicted")
-        axis.legend(fontsize=8)
+        axis.set_ylabel("images/s a GCD")
+        axis.legend(fontsize=8, title="dots published, lines predicted")
     _save(figure, path)
 
 

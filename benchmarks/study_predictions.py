@@ -2,31 +2,35 @@
 
 - recipes are configs/vit_fsdp_study/*.yaml, configs/orbit/113b.yaml and configs/mae3d/2b.yaml, made torchtitan-mae's
 - one rank alone is under FSDP, too, as it was in these studies
+- Base is predicted with patches of 14, which its figures are of, whatever its tables say: see planner_studies.md
 - HYBRID_1 is predicted as replicas that exchange nothing: PyTorch's first FSDP makes NO_SHARD of a shard group of one
   rank, and then adds gradients over that one rank. The study's HYBRID_1 rows show no sign of communication either
 """
 
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import published
 
 from vitrail.cost.cluster import Cluster, Link, load_cluster
-from vitrail.cost.memory import Memory
+from vitrail.cost.memory import BYTES, Memory
 from vitrail.cost.plan import GIB, Shares, fits, memory_for, num_parameters, settle, time_for
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import Recipe, load_recipe
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+RESULTS = Path(__file__).resolve().parent / "results"
 PER_NODE, BATCH = 8, 32  # GCDs of a node, images of a GCD
 TOP = 0.55  # share of the peak that large products reach: an estimate, for bf16 at 1e12 FLOP and for fp32
+AS_RUN = {"base": ("model.patch=14",)}  # how a size was run, where that is not what its recipe says
 GEMM_FLOPS = (1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12)
 CALIBRATION = {  # what is solved for: from which number
     "slope of the bf16 curve": ("huge", "FULL_SHARD", 1),
@@ -90,41 +94,62 @@ def recipe_of(path: str, changes: tuple[str, ...], cluster_name: str) -> Recipe:
     return settle(load_recipe(CONFIGS / path, changes), load_cluster(cluster_name))
 
 
-def frontier_step(cluster: Cluster, model: str, mode: str, nodes: int, *more: str) -> Prediction:
+def study_recipe(model: str, mode: str, *more: str, as_run: bool = True) -> Recipe:
+    changes = (*changes_of(mode), *(AS_RUN.get(model, ()) if as_run else ()), *more)
+    return recipe_of(f"vit_fsdp_study/{model}.yaml", changes, "frontier")
+
+
+def frontier_step(cluster: Cluster, model: str, mode: str, nodes: int, *more: str, as_run: bool = True) -> Prediction:
     """One cell of the study; images are of all nodes."""
-    recipe = recipe_of(f"vit_fsdp_study/{model}.yaml", (*changes_of(mode), *more), "frontier")
-    gpus = PER_NODE * nodes
+    recipe, gpus = study_recipe(model, mode, *more, as_run=as_run), PER_NODE * nodes
     return Prediction(recipe, cluster, 1, gpus) if mode == "HYBRID_1" else Prediction(recipe, cluster, gpus)
 
 
 class Gib(NamedTuple):
     """Memory of a GCD."""
 
-    own: float  # what the planner allocates
-    study: float  # with what the study's software keeps besides
-    clipped: bool  # at what the GCD has: then the error says little
+    allocated: float
+    kept: float  # with what the study's software keeps besides: reserved, or active
+    full: bool  # whether that is all that the GCD has
 
 
-def gib_of(cluster: Cluster, model: str, mode: str, nodes: int) -> Gib:
-    """FSDP's first version keeps bf16 gradients until the collectives that read them are over, and the bf16 parameters
-    where it does not shard. DDP has buckets of fp32 gradients beside the gradients themselves (it ran without
-    gradient_as_bucket_view) and no copies of parameters; gradients come as activations go, and what is more counts.
-    All but FULL_SHARD are of reserved memory.
+def allocated_gib(cluster: Cluster, model: str, mode: str, nodes: int, *, as_run: bool = True) -> float:
+    """What the planner allocates, with two things as the study's program has them.
+
+    - One batch of fp32 images is on the device, and its cast. Here batches are read ahead
+    - DDP has buckets of fp32 gradients beside the gradients themselves (it ran without gradient_as_bucket_view) and no
+      copies of parameters; gradients come as activations go, and what is more counts
     """
-    recipe = recipe_of(f"vit_fsdp_study/{model}.yaml", changes_of(mode), "frontier")
+    recipe = study_recipe(model, mode, as_run=as_run)
     found = Prediction(recipe, cluster, PER_NODE * nodes)
-    layout, memory = found.layout, found.memory
-    own = num_parameters(recipe) / layout.shard
+    memory = found.memory
+    item = BYTES[recipe.precision.compute]
+    images = BATCH * 3 * 224**2 * (4 + (item if item < 4 else 0))
+    peak = memory.peak - memory.inputs + images
     if mode == "DDP":
-        buckets, late = 4 * own, 4 * own - memory.gradients - memory.activations
-        added = buckets - memory.gathered + max(0.0, late)
-    else:
-        added = 2 * own + (2 * own if layout.shard == 1 else 0)
-    peak = (memory.peak + added) / GIB
-    if mode == "FULL_SHARD":
-        return Gib(memory.peak / GIB, peak, clipped=False)
-    reserved, most = peak * cluster.device.fragmentation, cluster.device.memory_gib
-    return Gib(memory.peak / GIB, min(reserved, most), clipped=reserved > most)
+        owned = 4 * num_parameters(recipe)
+        peak += owned - memory.gathered + max(0, owned - memory.gradients - memory.activations)
+    return peak / GIB
+
+
+def gib_of(cluster: Cluster, model: str, mode: str, nodes: int, kind: str) -> Gib:
+    """`kind`: reserved or active, as often as allocated as it was when that software ran on an H200."""
+    allocated, most = allocated_gib(cluster, model, mode, nodes), cluster.device.memory_gib
+    row = software(model, mode, nodes)
+    kept = allocated * row[kind] / row["allocated"]
+    return Gib(allocated, min(kept, most), full=kept > most)
+
+
+def software(model: str, mode: str, nodes: int, *, as_run: bool = True) -> dict[str, float]:
+    """What study_memory.py measured of the study's program."""
+    name = "base14" if model == "base" and as_run else model
+    strategy = "NO_SHARD" if mode == "HYBRID_1" else mode  # which PyTorch makes of it
+    return next(row for row in software_rows() if (row["model"], row["mode"], row["nodes"]) == (name, strategy, nodes))
+
+
+@lru_cache(maxsize=1)
+def software_rows() -> list[dict[str, Any]]:
+    return json.loads((RESULTS / "study_memory.json").read_text(encoding="utf-8"))
 
 
 def gh200_step(cluster: Cluster, nodes: int, masked: float) -> Prediction:

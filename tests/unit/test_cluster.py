@@ -57,6 +57,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         ("nodes: 1\n", "nodes: 1\nprice: .inf\n", "price: expected a number of 0 or more, got inf"),
         ("nodes: 1\n", "nodes: 1\nnode: 1\n", "yaml: node: unknown key; did you mean 'nodes'"),
         ("overlap: 0.0", "overlap: 2", "overlap: expected a share from 0 to 1, got 2"),
+        ("overlap: 0.0", "overlap_reduce: -1", "overlap_reduce: expected a share from 0 to 1, got -1"),
         ("launch_us: 8", "lunch_us: 8", r"yaml: device.lunch_us: unknown key; did you mean 'launch_us'"),
         ("0.7]]", "1.7]]", "yaml: device.gemm: expected .* shares above 0 up to 1"),
         ("{bf16: 0.4, fp32: 0.4}", "{bf16: 0.4, fp16: 0.4}", "yaml: device.tflops: .*fp32, float8, got .*fp16"),

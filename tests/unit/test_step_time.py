@@ -177,6 +177,14 @@ def test_overlap_is_paid_for() -> None:
     assert paid.seconds == pytest.approx(free.seconds + 0.5 * hidden, rel=1e-3)
 
 
+def test_reductions_may_cost_more_than_copies() -> None:
+    slow = dataclasses.replace(CLUSTER, overlap_reduce=0.5)
+    for strategy, share in (("DDP", 1.0), ("FULL_SHARD", 1 / 2)):  # gathered twice in bf16, reduced once in fp32
+        free, paid = step(8, strategy=strategy), step(8, strategy=strategy, cluster=slow)
+        hidden = free.communication - free.exposed
+        assert paid.seconds == pytest.approx(free.seconds + 0.5 * share * hidden, rel=1e-3), strategy
+
+
 def test_prefetch_and_what_is_not_freed() -> None:
     model = work(parameters=100_000_000)
     keys = {"of": model, "strategy": "FULL_SHARD"}

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from vitrail.cost.cluster import Cluster, load_cluster
+from vitrail.cost.plan import num_parameters
 from vitrail.cost.trace import Op, Segment
 from vitrail.cost.whole_matrix import _segment, is_whole
 
@@ -17,10 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
     sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import study_tables
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    import study_tables  # which adds the folder to the path itself, and leaves it there
+
     return study_tables
 
 
@@ -35,17 +35,17 @@ def rates(tables: ModuleType, frontier: Cluster) -> dict[tuple[str, str], list[f
 
 
 def test_frontier_rates(tables: ModuleType, rates: dict[tuple[str, str], list[float]]) -> None:
-    assert tables.mean_error(rates) < 0.08  # 15 % are asked for
+    assert tables.mean_error(rates) < 0.05  # 15 % are asked for
     for model in tables.p.MODELS:
         cells = [abs(e) for (of, _), row in tables.errors(rates).items() if of == model for e in row[: tables.JUDGED]]
         assert statistics.mean(cells) < 0.15
 
 
 def test_frontier_ranking(tables: ModuleType, rates: dict[tuple[str, str], list[float]]) -> None:
-    for apart, share in ((0.05, 0.9), (0.10, 0.95)):
+    for apart, misses in ((0.05, 3), (0.10, 2)):  # the page names them, and says why
         pairs, wrong = tables.ranked(rates, apart)
         assert pairs > 100
-        assert len(wrong) <= (1 - share) * pairs, wrong
+        assert len(wrong) <= misses, wrong
 
 
 def test_full_shard_collapses_for_small_models(rates: dict[tuple[str, str], list[float]]) -> None:
@@ -77,11 +77,37 @@ def test_the_page_is_what_the_code_gives(tables: ModuleType, frontier: Cluster, 
 
 def test_frontier_memory(tables: ModuleType, frontier: Cluster) -> None:
     rows = tables.memory_rows(frontier)
-    errors = [(row[1], abs(row[4] / row[2] - 1)) for row in rows if not row[5]]
-    assert statistics.mean(error for _, error in errors) < 0.10
-    assert max(error for model, error in errors if model != "base") < 0.12
-    assert max(error for _, error in errors) < 0.30  # Base, which the page says
-    assert {row[:2] for row in rows if row[5]} == {(mode, "3b") for mode in ("DDP", "NO_SHARD", "HYBRID_1")}
+    assert len(rows) == 24
+    for row in rows:
+        assert row.predicted == pytest.approx(row.published, rel=0.10), row
+        assert row.again == pytest.approx(row.published, rel=0.10), row
+    assert {row[:2] for row in rows if row.full} == {(mode, "3b") for mode in ("DDP", "NO_SHARD", "HYBRID_1")}
+    for mode, model, published, planned in tables.allocated_rows(frontier):
+        assert planned == pytest.approx(published, rel=0.10), (mode, model)
+
+
+def test_base_was_run_with_patches_of_14(tables: ModuleType, frontier: Cluster) -> None:
+    for mode, published, again_16, again_14, planned_16, planned_14 in tables.patch_rows(frontier):
+        assert again_14 == pytest.approx(published, rel=0.02), mode
+        assert planned_14 == pytest.approx(published, rel=0.06), mode
+        assert max(again_16, planned_16) < 0.95 * published, mode
+
+
+def test_the_program_that_is_run_again_is_of_the_studys_sizes(tables: ModuleType) -> None:
+    study_memory = pytest.importorskip("study_memory", reason="needs PyTorch's first FSDP")
+    for name, size in study_memory.SIZES.items():
+        with torch.device("meta"):
+            model = study_memory.StudyViT(*size)
+        recipe = tables.s.study_recipe(name.removesuffix("14"), "FULL_SHARD", as_run=name.endswith("14"))
+        assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(recipe), name
+    assert [(row["mode"], row["model"], row["nodes"]) for row in tables.s.software_rows()] == study_memory.CELLS
+
+
+def test_large_models_are_near_what_was_published(tables: ModuleType, frontier: Cluster) -> None:
+    """Which nothing was calibrated on; 15B is too fast, as the page says."""
+    large = tables.large_rates(frontier)
+    assert tables.large_error(large, "5b") < 0.08
+    assert tables.large_error(large, "15b") < 0.25
 
 
 def test_gh200(tables: ModuleType) -> None:

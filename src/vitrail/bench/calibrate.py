@@ -62,6 +62,7 @@ def calibrate(out: Path | None = None, quick: bool = False, tell: Tell = lambda 
         source=f"Measured by `vitrail doctor --calibrate` on {device_name(device) if on_gpu else cpu_model()}; {told}"
         f"{f'; attention is taken to compute tiles of {TILE} tokens' if on_gpu else ''}.",
         overlap=known.overlap if known else 0.9 if on_gpu else 0.0,
+        overlap_reduce=known.overlap_reduce if known else None,
         price=known.price if known else None,
         measured={
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

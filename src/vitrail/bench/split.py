@@ -104,11 +104,11 @@ def split_step(
             hold(launching)
 
     with marked(trainer, marks, ahead):
+        began = time.perf_counter()
+        act(next(batches))  # in any case, so that as many steps are taken with and without replay
         if replays:
-            began = time.perf_counter()
-            act(next(batches))
             launching = time.perf_counter() - began
-            marks.points.clear()
+        marks.points.clear()
         for _ in range(STEPS):
             marks.put("data")
             batch = next(batches)

@@ -150,6 +150,7 @@ class Cluster:
     source: str  # where the numbers come from
     congestion: Curve = ((1.0, 1.0),)  # x: nodes, y: share of `between` left at that many
     overlap: float = 0.9  # share of communication that can hide behind compute
+    overlap_reduce: float | None = None  # the same of what adds up (all-reduce, reduce-scatter), where it differs
     price: float | None = None  # of a GPU hour
     currency: str = "USD"
     measured: dict[str, str] = field(default_factory=dict)  # facts of a calibration: date, versions
@@ -157,13 +158,19 @@ class Cluster:
     def __post_init__(self) -> None:
         _positive(self, "cluster", "gpus_per_node", "nodes")
         _check_curve("congestion", self.congestion)
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap: expected a share from 0 to 1, got {self.overlap}")
+        for name, share in (("overlap", self.overlap), ("overlap_reduce", self.reducing)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}: expected a share from 0 to 1, got {share}")
         if self.price is not None and not 0 <= self.price < math.inf:
             raise ValueError(f"price: expected a number of 0 or more, got {self.price}")
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.nodes, self.inside, self.between))
+
+    @property
+    def reducing(self) -> float:
+        """Share of hidden reductions that is free."""
+        return self.overlap if self.overlap_reduce is None else self.overlap_reduce
 
     @property
     def gpus(self) -> int:

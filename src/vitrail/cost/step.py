@@ -2,7 +2,8 @@
 
 - Computation is a roofline of the traced operations. The host launches them, and they take at least as long as that
 - groups of blocks are gathered ahead of their use (`prefetch`), in the backward once more where the forward freed them
-- of hidden communication 1 - overlap is paid for all the same, as it takes memory bandwidth and compute units
+- of hidden communication 1 - overlap is paid for all the same, as it takes memory bandwidth and compute units;
+  collectives that add up take more of both than those that copy
 - collectives of tensor and context parallelism stand between the operations of a block, and nothing hides them
 - what limits a step is what most of its time goes to
 """
@@ -123,7 +124,7 @@ class _Rank:
         clock.reduce(root, exchange=last)
         if self.layout.pipeline > 1:
             self._send(clock)
-        clock.finish(self.cluster.overlap)
+        clock.finish(self.cluster.overlap, self.cluster.reducing)
         return clock
 
     def _launched(self, pieces: list[Piece]) -> list[Piece]:
@@ -143,7 +144,7 @@ class _Rank:
         size = max((_stream(segment, BYTES[self.precision.compute]) for segment in self.work.segments), default=0.0)
         crosses = self.layout.data * self.layout.parts >= self.cluster.gpus_per_node
         talk = send(size / self.layout.tensor, self.cluster, crosses=crosses)
-        clock.busy[BETWEEN if crosses else INSIDE] += 2 * talk
+        clock.hide(Talk(2 * talk, BETWEEN if crosses else INSIDE))
 
     def _pieces(self) -> tuple[list[Piece], Piece]:
         """In the order of the forward, and what the root gathers before and reduces after all of them."""
@@ -195,8 +196,8 @@ class _Rank:
         gathered, reduced = parameters * BYTES[self.precision.compute], parameters * BYTES[self.precision.reduce]
         return (
             Talk(all_gather(gathered, shards, self.cluster), link_of(shards)),
-            Talk(reduce_scatter(reduced, shards, self.cluster), link_of(shards)),
-            Talk(all_reduce(reduced / shards.ranks, copies, self.cluster), link_of(copies)),
+            Talk(reduce_scatter(reduced, shards, self.cluster), link_of(shards), reduces=True),
+            Talk(all_reduce(reduced / shards.ranks, copies, self.cluster), link_of(copies), reduces=True),
         )
 
     def _inside_block(self, segment: Segment) -> Seconds:

@@ -19,10 +19,11 @@ def link_of(group: Group) -> str:
 
 @dataclass(frozen=True)
 class Talk:
-    """A collective: how long, and on which link."""
+    """A collective: how long, on which link, and whether it adds up what it moves."""
 
     seconds: float = 0.0
     link: str = INSIDE
+    reduces: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Timeline:
     now: float = 0.0
     free: Seconds = field(default_factory=Seconds)
     busy: Seconds = field(default_factory=Seconds)  # of each link
+    beside: Seconds = field(default_factory=Seconds)  # of it, what could hide behind computation
+    reducing: Seconds = field(default_factory=Seconds)  # of that, what adds up
     spent: Seconds = field(default_factory=Seconds)
 
     def forward(self, pieces: Sequence[Piece], *, gather: bool, ahead: int) -> None:
@@ -69,9 +72,15 @@ class Timeline:
         """When a collective that may begin at `ready` is over."""
         if not talk.seconds:
             return ready
-        self.busy[talk.link] += talk.seconds
+        self.hide(talk)
         self.free[talk.link] = max(ready, self.free[talk.link]) + talk.seconds
         return self.free[talk.link]
+
+    def hide(self, talk: Talk) -> None:
+        """Count a collective that runs beside the computation."""
+        self.busy[talk.link] += talk.seconds
+        self.beside[talk.link] += talk.seconds
+        self.reducing[talk.link] += talk.seconds * talk.reduces
 
     def wait(self, end: float, link: str) -> None:
         if end > self.now:
@@ -85,12 +94,14 @@ class Timeline:
             if link in seconds:
                 self.busy[link] += seconds[link]
 
-    def finish(self, overlap: float) -> None:
+    def finish(self, overlap: float, overlap_reduce: float) -> None:
         """Wait for what is under way; of what was hidden, 1 - overlap slowed the computation."""
         for link in sorted(self.free, key=lambda link: self.free[link]):
             self.wait(self.free[link], link)
-        for link, seconds in self.busy.items():
-            self.spent[link] += (1 - overlap) * max(0.0, seconds - self.spent[link])
+        for link, seconds in self.beside.items():
+            share = self.reducing[link] / seconds
+            hidden = max(0.0, self.busy[link] - self.spent[link])
+            self.spent[link] += hidden * (1 - (1 - share) * overlap - share * overlap_reduce)
 
 
 class _Gathers:
