@@ -46,9 +46,12 @@ def _most(ratios: Collection[float]) -> str:
     return f"{100 * max(abs(ratio - 1) for ratio in ratios):.1f}"
 
 
+def _gib(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
+
+
 def _range(errors: Sequence[float]) -> str:
-    """Of what is judged."""
-    return f"{100 * min(errors[: t.JUDGED]):+.0f} to {100 * max(errors[: t.JUDGED]):+.0f} %"
+    return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
 
 
 def page(cluster: Cluster, out: Path) -> str:
@@ -77,8 +80,17 @@ def page(cluster: Cluster, out: Path) -> str:
     pairs5, wrong5 = t.ranked(rates, 0.05)
     pairs10, wrong10 = t.ranked(rates, 0.10)
     allocated = t.allocated_rows(cluster)
-    shares = [b / a for *_, a, b in allocated]
+    shares = [planned / gib for *_, gib, _, planned in allocated if gib]
+    shares_again = [planned / gib for *_, gib, planned in allocated if gib]
     again = s.software_rows()[0]
+    free = [row.ratio for row in memory if not row.full]
+    own = {
+        row[:2]: row.allocated * cluster.device.fragmentation / row.published
+        for row in memory
+        if not row.mode.startswith("FULL_SHARD") and not row.full
+    }
+    holds = s.other_holds()
+    prefetch = t.prefetch_rows(cluster)
     values = {
         "model_errors": ", ".join(f"{model} {100 * error:.0f} %" for model, error in by_model.items()),
         "mean": f"{100 * t.mean_error(rates):.1f}",
@@ -86,29 +98,52 @@ def page(cluster: Cluster, out: Path) -> str:
         "rank5": f"{pairs5 - len(wrong5)} of {pairs5}",
         "rank10": f"{pairs10 - len(wrong10)} of {pairs10}",
         "wrong10": "; ".join(wrong10) or "none",
-        "close": f"{100 * (rates['3b', 'NO_SHARD'][5] / rates['3b', 'FULL_SHARD'][5] - 1):.0f}",
+        "wrong5": "; ".join(pair for pair in wrong5 if pair not in wrong10) or "none",
+        "full_on_32": ", ".join(f"{m} {percent(1 + missed[m, 'FULL_SHARD'][5])}" for m in ("huge", "1b", "3b")),
+        "no_shard_on_32": percent(1 + missed["3b", "NO_SHARD"][5]),
+        "epochs": ", ".join(f"{rate:,}" for rate in p.EPOCHS_OF_A_LOG),
         "allocated": table(
-            ("mode", "model", "published", "planned", "error"),
-            ((mode, m, f"{a:.2f}", f"{b:.2f}", percent(b / a)) for mode, m, a, b in allocated),
+            ("mode", "model", "published", "run again", "planned", "against published", "against run again"),
+            (
+                (mode, m, _gib(a), _gib(b), _gib(c), percent(c / a) if a else "", percent(c / b) if b else "")
+                for mode, m, a, b, c in allocated
+            ),
         ),
+        "allocated_again": _most(shares_again),
         "allocated_rows": str(len(shares)),
         "allocated_mean": _missed(shares),
         "allocated_most": _most(shares),
         "again_device": again["device"],
         "again_torch": again["torch"],
         "again_date": again["date"],
-        "again_most": _most([row.again / row.published for row in memory]),
-        "memory_mean": _missed([row.ratio for row in memory]),
-        "memory_most": _most([row.ratio for row in memory]),
-        "memory_full": str(sum(row.full for row in memory)),
+        "again_most": _most([row.again / row.published for row in memory if not row.failed]),
+        "memory_mean": _missed(free),
+        "memory_most": _most(free),
+        "memory_judged": str(len(free)),
+        "memory_full": str(len(memory) - len(free)),
         "memory": table(
             ("mode", "model", "published", "run again", "allocated, planned", "predicted", "error"),
-            ((*row[:2], *(f"{gib:.2f}" for gib in row[2:6]), percent(row.ratio)) for row in memory),
+            (
+                (
+                    *row[:2],
+                    _gib(row.published),
+                    _gib(row.again) + (", failed" if row.failed else ""),
+                    _gib(row.allocated),
+                    _gib(row.predicted),
+                    "cut" if row.full else percent(row.ratio),
+                )
+                for row in memory
+            ),
         ),
-        "ddp_14": _range(missed["base", "DDP"]),
-        "ddp_16": _range(t.errors(t.frontier_rates(cluster, as_run=False))["base", "DDP"]),
+        "own_ddp": _range([ratio - 1 for (mode, _), ratio in own.items() if mode == "DDP"]),
+        "own_fsdp": _range([ratio - 1 for (mode, _), ratio in own.items() if mode != "DDP"]),
+        "hold_most": _most([r for hold in (0.5, 2.0) for ratios in holds[hold].values() for r in ratios]),
+        "unheld": _range([r - 1 for r in holds[0.0]["NO_SHARD"]]),
+        "unheld_rest": _most([r for mode in ("HYBRID_2", "FULL_SHARD") for r in holds[0.0][mode]]),
+        "ddp_14": _range(missed["base", "DDP"][: t.JUDGED]),
+        "ddp_16": _range(t.errors(t.frontier_rates(cluster, as_run=False))["base", "DDP"][: t.JUDGED]),
         "patches": table(
-            ("mode", "published", "run again with 16", "run again with 14", "planned with 16", "planned with 14"),
+            ("mode", "published", "run again with 16", "run again with 14", "predicted with 16", "predicted with 14"),
             (
                 (mode, f"{a:.2f}", *(f"{b:.2f} ({percent(b / a)})" for b in others))
                 for mode, a, *others in t.patch_rows(cluster)
@@ -121,18 +156,9 @@ def page(cluster: Cluster, out: Path) -> str:
         "gh200_cudnn": ", ".join(percent(b / a) for *_, a, b in t.gh200_rows(_with_cudnn(hopper))),
         "prefetch": table(
             ("backward prefetch", "FULL_SHARD", "HYBRID_2", "HYBRID_16"),
-            (
-                (
-                    name,
-                    *(
-                        f"{s.frontier_step(cluster, '5b', mode, 8, f'parallel.prefetch.backward={ahead}').rate:.0f}"
-                        f" (published {measured})"
-                        for mode, measured in zip(("FULL_SHARD", "HYBRID_2", "HYBRID_16"), row, strict=True)
-                    ),
-                )
-                for ahead, (name, row) in enumerate(p.PREFETCH_5B.items())
-            ),
+            ((name, *(f"{rate:.0f} (published {measured})" for rate, measured in row)) for name, row in prefetch),
         ),
+        "prefetch_most": _most([rate / measured for rate, measured in prefetch[-1][1]]),
         "gh200": table(
             ("nodes", "masked", "published tokens/s/GPU", "predicted", "error"),
             ((n, f"{100 * k:.0f} %", f"{a:,}", f"{b:,.0f}", percent(b / a)) for n, k, a, b in t.gh200_rows(hopper)),
@@ -142,8 +168,12 @@ def page(cluster: Cluster, out: Path) -> str:
             ((name, a or "out of memory", f"{b:.2f}" if b else "out of memory", f"{c:.2f}") for name, a, b, c in rungs),
         ),
         "large": "\n\n".join(_large_table(large, model) for model in ("5b", "15b")),
-        "large_5b": f"{100 * t.large_error(large, '5b'):.0f}",
-        "large_15b": f"{100 * t.large_error(large, '15b'):.0f}",
+        **{f"large_{m}": f"{100 * t.large_error(large, m):.0f}" for m in ("5b", "15b")},
+        **{f"order_{m}": t.large_order(large, m, 0.10) for m in ("5b", "15b")},
+        "hybrid_4_gib": f"{large['15b', 'HYBRID_4'][0].reserved:.0f}",  # type: ignore[union-attr]
+        "hybrid_4_reserved": f"{p.RESERVED_15B_HYBRID_4_GIB:.1f}",
+        "grad_op_gib": f"{large['15b', 'SHARD_GRAD_OP'][0].reserved:.1f}",  # type: ignore[union-attr]
+        "limit": f"{0.95 * cluster.device.memory_gib:.1f}",
         "slope": f"{cluster.device.gemm[-3][1]:.2f}",
         "launch": f"{cluster.device.launch_us:.0f}",
         "latency": f"{cluster.between.latency_us:.0f}",
@@ -174,15 +204,13 @@ def write_calibrated(cluster: Cluster) -> None:
 
 
 def _large_table(large: t.Large, model: str) -> str:
-    def show(cell: t.Cell) -> str:
-        if not cell.fits:
-            return f"({cell.reserved:.0f} GiB)"
-        return f"{cell.rate:,.0f}" + (f" ({percent(cell.rate / cell.published)})" if cell.published else "")
+    def show(cell: t.Cell | None) -> str:
+        if cell is None:
+            return ""
+        error = f" ({percent(cell.rate / cell.published)})" if cell.published else ""
+        return f"{cell.rate:,.0f}{error}" + ("" if cell.fits else f", {cell.reserved:.0f} GiB")
 
-    rows = []
-    for mode in t.LARGE:
-        cells = [show(cell) for cell in large[model, mode]]
-        rows.append((mode, *([""] * (len(p.NODES) - len(cells))), *cells))
+    rows = ((mode, *map(show, large[model, mode])) for mode in t.LARGE)
     return table((model, *(f"{nodes}" for nodes in p.NODES)), rows)
 
 

@@ -1,16 +1,18 @@
 """What the software of the Frontier sharding study keeps on a GPU: its program, measured on one GPU of another make.
 
-    python benchmarks/study_memory.py [--minutes 8]
+    python benchmarks/study_memory.py [--holds]
 
 - The study trained with PyTorch's first FSDP, and with DDP. Both run here with a process group that only pretends (its
   collectives move nothing), so that one GPU shows what a rank of 8 or of 1,024 allocates
 - the model is the study's, in plain PyTorch, with the unfused attention that PyTorch had on AMD then; every block is
   recomputed, the loss is read after each step
-- its GPUs were slower than its host, which launched far ahead of them: what FSDP frees while a stream may still read it
-  stays active until that stream is done. Here blocks and collectives begin with a sleep of the GPU that does the same
+- the host launches ahead of the GPU, and what FSDP frees while a stream may still read it stays active until that
+  stream is done. The study's GPUs were slow; here blocks and collectives begin with a sleep, so that the host gets as
+  far ahead. `--holds` measures some cells with sleeps of other lengths
 - Base is measured with patches of 16, as the study's tables say, and of 14 ("base14"): see planner_studies.md
 
-Each cell has a process of its own, and no more memory than a GCD. What is measured goes to results/study_memory.json.
+Each cell has a process of its own, and no more memory than a GCD. What is measured goes to results/study_memory.json,
+that of other holds to study_memory_holds.json.
 """
 
 import argparse
@@ -37,9 +39,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-RESULTS = Path(__file__).parent / "results" / "study_memory.json"
+from vitrail.cost.cluster import load_cluster
+
+RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-GCD_GIB = 63.98
 PER_NODE, BATCH, CLASSES, SIDE, STEPS = 8, 32, 1000, 224, 4
 CYCLES = 1.9e6  # of the GPU in a millisecond, about
 BLOCK_MS = 10
@@ -57,6 +60,15 @@ CELLS = [
     for model in ("base14", "1b", "huge", "base", "3b")
     for mode, nodes in (("DDP", 1), ("NO_SHARD", 1), ("HYBRID_2", 1), ("FULL_SHARD", 1), ("FULL_SHARD", 128))
 ]
+HOLDS = [  # cells, and how many times as long they are held
+    ((mode, model, 1), hold)
+    for hold in (0.0, 0.5, 2.0)
+    for model in ("base14", "1b")
+    for mode in ("NO_SHARD", "HYBRID_2", "FULL_SHARD")
+]
+
+
+SHOWN = ("mode", "model", "nodes", "hold", "allocated", "active", "reserved", "retries", "out_of_memory")
 
 
 class Block(nn.Module):
@@ -65,14 +77,14 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         hidden = int(width * RATIO)
-        self.heads = heads
+        self.heads, self.held_ms = heads, 0.0
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.q_norm, self.k_norm = (nn.LayerNorm(width // heads, 1e-6) for _ in range(2))
         self.up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
         self.norm1, self.norm2 = (nn.LayerNorm(width, 1e-6) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        sleep(BLOCK_MS)
+        sleep(self.held_ms)
         x = x + self.norm1(self._attention(x))
         gate, value = self.up(x).chunk(2, dim=-1)
         return x + self.norm2(self.down(F.silu(gate) * value))
@@ -111,7 +123,8 @@ class StudyViT(nn.Module):
 
 def sleep(milliseconds: float) -> None:
     """The current stream of the GPU does."""
-    torch.cuda._sleep(int(milliseconds * CYCLES))
+    if milliseconds:
+        torch.cuda._sleep(int(milliseconds * CYCLES))
 
 
 def slowed(call: Callable[..., Any], milliseconds: float) -> Callable[..., Any]:
@@ -155,14 +168,17 @@ def _nothing_to_add(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     return done
 
 
-def measure(mode: str, name: str, nodes: int) -> dict[str, Any]:
+def measure(mode: str, name: str, nodes: int, hold: float) -> dict[str, Any]:
     """GiB of one rank at most over some steps."""
-    torch.cuda.set_per_process_memory_fraction(min(1.0, GCD_GIB * GIB / torch.cuda.mem_get_info()[1]))
+    limit = load_cluster("frontier").device.memory_gib * GIB
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
     for call in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        setattr(dist, call, slowed(getattr(dist, call), TALK_MS[nodes]))
+        setattr(dist, call, slowed(getattr(dist, call), hold * TALK_MS[nodes]))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PER_NODE * nodes)
     nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]  # what the numbers are does not matter
     model = StudyViT(*SIZES[name])
+    for block in model.blocks:
+        block.held_ms = hold * BLOCK_MS
     parameters = sum(parameter.numel() for parameter in model.parameters())
     model = wrapped(model, mode, PER_NODE * nodes)
     apply_activation_checkpointing(
@@ -189,6 +205,7 @@ def measure(mode: str, name: str, nodes: int) -> dict[str, Any]:
         "mode": mode,
         "model": name,
         "nodes": nodes,
+        "hold": hold,
         "parameters": parameters,
         "allocated": round(stats["allocated_bytes.all.peak"] / GIB, 4),
         "active": round(stats["active_bytes.all.peak"] / GIB, 4),
@@ -201,25 +218,21 @@ def measure(mode: str, name: str, nodes: int) -> dict[str, Any]:
     }
 
 
-def _tell(end: Connection, cell: tuple[str, str, int]) -> None:
-    end.send(measure(*cell))
+def _tell(end: Connection, cell: tuple[str, str, int], hold: float) -> None:
+    end.send(measure(*cell, hold))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--holds", action="store_true", help="some cells, with sleeps of other lengths")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     os.environ["CUDA_SCALE_LAUNCH_QUEUES"] = "4x"  # so that the host does not wait for the GPU to take its launches
-    until = time.monotonic() + 60 * arguments.minutes
     rows = []
     forks = multiprocessing.get_context("fork")  # what is imported need not be again
-    for cell in CELLS:
-        if time.monotonic() > until:
-            print("time is over")
-            break
+    for cell, hold in HOLDS if arguments.holds else [(cell, 1.0) for cell in CELLS]:
         end, other = forks.Pipe(duplex=False)
-        process = forks.Process(target=_tell, args=(other, cell))
+        process = forks.Process(target=_tell, args=(other, cell, hold))
         process.start()
         other.close()
         try:
@@ -227,9 +240,10 @@ def main() -> None:
         except EOFError:
             raise SystemExit(f"{cell}: ended before it told anything") from None
         process.join()
-        print({key: rows[-1][key] for key in ("mode", "model", "nodes", "allocated", "active", "reserved", "retries")})
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        print({key: rows[-1][key] for key in SHOWN})
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    name = "study_memory_holds.json" if arguments.holds else "study_memory.json"
+    (arguments.out / name).write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -63,12 +63,14 @@ def plot_large(large: dict[tuple[str, str], Any], path: Path) -> None:
     for axis, model in zip(axes, ("5b", "15b"), strict=True):
         modes = [mode for of, mode in large if of == model]
         for colour, mode in zip(COLOURS, modes, strict=True):
-            cells = large[model, mode]
-            fitting = [cell for cell in cells if cell.fits]
-            measured = [cell for cell in cells if cell.published]
-            label = mode if fitting else f"{mode} is said not to fit"
-            axis.plot([c.nodes for c in fitting], [c.rate / 8 / c.nodes for c in fitting], color=colour, label=label)
-            axis.plot([c.nodes for c in measured], [c.published / 8 / c.nodes for c in measured], "o", color=colour)
+            cells = [(nodes, cell) for nodes, cell in zip(p.NODES, large[model, mode], strict=True) if cell]
+            predicted = [(nodes, cell.rate / 8 / nodes) for nodes, cell in cells]
+            measured = [(nodes, cell.published / 8 / nodes) for nodes, cell in cells if cell.published]
+            fits = any(cell.fits for _, cell in cells)
+            label = mode if fits else f"{mode} (said not to fit)"
+            axis.plot(*zip(*predicted, strict=True), "-" if fits else ":", color=colour, label=label)
+            if measured:
+                axis.plot(*zip(*measured, strict=True), "o", color=colour)
         _axes(axis, TITLES[model])
         axis.set_yscale("linear")
         axis.set_ylim(bottom=0)

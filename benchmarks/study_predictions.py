@@ -2,7 +2,7 @@
 
 - recipes are configs/vit_fsdp_study/*.yaml, configs/orbit/113b.yaml and configs/mae3d/2b.yaml, made torchtitan-mae's
 - one rank alone is under FSDP, too, as it was in these studies
-- Base is predicted with patches of 14, which its figures are of, whatever its tables say: see planner_studies.md
+- Base is predicted with patches of 14, which its figures seem to be of, whatever its tables say: see planner_studies.md
 - HYBRID_1 is predicted as replicas that exchange nothing: PyTorch's first FSDP makes NO_SHARD of a shard group of one
   rank, and then adds gradients over that one rank. The study's HYBRID_1 rows show no sign of communication either
 """
@@ -30,7 +30,9 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 RESULTS = Path(__file__).resolve().parent / "results"
 PER_NODE, BATCH = 8, 32  # GCDs of a node, images of a GCD
 TOP = 0.55  # share of the peak that large products reach: an estimate, for bf16 at 1e12 FLOP and for fp32
-AS_RUN = {"base": ("model.patch=14",)}  # how a size was run, where that is not what its recipe says
+SIDE = 224  # of an image
+AS_RUN = {"base": "model.patch=14"}  # how a size seems to have been run, where that is not what its recipe says
+MEASURED_AS = {"base": "base14"}  # the same in study_memory.py
 GEMM_FLOPS = (1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12)
 CALIBRATION = {  # what is solved for: from which number
     "slope of the bf16 curve": ("huge", "FULL_SHARD", 1),
@@ -95,8 +97,8 @@ def recipe_of(path: str, changes: tuple[str, ...], cluster_name: str) -> Recipe:
 
 
 def study_recipe(model: str, mode: str, *more: str, as_run: bool = True) -> Recipe:
-    changes = (*changes_of(mode), *(AS_RUN.get(model, ()) if as_run else ()), *more)
-    return recipe_of(f"vit_fsdp_study/{model}.yaml", changes, "frontier")
+    changed = (AS_RUN[model],) if as_run and model in AS_RUN else ()
+    return recipe_of(f"vit_fsdp_study/{model}.yaml", (*changes_of(mode), *changed, *more), "frontier")
 
 
 def frontier_step(cluster: Cluster, model: str, mode: str, nodes: int, *more: str, as_run: bool = True) -> Prediction:
@@ -124,7 +126,7 @@ def allocated_gib(cluster: Cluster, model: str, mode: str, nodes: int, *, as_run
     found = Prediction(recipe, cluster, PER_NODE * nodes)
     memory = found.memory
     item = BYTES[recipe.precision.compute]
-    images = BATCH * 3 * 224**2 * (4 + (item if item < 4 else 0))
+    images = BATCH * 3 * SIDE**2 * (4 + (item if item < 4 else 0))
     peak = memory.peak - memory.inputs + images
     if mode == "DDP":
         owned = 4 * num_parameters(recipe)
@@ -132,24 +134,33 @@ def allocated_gib(cluster: Cluster, model: str, mode: str, nodes: int, *, as_run
     return peak / GIB
 
 
-def gib_of(cluster: Cluster, model: str, mode: str, nodes: int, kind: str) -> Gib:
-    """`kind`: reserved or active, as often as allocated as it was when that software ran on an H200."""
-    allocated, most = allocated_gib(cluster, model, mode, nodes), cluster.device.memory_gib
-    row = software(model, mode, nodes)
+def gib_of(cluster: Cluster, model: str, mode: str, nodes: int, kind: str, *, as_run: bool = True) -> Gib:
+    """`kind`: allocated, active or reserved, for each byte allocated as much as when that software ran on an H200."""
+    allocated = allocated_gib(cluster, model, mode, nodes, as_run=as_run)
+    row, most = software(model, mode, nodes, as_run=as_run), cluster.device.memory_gib
     kept = allocated * row[kind] / row["allocated"]
     return Gib(allocated, min(kept, most), full=kept > most)
 
 
-def software(model: str, mode: str, nodes: int, *, as_run: bool = True) -> dict[str, float]:
+def software(model: str, mode: str, nodes: int, *, as_run: bool = True) -> dict[str, Any]:
     """What study_memory.py measured of the study's program."""
-    name = "base14" if model == "base" and as_run else model
+    name = MEASURED_AS.get(model, model) if as_run else model
     strategy = "NO_SHARD" if mode == "HYBRID_1" else mode  # which PyTorch makes of it
     return next(row for row in software_rows() if (row["model"], row["mode"], row["nodes"]) == (name, strategy, nodes))
 
 
-@lru_cache(maxsize=1)
-def software_rows() -> list[dict[str, Any]]:
-    return json.loads((RESULTS / "study_memory.json").read_text(encoding="utf-8"))
+@lru_cache(maxsize=2)
+def software_rows(name: str = "study_memory.json") -> list[dict[str, Any]]:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def other_holds() -> dict[float, dict[str, list[float]]]:
+    """What was reserved with other holds over what was with the usual one: by hold, by mode."""
+    found: dict[float, dict[str, list[float]]] = {}
+    for row in software_rows("study_memory_holds.json"):
+        usual = next(one for one in software_rows() if all(one[key] == row[key] for key in ("mode", "model", "nodes")))
+        found.setdefault(row["hold"], {}).setdefault(row["mode"], []).append(row["reserved"] / usual["reserved"])
+    return found
 
 
 def gh200_step(cluster: Cluster, nodes: int, masked: float) -> Prediction:

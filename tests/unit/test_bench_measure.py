@@ -260,6 +260,12 @@ def test_parts_of_a_replayed_pass_have_the_shares_of_one_that_never_waits_for_la
     assert found == pytest.approx(parts)
     found = splitting.split_step(trainer, iter(range(9)), act, 0.7, wait=0.1)  # here it never waits, as it is held
     assert found == pytest.approx(parts | {"data": 0.1})
+    trainer.flow.replay, held[:] = None, []
+    batches = iter(range(9))
+    found = splitting.split_step(trainer, batches, act, 1.0)
+    assert found == pytest.approx({"data": 0.0, "forward": 0.2, "backward": 0.6, "optimizer": 0.2})
+    assert not held
+    assert next(batches) == splitting.STEPS + 1  # one before, as with replay
 
 
 def test_small_sums():

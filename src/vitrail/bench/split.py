@@ -106,8 +106,7 @@ def split_step(
     with marked(trainer, marks, ahead):
         began = time.perf_counter()
         act(next(batches))  # in any case, so that as many steps are taken with and without replay
-        if replays:
-            launching = time.perf_counter() - began
+        launching = time.perf_counter() - began if replays else 0.0
         marks.points.clear()
         for _ in range(STEPS):
             marks.put("data")

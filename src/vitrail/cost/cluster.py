@@ -149,7 +149,7 @@ class Cluster:
     between: Link  # a GPU's share of the network between nodes
     source: str  # where the numbers come from
     congestion: Curve = ((1.0, 1.0),)  # x: nodes, y: share of `between` left at that many
-    overlap: float = 0.9  # share of communication that can hide behind compute
+    overlap: float = 0.9  # share of hidden communication that is free
     overlap_reduce: float | None = None  # the same of what adds up (all-reduce, reduce-scatter), where it differs
     price: float | None = None  # of a GPU hour
     currency: str = "USD"
@@ -158,7 +158,7 @@ class Cluster:
     def __post_init__(self) -> None:
         _positive(self, "cluster", "gpus_per_node", "nodes")
         _check_curve("congestion", self.congestion)
-        for name, share in (("overlap", self.overlap), ("overlap_reduce", self.reducing)):
+        for name, share in (("overlap", self.overlap), ("overlap_reduce", self.overlap_of_sums)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name}: expected a share from 0 to 1, got {share}")
         if self.price is not None and not 0 <= self.price < math.inf:
@@ -168,8 +168,7 @@ class Cluster:
         return hash((self.name, self.device, self.nodes, self.inside, self.between))
 
     @property
-    def reducing(self) -> float:
-        """Share of hidden reductions that is free."""
+    def overlap_of_sums(self) -> float:
         return self.overlap if self.overlap_reduce is None else self.overlap_reduce
 
     @property

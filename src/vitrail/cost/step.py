@@ -2,8 +2,8 @@
 
 - Computation is a roofline of the traced operations. The host launches them, and they take at least as long as that
 - groups of blocks are gathered ahead of their use (`prefetch`), in the backward once more where the forward freed them
-- of hidden communication 1 - overlap is paid for all the same, as it takes memory bandwidth and compute units;
-  collectives that add up take more of both than those that copy
+- of hidden communication 1 - overlap is paid for all the same, as it takes memory bandwidth and compute units; of
+  collectives that add up more, where the cluster says so
 - collectives of tensor and context parallelism stand between the operations of a block, and nothing hides them
 - what limits a step is what most of its time goes to
 """
@@ -124,7 +124,7 @@ class _Rank:
         clock.reduce(root, exchange=last)
         if self.layout.pipeline > 1:
             self._send(clock)
-        clock.finish(self.cluster.overlap, self.cluster.reducing)
+        clock.finish()
         return clock
 
     def _launched(self, pieces: list[Piece]) -> list[Piece]:
@@ -144,7 +144,7 @@ class _Rank:
         size = max((_stream(segment, BYTES[self.precision.compute]) for segment in self.work.segments), default=0.0)
         crosses = self.layout.data * self.layout.parts >= self.cluster.gpus_per_node
         talk = send(size / self.layout.tensor, self.cluster, crosses=crosses)
-        clock.hide(Talk(2 * talk, BETWEEN if crosses else INSIDE))
+        clock.hide(Talk(2 * talk, BETWEEN if crosses else INSIDE, 1 - self.cluster.overlap))
 
     def _pieces(self) -> tuple[list[Piece], Piece]:
         """In the order of the forward, and what the root gathers before and reduces after all of them."""
@@ -194,10 +194,11 @@ class _Rank:
             return Talk(), Talk(), Talk()
         shards, copies = group_of(self.layout, axes, self.cluster), group_of(self.layout, ("replicate",), self.cluster)
         gathered, reduced = parameters * BYTES[self.precision.compute], parameters * BYTES[self.precision.reduce]
+        copying, adding = 1 - self.cluster.overlap, 1 - self.cluster.overlap_of_sums
         return (
-            Talk(all_gather(gathered, shards, self.cluster), link_of(shards)),
-            Talk(reduce_scatter(reduced, shards, self.cluster), link_of(shards), reduces=True),
-            Talk(all_reduce(reduced / shards.ranks, copies, self.cluster), link_of(copies), reduces=True),
+            Talk(all_gather(gathered, shards, self.cluster), link_of(shards), copying),
+            Talk(reduce_scatter(reduced, shards, self.cluster), link_of(shards), adding),
+            Talk(all_reduce(reduced / shards.ranks, copies, self.cluster), link_of(copies), adding),
         )
 
     def _inside_block(self, segment: Segment) -> Seconds:
@@ -226,9 +227,10 @@ class _Rank:
         if trading > 1:
             traders = Group(trading, min(trading, group.inside))
             talk += all_to_all(asking + asked, traders, self.cluster)
-        if rounds > 1:  # of which most hides behind the attention of what is there already
+        if rounds > 1:  # each hides behind the attention of what is there already, as far as that lasts
             passing = send(asked, self.cluster, crosses=group.crosses)
-            talk += (1 - self.cluster.overlap) * (rounds - 1) * passing
+            hidden = min(passing, self._seconds((op,), "forward").total / rounds)
+            talk += (rounds - 1) * (passing - self.cluster.overlap * hidden)
         return talk
 
     def _seconds(self, ops: tuple[Op, ...], way: Way) -> Seconds:

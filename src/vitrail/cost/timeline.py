@@ -19,11 +19,11 @@ def link_of(group: Group) -> str:
 
 @dataclass(frozen=True)
 class Talk:
-    """A collective: how long, on which link, and whether it adds up what it moves."""
+    """A collective: how long, on which link, and what share of it slows the computation that hides it."""
 
     seconds: float = 0.0
     link: str = INSIDE
-    reduces: bool = False
+    slows: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Timeline:
     free: Seconds = field(default_factory=Seconds)
     busy: Seconds = field(default_factory=Seconds)  # of each link
     beside: Seconds = field(default_factory=Seconds)  # of it, what could hide behind computation
-    reducing: Seconds = field(default_factory=Seconds)  # of that, what adds up
+    slowing: Seconds = field(default_factory=Seconds)  # what that would cost if all of it were hidden
     spent: Seconds = field(default_factory=Seconds)
 
     def forward(self, pieces: Sequence[Piece], *, gather: bool, ahead: int) -> None:
@@ -80,7 +80,7 @@ class Timeline:
         """Count a collective that runs beside the computation."""
         self.busy[talk.link] += talk.seconds
         self.beside[talk.link] += talk.seconds
-        self.reducing[talk.link] += talk.seconds * talk.reduces
+        self.slowing[talk.link] += talk.seconds * talk.slows
 
     def wait(self, end: float, link: str) -> None:
         if end > self.now:
@@ -94,14 +94,13 @@ class Timeline:
             if link in seconds:
                 self.busy[link] += seconds[link]
 
-    def finish(self, overlap: float, overlap_reduce: float) -> None:
-        """Wait for what is under way; of what was hidden, 1 - overlap slowed the computation."""
+    def finish(self) -> None:
+        """Wait for what is under way. Of what was hidden, each kind of collective is taken to have had its share."""
         for link in sorted(self.free, key=lambda link: self.free[link]):
             self.wait(self.free[link], link)
         for link, seconds in self.beside.items():
-            share = self.reducing[link] / seconds
-            hidden = max(0.0, self.busy[link] - self.spent[link])
-            self.spent[link] += hidden * (1 - (1 - share) * overlap - share * overlap_reduce)
+            if seconds:
+                self.spent[link] += max(0.0, self.busy[link] - self.spent[link]) * self.slowing[link] / seconds
 
 
 class _Gathers:
