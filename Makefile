@@ -21,17 +21,15 @@ help:
 demo: $(VENV)/.installed data/em.zarr
 	$(RUN) vitrail train configs/demo/mae3d.yaml --fresh
 
-# Files of unit tests are shared out to two processes. What starts ranks or launchers itself goes one by one.
-UNIT = tests/unit -n 2 --dist loadfile
-REST = --ignore tests/unit
+# Files of tests are shared out to two processes. Of the long tests, those that start ranks or launchers go one by one.
+SHARED = -n 2 --dist loadfile
 
 test: $(VENV)/.installed-dev
-	$(RUN) pytest -m "not slow and not gpu" $(UNIT)
-	$(RUN) pytest -m "not slow and not gpu" $(REST)
+	$(RUN) pytest -m "not slow and not gpu" $(SHARED)
 
 test-slow: $(VENV)/.installed-dev
-	$(RUN) pytest -m slow $(UNIT)
-	$(RUN) pytest -m slow $(REST)
+	$(RUN) pytest -m slow tests/unit $(SHARED)
+	$(RUN) pytest -m slow --ignore tests/unit
 
 lint: $(VENV)/.installed-dev
 	$(RUN) ruff check .

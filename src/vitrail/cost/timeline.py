@@ -44,8 +44,8 @@ class Timeline:
     now: float = 0.0
     free: Seconds = field(default_factory=Seconds)
     busy: Seconds = field(default_factory=Seconds)  # of each link
-    beside: Seconds = field(default_factory=Seconds)  # of it, what could hide behind computation
-    slowing: Seconds = field(default_factory=Seconds)  # what that would cost if all of it were hidden
+    waited: Seconds = field(default_factory=Seconds)  # of it, inside blocks, where nothing hides it
+    slowing: Seconds = field(default_factory=Seconds)  # what the rest would cost if all of it were hidden
     spent: Seconds = field(default_factory=Seconds)
 
     def forward(self, pieces: Sequence[Piece], *, gather: bool, ahead: int) -> None:
@@ -79,7 +79,6 @@ class Timeline:
     def hide(self, talk: Talk) -> None:
         """Count a collective that runs beside the computation."""
         self.busy[talk.link] += talk.seconds
-        self.beside[talk.link] += talk.seconds
         self.slowing[talk.link] += talk.seconds * talk.slows
 
     def wait(self, end: float, link: str) -> None:
@@ -93,14 +92,16 @@ class Timeline:
         for link in (INSIDE, BETWEEN):  # collectives inside blocks, which the device waits for
             if link in seconds:
                 self.busy[link] += seconds[link]
+                self.waited[link] += seconds[link]
 
     def finish(self) -> None:
         """Wait for what is under way. Of what was hidden, each kind of collective is taken to have had its share."""
         for link in sorted(self.free, key=lambda link: self.free[link]):
             self.wait(self.free[link], link)
-        for link, seconds in self.beside.items():
-            if seconds:
-                self.spent[link] += max(0.0, self.busy[link] - self.spent[link]) * self.slowing[link] / seconds
+        for link, cost in self.slowing.items():
+            if cost:
+                hidden = max(0.0, self.busy[link] - self.spent[link])
+                self.spent[link] += cost * hidden / (self.busy[link] - self.waited[link])
 
 
 class _Gathers:

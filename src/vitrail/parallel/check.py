@@ -7,13 +7,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from vitrail.errors import UserError
 from vitrail.layers.attention import CrossAttention, SelfAttention
@@ -30,6 +32,8 @@ from vitrail.parallel.shard import OFFLOAD_ON_CPU, chains_of, cut
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.kinds import remedy
 from vitrail.recipe.sections import Parallel, Recompute
+
+T = TypeVar("T")
 
 
 class Change(NamedTuple):
@@ -101,6 +105,19 @@ class Case:
         c, part = self.recipe.model, module.partition(".")[0]
         parts = {field.name for field in dataclasses.fields(c)}
         return f"model.{part}.{name}" if part in parts and hasattr(getattr(c, part), name) else f"model.{name}"
+
+
+def _once(find: Callable[[Model], T]) -> Callable[[Model], T]:
+    """Find what does not change but once for a model, of which a planner asks for many layouts."""
+    found: WeakKeyDictionary[Model, T] = WeakKeyDictionary()
+
+    @wraps(find)
+    def known(model: Model) -> T:
+        if model not in found:
+            found[model] = find(model)
+        return found[model]
+
+    return known
 
 
 def refuse(recipe: Recipe, world: int) -> Layout:
@@ -191,10 +208,11 @@ def check_tensor(case: Case) -> None:
             )
 
 
-def _widths(model: Model) -> Iterator[tuple[str, str, int]]:
+@_once
+def _widths(model: Model) -> list[tuple[str, str, int]]:
     """What tensor ranks share: (module, key, size); of equal blocks the first one's."""
     of_blocks = {module for block in model.blocks() for module in block.modules()}
-    seen = set()
+    seen, found = set(), []
     for module, part in model.named_modules():
         if part not in of_blocks:
             continue
@@ -208,7 +226,8 @@ def _widths(model: Model) -> Iterator[tuple[str, str, int]]:
             where = (module.partition(".")[0], name, size)
             if where not in seen:
                 seen.add(where)
-                yield module, name, size
+                found.append((module, name, size))
+    return found
 
 
 def _heads(attention: SelfAttention | CrossAttention) -> tuple[int, int]:
@@ -248,6 +267,7 @@ def check_context(case: Case) -> None:
             raise Impossible(f"parallel.ulysses: {wanted} ranks cannot share the {shown} evenly", *changes) from None
 
 
+@_once
 def _attentions(model: Model) -> list[SelfAttention | CrossAttention]:
     modules = (module for block in model.blocks() for module in block.modules())
     return [module for module in modules if isinstance(module, SelfAttention | CrossAttention)]
@@ -257,6 +277,11 @@ def _local_heads(case: Case, attention: SelfAttention | CrossAttention) -> tuple
     """Heads and key-value heads of a tensor rank."""
     heads, groups = _heads(attention)
     return heads // case.layout.tensor, groups // case.layout.tensor
+
+
+@_once
+def _chains(model: Model) -> list[list[nn.Module]]:
+    return chains_of(model.blocks())
 
 
 def check_tokens(case: Case) -> None:
@@ -399,15 +424,15 @@ def check_sharding(case: Case) -> None:
         raise Impossible(f"parallel.offload: {OFFLOAD_ON_CPU}", Change(("parallel.offload=false",)))
     if case.model is None:
         return
-    blocks = case.model.blocks()
-    longest = max(map(len, chains_of(blocks)), default=0)
+    chains = _chains(case.model)
+    longest = max(map(len, chains), default=0)
     if c.wrap > max(1, longest):
         raise Impossible(
             f"parallel.wrap: {c.wrap}, but the model has no more than {longest} equal blocks in a row",
             Change((f"parallel.wrap={longest}",)),
         )
     reduce = torch.float32 if recipe.precision.reduce == "fp32" else torch.bfloat16
-    groups = max((len(cut(chain, c, reduce)) for chain in chains_of(blocks)), default=0)
+    groups = max((len(cut(chain, c, reduce)) for chain in chains), default=0)
     for key in ("forward", "backward"):
         depth, most = getattr(c.prefetch, key), max(1, groups)
         if depth > most:
