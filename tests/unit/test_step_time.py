@@ -220,6 +220,16 @@ def test_context_parallelism_trades_heads_or_passes_keys() -> None:
     assert ring.communication != traded.communication
 
 
+def test_rings_wait_for_what_attention_cannot_hide() -> None:
+    """However much of what is hidden is free."""
+    slow = dataclasses.replace(CLUSTER, gpus_per_node=1, between=Link(1.0, 1e-3))
+    few = work(parameters=1000)
+    ring, fast = (step(8, of=few, context=8, ulysses=1, cluster=cluster) for cluster in (slow, CLUSTER))
+    assert CLUSTER.overlap == 1.0
+    assert ring.exposed > 0.5 * ring.seconds
+    assert fast.exposed < 0.5 * fast.seconds
+
+
 def test_pipelines_have_a_bubble() -> None:
     few, many = (step(4, pipeline=4, micro_batches=m) for m in (4, 32))
     assert few.bubble / few.seconds > 0.4
