@@ -3,7 +3,7 @@
     python benchmarks/planner_studies.py [--calibrate] [--out benchmarks]
 
 The Frontier sharding study (images/s and memory of four sizes under five strategies, prefetch of 5B; 5B and 15B),
-torchtitan-mae on GH200, ORBIT's ladder. `--calibrate` first solves for the four values of clusters/frontier.yaml again
+torchtitan-mae on GH200, ORBIT's ladder. `--calibrate` first solves for three values of clusters/frontier.yaml again
 and writes them there. No GPU is needed (what study_memory.py measured is read from results); it takes about 20 s.
 """
 
@@ -141,7 +141,7 @@ def page(cluster: Cluster, out: Path) -> str:
         "unheld": _range([r - 1 for r in holds[0.0]["NO_SHARD"]]),
         "unheld_rest": _most([r for mode in ("HYBRID_2", "FULL_SHARD") for r in holds[0.0][mode]]),
         "ddp_14": _range(missed["base", "DDP"][: t.JUDGED]),
-        "ddp_16": _range(t.errors(t.frontier_rates(cluster, as_run=False))["base", "DDP"][: t.JUDGED]),
+        "ddp_16": _range(t.errors(t.rates_by_the_tables(cluster))["base", "DDP"][: t.JUDGED]),
         "patches": table(
             ("mode", "published", "run again with 16", "run again with 14", "predicted with 16", "predicted with 14"),
             (
@@ -176,6 +176,14 @@ def page(cluster: Cluster, out: Path) -> str:
         "limit": f"{0.95 * cluster.device.memory_gib:.1f}",
         "slope": f"{cluster.device.gemm[-3][1]:.2f}",
         "launch": f"{cluster.device.launch_us:.0f}",
+        "launched": f"{1000 * p.LAUNCHED_OF_A_LOG:.0f}",
+        "outside": f"{p.STEPS_OF_AN_EPOCH * s.outside_steps(cluster):.1f}",
+        "epoch": f"{p.STEPS_OF_AN_EPOCH * s.published_seconds('base', 'FULL_SHARD', 1):.1f}",
+        "mean_128": f"{100 * statistics.mean(abs(row[-1]) for row in missed.values()):.0f}",
+        "pending": ", ".join(
+            f"{active - allocated:.1f}"
+            for active, allocated in zip(p.ACTIVE_GIB["NO_SHARD"], p.ALLOCATED_GIB["NO_SHARD"], strict=True)
+        ),
         "latency": f"{cluster.between.latency_us:.0f}",
         "gb_s": f"{cluster.between.gb_s:.2f}",
         "node_gb_s": f"{8 * cluster.between.gb_s:.1f}",
@@ -198,7 +206,7 @@ def write_calibrated(cluster: Cluster) -> None:
     points = ", ".join(f"[{flops:.1e}, {share}]" for flops, share in cluster.device.gemm)
     link = f"{{latency_us: {cluster.between.latency_us}, gb_s: {cluster.between.gb_s}}}"
     text = path.read_text(encoding="utf-8")
-    for key, value in (("between", link), ("gemm", f"[{points}]"), ("launch_us", cluster.device.launch_us)):
+    for key, value in (("between", link), ("gemm", f"[{points}]")):
         text = re.sub(rf"(?m)^( *{key}:).*$", rf"\1 {value}", text)
     path.write_text(text, encoding="utf-8")
 

@@ -38,6 +38,12 @@ ALLOCATED_GIB = {  # of a GCD on one node at most, base to 3b
     "HYBRID_1": (1.958, 10.4049, 14.6917, 47.3302),
     "HYBRID_2": (1.3225, 5.6956, 7.9241, 24.6311),
 }
+ACTIVE_GIB = {
+    "DDP": (2.4721, 13.2812, 18.7437, 59.8159),
+    "NO_SHARD": (2.3427, 13.7845, 19.791, 61.7175),
+    "HYBRID_1": (2.3266, 14.2592, 20.5347, 58.1574),
+    "HYBRID_2": (1.4431, 6.0289, 8.4104, 26.2855),
+}
 RESERVED_GIB = {
     "DDP": (2.9863, 14.2148, 20.2227, 61.5625),
     "NO_SHARD": (2.8906, 14.8008, 21.2734, 63.2109),
@@ -73,7 +79,10 @@ LARGE_ALLOCATED_GIB = {
     ("15b", "HYBRID_16"): 17.8344,
 }
 
-EPOCHS_OF_A_LOG = (781, 919, 1008)  # images/s of Base under DDP on one node, the one log beside the scripts, of 2025
+# The one log beside the scripts, of 2025: Base under DDP on one node.
+EPOCHS_OF_A_LOG = (781, 919, 1008)  # images/s
+LAUNCHED_OF_A_LOG = 0.0516  # seconds from the first to the last launch of a step
+STEPS_OF_AN_EPOCH = 30
 
 PREFETCH_5B = {  # images/s on 8 nodes under FULL_SHARD, HYBRID_2 and HYBRID_16, with all-gathers limited
     "none": (351, 335, 335),

@@ -224,15 +224,24 @@ def test_context_parallelism_trades_heads_or_passes_keys() -> None:
 def test_rings_wait_for_what_attention_cannot_hide() -> None:
     """However much of what is hidden is free."""
     parallel = Parallel(context=8, ulysses=1)
-    slow, fast = (dataclasses.replace(CLUSTER, between=Link(0, gb_s), overlap=1.0) for gb_s in (0.1, 10))
-    waits = [
-        _Rank(work(), cluster, layout_of(parallel, 8), parallel, BF16, solo=False, replayed=False)._exchange(
-            ATTENTION, Group(ranks=8, inside=1), 2
-        )
-        for cluster in (slow, fast)
-    ]
+
+    def waits(gb_s: float, way: str) -> float:
+        cluster = dataclasses.replace(CLUSTER, between=Link(0, gb_s), overlap=1.0)
+        rank = _Rank(work(), cluster, layout_of(parallel, 8), parallel, BF16, solo=False, replayed=False)
+        return rank._exchange(ATTENTION, Group(ranks=8, inside=1), 2, way)
+
     passing = 2 * 8 * 128 * 128 * 2 / 1e8  # keys and values of a rank's tokens in bf16; attention: 10 ms in 8 rounds
-    assert waits == pytest.approx([7 * (passing - 0.01 / 8), 0.0])
+    assert waits(0.1, "forward") == pytest.approx(7 * (passing - 0.01 / 8))
+    assert waits(0.1, "backward") == pytest.approx(7 * (3 * passing - 0.02 / 8))  # gradients in fp32 go along
+    assert waits(10, "forward") == waits(10, "backward") == 0.0
+
+
+def test_heads_that_cannot_be_traded_by_all_make_rings() -> None:
+    twelve = dataclasses.replace(ATTENTION, shape=(1, 12, 1024, 1024, 128))
+    block = Segment("blocks", 20, 1000, (twelve,), (twelve,), (), 0, 0)
+    model = dataclasses.replace(work(), segments=(block,))
+    asked, left = (step(8, of=model, context=8, ulysses=ranks).seconds for ranks in (4, None))
+    assert left == asked
 
 
 def test_pipelines_have_a_bubble() -> None:

@@ -4,7 +4,8 @@
 - groups of blocks are gathered ahead of their use (`prefetch`), in the backward once more where the forward freed them
 - of hidden communication 1 - overlap is paid for all the same, as it takes memory bandwidth and compute units; of
   collectives that add up more, where the cluster says so
-- collectives of tensor and context parallelism stand between the operations of a block, and nothing hides them
+- collectives of tensor and context parallelism stand between the operations of a block, and nothing hides them but, of
+  rings, the attention of a round
 - what limits a step is what most of its time goes to
 """
 
@@ -18,6 +19,7 @@ from vitrail.cost.network import Group, all_gather, all_reduce, all_to_all, grou
 from vitrail.cost.roofline import LIMITS, Seconds, Way, seconds_of
 from vitrail.cost.timeline import BETWEEN, INSIDE, Piece, Talk, Timeline, link_of
 from vitrail.cost.trace import Op, Segment, Work
+from vitrail.parallel.context import choose_ulysses
 from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Parallel, Precision
 
@@ -35,7 +37,7 @@ class StepTime:
 
     seconds: float
     compute: float  # forward, backward and what is computed again
-    communication: float  # all of it
+    communication: float  # all of it, less what rings hide
     exposed: float  # of it, what the step waits for
     optimizer: float
     bubble: float
@@ -173,9 +175,9 @@ class _Rank:
         backward = self._seconds(segment.backward, "backward").add(self._seconds(segment.again, "forward"))
         parameters = segment.parameters if segment.gathered else 0
         if parameters and self.layout.parts > 1:
-            waits = self._inside_block(segment)
+            waits = self._inside_block(segment, "forward")
             forward.add(waits)
-            backward.add(waits, 2 if segment.again else 1)
+            backward.add(self._inside_block(segment, "backward")).add(waits, 1 if segment.again else 0)
         item = BYTES[self.precision.compute]
         if self.solo:  # parameters are cast before, and gradients after
             casting = self._moving(segment.parameters * (4 + item)) if item < 4 else Seconds()
@@ -201,7 +203,7 @@ class _Rank:
             Talk(all_reduce(reduced / shards.ranks, copies, self.cluster), link_of(copies), adding),
         )
 
-    def _inside_block(self, segment: Segment) -> Seconds:
+    def _inside_block(self, segment: Segment, way: Way) -> Seconds:
         """Waits of one pass through a block whose tokens or heads are spread over ranks."""
         waits = Seconds()
         item = BYTES[self.precision.compute]
@@ -212,24 +214,28 @@ class _Rank:
             waits[link_of(group)] += 2 * talk
         if self.layout.context > 1:
             group = group_of(self.layout, ("context",), self.cluster)
-            for op in segment.forward:
+            for op in segment.forward if way == "forward" else segment.backward:
                 if op.kind == "attention" and len(op.shape) == 5:
-                    waits[link_of(group)] += self._exchange(op, group, item)
+                    waits[link_of(group)] += self._exchange(op, group, item, way)
         return waits
 
-    def _exchange(self, op: Op, group: Group, item: int) -> float:
-        """Of queries, keys, values and outputs: heads are traded for tokens, or keys and values go round a ring."""
+    def _exchange(self, op: Op, group: Group, item: int, way: Way) -> float:
+        """Of queries, keys, values and outputs: heads are traded for tokens, or keys and values go round a ring.
+
+        In the backward their gradients go round with them, in fp32.
+        """
         batch, heads, queries, keys, width = op.shape  # a rank's own queries, the keys of all
         asking, asked = (2 * batch * heads * tokens * width * item for tokens in (queries, keys / group.ranks))
-        trading = min(self.parallel.ulysses or group.ranks, group.ranks)
+        trading = min(self.parallel.ulysses or choose_ulysses(heads, heads, group.ranks), group.ranks)
         rounds = group.ranks // trading
         talk = 0.0
         if trading > 1:
             traders = Group(trading, min(trading, group.inside))
             talk += all_to_all(asking + asked, traders, self.cluster)
         if rounds > 1:  # each hides behind the attention of what is there already, as far as that lasts
-            passing = send(asked, self.cluster, crosses=group.crosses)
-            hidden = min(passing, self._seconds((op,), "forward").total / rounds)
+            moved = asked * (1 + 4 / item) if way == "backward" else asked
+            passing = send(moved, self.cluster, crosses=group.crosses, nodes=group.nodes)
+            hidden = min(passing, self._seconds((op,), way).total / rounds)
             talk += (rounds - 1) * (passing - self.cluster.overlap * hidden)
         return talk
 
