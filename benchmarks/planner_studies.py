@@ -91,6 +91,7 @@ def page(cluster: Cluster, out: Path) -> str:
     }
     holds = s.other_holds()
     prefetch = t.prefetch_rows(cluster)
+    on_one_node = {mode: row[0].reserved for (model, mode), row in large.items() if model == "15b" and row[0]}
     values = {
         "model_errors": ", ".join(f"{model} {100 * error:.0f} %" for model, error in by_model.items()),
         "mean": f"{100 * t.mean_error(rates):.1f}",
@@ -170,9 +171,9 @@ def page(cluster: Cluster, out: Path) -> str:
         "large": "\n\n".join(_large_table(large, model) for model in ("5b", "15b")),
         **{f"large_{m}": f"{100 * t.large_error(large, m):.0f}" for m in ("5b", "15b")},
         **{f"order_{m}": t.large_order(large, m, 0.10) for m in ("5b", "15b")},
-        "hybrid_4_gib": f"{large['15b', 'HYBRID_4'][0].reserved:.0f}",  # type: ignore[union-attr]
+        "hybrid_4_gib": f"{on_one_node['HYBRID_4']:.0f}",
         "hybrid_4_reserved": f"{p.RESERVED_15B_HYBRID_4_GIB:.1f}",
-        "grad_op_gib": f"{large['15b', 'SHARD_GRAD_OP'][0].reserved:.1f}",  # type: ignore[union-attr]
+        "grad_op_gib": f"{on_one_node['SHARD_GRAD_OP']:.1f}",
         "limit": f"{0.95 * cluster.device.memory_gib:.1f}",
         "slope": f"{cluster.device.gemm[-3][1]:.2f}",
         "launch": f"{cluster.device.launch_us:.0f}",

@@ -139,7 +139,7 @@ def wrapped(model: nn.Module, mode: str, ranks: int) -> nn.Module:
     """As the study did it."""
     if mode == "DDP":
         replica = nn.parallel.DistributedDataParallel(model.cuda(), device_ids=[0], bucket_cap_mb=25)
-        replica.register_comm_hook(None, _nothing_to_add)  # type: ignore[arg-type]
+        replica.register_comm_hook(None, _nothing_to_add)
         return replica
     group: Any = None
     strategy = ShardingStrategy.HYBRID_SHARD
@@ -175,7 +175,7 @@ def measure(mode: str, name: str, nodes: int, hold: float) -> dict[str, Any]:
     for call in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         setattr(dist, call, slowed(getattr(dist, call), hold * TALK_MS[nodes]))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PER_NODE * nodes)
-    nn.Linear.reset_parameters = lambda self: None  # type: ignore[method-assign]  # what the numbers are does not matter
+    nn.Linear.reset_parameters = lambda self: None  # what the numbers are does not matter
     model = StudyViT(*SIZES[name])
     for block in model.blocks:
         block.held_ms = hold * BLOCK_MS

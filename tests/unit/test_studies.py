@@ -97,7 +97,8 @@ def test_base_fits_patches_of_14(tables: ModuleType, frontier: Cluster) -> None:
 
 
 def test_the_program_that_is_run_again_is_of_the_studys_sizes(tables: ModuleType) -> None:
-    study_memory = pytest.importorskip("study_memory", reason="needs PyTorch's first FSDP")
+    import study_memory
+
     for name, size in study_memory.SIZES.items():
         with torch.device("meta"):
             model = study_memory.StudyViT(*size)
