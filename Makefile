@@ -8,28 +8,34 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	&& { command -v "$$name"; break; }; done)
 RUN = $(VENV)/bin/python -m
 
-.PHONY: help demo test test-slow lint install
+.PHONY: help demo test test-slow mutants lint install
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a 3-D masked autoencoder on generated tissue; ends with the path of its report"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the long tests"
+	@echo "make mutants    plant bugs one at a time and see which the tests notice (hours)"
 	@echo "make lint       check style and types"
 	@echo "make install    set up $(VENV) only"
 
 demo: $(VENV)/.installed data/em.zarr
 	$(RUN) vitrail train configs/demo/mae3d.yaml --fresh
 
-# Files of tests are shared out to two processes. Of the long tests, those that start ranks or launchers go one by one.
-SHARED = -n 2 --dist loadfile
+# Files of tests are shared out to two processes, in their order: those that start ranks come first, many short ones last.
+SHARED = -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev
 	$(RUN) pytest -m "not slow and not gpu" $(SHARED)
 
 test-slow: $(VENV)/.installed-dev
-	$(RUN) pytest -m slow tests/unit $(SHARED)
-	$(RUN) pytest -m slow --ignore tests/unit
+	$(RUN) pytest -m slow $(SHARED)
+
+# Another number of bugs at a time: make mutants JOBS=16
+JOBS ?= 2
+
+mutants: $(VENV)/.installed-dev
+	$(VENV)/bin/python tests/mutants/run.py --jobs $(JOBS) --table docs/mutants.md
 
 lint: $(VENV)/.installed-dev
 	$(RUN) ruff check .

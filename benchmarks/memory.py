@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitrail.cost.flops import peak_tflops
 from vitrail.data.batch import Statistics
+from vitrail.layers.flops import peak_tflops
 from vitrail.layers.init import init_rules, initialise, local_shard
 from vitrail.layers.patches import grid_coordinates
 from vitrail.models import DecoderConfig, DiTConfig, EncoderConfig, MAEConfig, ViTConfig

@@ -28,9 +28,9 @@ import torch
 
 from vitrail.bench.trial import is_out_of_memory
 from vitrail.cost.cluster import Cluster, load_cluster
+from vitrail.disk import write_whole
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
-from vitrail.report.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 STOPPED = 75

@@ -1,14 +1,17 @@
 """What can happen to a checkpoint's files, by accident and on purpose."""
 
+import io
 import json
 import os
 import pickle
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import metadata as parts
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -88,7 +91,10 @@ ACCIDENTS: dict[str, tuple[Damage, str]] = {
     "pipe": (put_pipe, "manifest.json is missing"),
     "file instead": (put_file, "manifest.json is missing"),
     "another step": (put_other_step, "manifest.json is that of step"),
-    "other format": (lambda f: reseal(f, format=99), "format 99"),
+    **{
+        f"format {odd!r}": (lambda f, odd=odd: reseal(f, format=odd), f"says that its version is {odd!r}")
+        for odd in (0, -1, "2", 2.0, True, None, [])
+    },
     "no samples": (lambda f: reseal(f, samples=None), "'samples'"),
     "words for a number": (lambda f: reseal(f, optimizer_steps="many"), "'optimizer_steps'"),
     "a list of files": (lambda f: reseal(f, files=[METADATA]), "manifest.json cannot be read"),
@@ -152,7 +158,7 @@ def add_bytes_entry(folder: Path) -> bytes:
     return pickle.dumps(metadata)
 
 
-def move_tensors(path: str) -> Callable[[Path], bytes]:
+def move_tensors(path: Any) -> Callable[[Path], bytes]:
     def make(folder: Path) -> bytes:
         metadata = good_metadata(folder)
         for info in metadata.storage_data.values():
@@ -167,6 +173,66 @@ def add_transforms(folder: Path) -> bytes:
     for info in metadata.storage_data.values():
         info.transform_descriptors = ("zip",)
     return pickle.dumps(metadata)
+
+
+def put_parts(*boxes: tuple[tuple[int, int], ...]) -> Callable[[Path], bytes]:
+    """Metadata with the weights [40, 30] in these parts: (start, size) along each axis."""
+
+    def make(folder: Path) -> bytes:
+        metadata = good_metadata(folder)
+        entry: Any = metadata.state_dict_metadata["model.weight"]
+        info = metadata.storage_data.pop(parts.MetadataIndex("model.weight", entry.chunks[0].offsets, 0))
+        entry.chunks = [
+            parts.ChunkStorageMetadata(torch.Size(s for s, _ in box), torch.Size(n for _, n in box)) for box in boxes
+        ]
+        start = info.offset
+        for number, chunk in enumerate(entry.chunks):
+            place = _StorageInfo(TENSORS, start, 8 * chunk.sizes.numel())
+            start += place.length
+            metadata.storage_data[parts.MetadataIndex("model.weight", chunk.offsets, number)] = place
+        return pickle.dumps(metadata)
+
+    return make
+
+
+def share_bytes(folder: Path) -> bytes:
+    """Two entries in the same place of the file."""
+    metadata = good_metadata(folder)
+    first, second = metadata.storage_data.values()
+    second.offset, second.length = first.offset, first.length
+    return pickle.dumps(metadata)
+
+
+def change_place(**changes: int) -> Callable[[Path], bytes]:
+    """Metadata where the place of the last part is another."""
+
+    def make(folder: Path) -> bytes:
+        metadata = good_metadata(folder)
+        info = max(metadata.storage_data.values(), key=lambda info: info.offset)
+        for name, change in changes.items():
+            setattr(info, name, getattr(info, name) + change)
+        return pickle.dumps(metadata)
+
+    return make
+
+
+def pairs(opcodes: bytes, wrap: Callable[[bytes], bytes] = bytes) -> bytes:
+    """A pair of twice the same pair, and so on: 2 ** 60 parts, all of which a hash would visit."""
+    for number in range(60):
+        there = bytes([number])
+        opcodes = wrap(opcodes + pickle.BINPUT + there + pickle.BINGET + there + pickle.TUPLE2)
+    return opcodes
+
+
+def as_index(name: bytes) -> bytes:
+    """A MetadataIndex with this name."""
+    state = pickle.MARK + plain("fqn") + name + plain("offset") + pickle.NONE + plain("index") + pickle.NONE
+    state = pickle.EMPTY_DICT + state + pickle.SETITEMS
+    return named(RECORDS, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ + state + pickle.BUILD
+
+
+def as_key(opcodes: bytes) -> bytes:
+    return pickle.EMPTY_DICT + opcodes + pickle.NONE + pickle.SETITEM
 
 
 def fixed(opcodes: bytes) -> Callable[[Path], bytes]:
@@ -216,6 +282,16 @@ MALICE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "an empty record": (fixed(call(named(RECORDS, "Metadata"))), "cannot be read"),
     "not a pickle": (lambda _: b"junk", "cannot be read"),
     "nothing": (lambda _: b"", "cannot be read"),
+    "pairs of pairs as a key": (fixed(as_key(pairs(plain("x")))), "has too many parts"),
+    "pairs of records as a key": (fixed(as_key(as_index(pairs(plain("x"), as_index)))), "a key that no checkpoint"),
+    "pairs of records in a call": (
+        fixed(call(named(RECORDS, "_MEM_FORMAT_ENCODING"), pairs(plain("x"), as_index))),
+        "calls something with",
+    ),
+    "a file that is pairs of records": (
+        move_tensors(parts.MetadataIndex("x")),
+        "does not say where its parts are",
+    ),
     "deep": (fixed(pickle.EMPTY_LIST * 10**5 + pickle.APPEND * (10**5 - 1)), "not that of a checkpoint"),
 }
 
@@ -232,12 +308,14 @@ class Payload:
         return os.system, (f"touch {MARKER}",)
 
 
-def put_in_tensors(folder: Path, content: Any) -> None:
-    """Replace the tensor file with something else that torch.save has written, and point all entries to it."""
-    import torch
-
-    torch.save(content, folder / TENSORS)
-    metadata = good_metadata(folder)
-    for info in metadata.storage_data.values():
-        info.offset, info.length = 0, (folder / TENSORS).stat().st_size
+def put_in_tensors(folder: Path, content: Any, packed: int = zipfile.ZIP_STORED) -> None:
+    """Replace the tensor file with something else that torch.save has written, once for each entry."""
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    with zipfile.ZipFile(stream, "a") as archive:  # as large as what is told
+        archive.writestr("archive/more", random.Random(0).randbytes(16000), compress_type=packed)
+    metadata, length = good_metadata(folder), len(stream.getvalue())
+    (folder / TENSORS).write_bytes(stream.getvalue() * len(metadata.storage_data))
+    for number, info in enumerate(metadata.storage_data.values()):
+        info.offset, info.length = number * length, length
     put_metadata(folder, lambda _: pickle.dumps(metadata))

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = 1200.0  # seconds after which a process hangs, however busy the machine is
 
 
 def merge(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def tiny_recipe(volume: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "schedule": {"kind": "cosine", "warmup": "10%"},
         "checkpoint": {"every": 10},
         "eval": {"every": 10, "samples": 8},
-        "log": {"every": 1, "pictures": 20, "tensorboard": False},
+        "log": {"every": 1, "pictures": "off", "tensorboard": False, "report": False},
     }
     return merge(tree, {key.replace("__", "."): value for key, value in changes.items()})
 
@@ -95,7 +98,8 @@ def environment(**extra: str) -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
     paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **extra}
+    # A crash in compiled code tells where it was, also in workers that do not start by the command line.
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": paths, **extra}
 
 
 def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
@@ -118,7 +122,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def run(*arguments: str | Path, timeout: float = 300, **options: Any) -> tuple[int, str]:
+def run(*arguments: str | Path, timeout: float = LONG, **options: Any) -> tuple[int, str]:
     """Run to the end; exit code and output."""
     process = start(*arguments, **options)
     try:
@@ -127,6 +131,22 @@ def run(*arguments: str | Path, timeout: float = 300, **options: Any) -> tuple[i
         end(process)
         raise
     return process.returncode, output
+
+
+def eventually(condition: Callable[[], Any]) -> bool:
+    """Whether something comes true, however busy the machine is."""
+    deadline = time.monotonic() + LONG
+    while not (found := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def is_gone(number: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return Path("/proc", str(number), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def vitrail(*arguments: str | Path, **options: Any) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import environment, start, torchrun
+from support import LONG, environment, is_gone, start, torchrun
 
 from vitrail import cli
 from vitrail.training.checkpoint import list_checkpoints, load_tensors, read_manifest, verify
@@ -83,12 +83,12 @@ def launch(ranks: int, *words: str | Path, launcher: tuple[str, ...] = (), **opt
     return start(*torchrun(ranks, "-m", "vitrail", "train", *words, launcher=launcher), **options)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout: float = LONG) -> tuple[int, str]:
     output, _ = process.communicate(timeout=timeout)
     return process.returncode, output
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 180) -> Any:
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = LONG) -> Any:
     """Look often, so that short phases are met; fails when the process ends first."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):
@@ -100,6 +100,25 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], *, 
             raise AssertionError("was not met in time")
         time.sleep(0.001)
     return found
+
+
+WATCHED = ("--plugin", "watched_plugin")
+SILENT = 7.0  # seconds that a rank says nothing before the others are told to look
+
+
+def stop_rank(process: subprocess.Popen[str], run_dir: Path, rank: int) -> dict[int, int]:
+    """Stop one of two ranks and wait until the other has ended because of it; the processes of both.
+
+    The training has `--plugin watched_plugin`: it takes a rank for hung once it is told to, and not because a busy
+    machine lets it wait.
+    """
+    ranks = ranks_of(process)
+    os.kill(ranks[rank], signal.SIGSTOP)
+    time.sleep(SILENT)  # on a busy machine it is silent for longer
+    (run_dir / "hang").touch()
+    wait_until(lambda: is_gone(ranks[1 - rank]), process)
+    os.kill(ranks[rank], signal.SIGKILL)  # torchrun would wait half a minute before it does so
+    return ranks
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:

@@ -6,6 +6,9 @@ Exit codes: 0 done, 1 failed after the first step, 2 wrong input or environment,
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -16,8 +19,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import vitrail
-from vitrail.errors import RunFailed, UserError
-from vitrail.verbs import bench, plan, tune
+from vitrail.credentials import clash, hide_in
+from vitrail.errors import RunFailed, UserError, is_out_of_memory
+from vitrail.verbs import bench, plan, streams, tune
 from vitrail.verbs.words import (
     Json,
     Overrides,
@@ -46,6 +50,8 @@ class Verbs(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()  # here, where a pipe that was closed can still be handled
             return result
+        except (typer.Exit, typer.Abort):  # which are RuntimeErrors
+            raise
         except UserError as error:
             tell(str(error))
             raise typer.Exit(1 if isinstance(error, RunFailed) else 2) from error
@@ -58,10 +64,30 @@ class Verbs(TyperGroup):
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:
-            # Python flushes once more at exit, and would complain there.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (MemoryError, RuntimeError) as error:  # what devices and libraries raise is a RuntimeError
+            if not is_out_of_memory(error):
+                raise
+            tell_out_of_memory(error)
             raise typer.Exit(1) from error
+        except BrokenPipeError as error:
+            streams.send_nowhere(sys.stdout)
+            raise typer.Exit(1) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            tell(f"{str(error.filename)[:40]!r}...: no disk takes a path that long; give a shorter one")
+            raise typer.Exit(2) from error
+
+
+def tell_out_of_memory(error: BaseException) -> None:
+    from vitrail.launch.world import find_world
+    from vitrail.training.failures import summary
+
+    world = find_world()
+    tell(
+        f"{f'rank {world.rank}: ' if world.size > 1 else ''}memory ran out ({summary(error)[:300]}); make data.batch, "
+        "data.micro_batch, data.crop or the model smaller, or see docs/memory.md for what saves memory"
+    )
 
 
 _SETTINGS: dict[str, Any] = {
@@ -78,20 +104,29 @@ app.add_typer(data, name="data", help="Make a volume to try things on, or look a
 
 def console() -> None:
     """The entry of the process."""
+    streams.settle()
     try:
         main()
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
             # Past the interpreter's own end: threads of readers and kernels that still run may abort the process there.
-            sys.stdout.flush()
-            sys.stderr.flush()
+            streams.leave()
             os._exit(INTERRUPTED)
         raise
+    finally:
+        streams.leave()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a verb; raises SystemExit."""
-    app(args=None if arguments is None else list(arguments), prog_name="vitrail")
+    given = sys.argv[1:] if arguments is None else arguments
+    if (why := clash(given)) is not None:
+        tell(why)
+        raise SystemExit(2)
+    words = [hide_in(word) for word in given]
+    if arguments is None:
+        sys.argv[1:] = words
+    app(args=words, prog_name="vitrail")
 
 
 def _show_version(wanted: bool) -> None:
@@ -123,6 +158,9 @@ def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder to continue.")],
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start beside an earlier run, never over it.")] = False,
+    other_data: Annotated[
+        bool, typer.Option("--other-data", help="Continue although the data are not those that the run began with.")
+    ] = False,
     trust: Trust = False,
     plugin: Plugins = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
@@ -137,8 +175,8 @@ def train(
     srun --ntasks 4 vitrail train ...             or mpirun -n 4; vitrail launch writes job scripts for all three
 
     Output goes to run.dir, which is runs/<run.name> unless the recipe says otherwise: the recipe, metrics.jsonl,
-    checkpoints, pictures and report.html, whose path is printed at the end. Where that folder holds checkpoints of the
-    same recipe, the run goes on from the newest good one.
+    checkpoints, pictures and report.html, whose path is printed at the end (with log.report=false that of the folder).
+    Where that folder holds checkpoints of the same recipe, the run goes on from the newest good one.
     """
     from vitrail.launch.world import end_for_good, tried_once
     from vitrail.training.guards import ready_to_stop
@@ -147,13 +185,15 @@ def train(
         from vitrail.training.run import train as run_training
 
         load_plugins(plugin)
-        outcome = run_training(recipe, overrides=overrides or (), fresh=fresh, quiet=quiet, trust=trust)
+        options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data}
+        outcome = run_training(recipe, overrides=overrides or (), **options)
         if outcome.code:
             end_for_good(outcome.code)
     if is_chief():
         if outcome.code:
             note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")
-        print(outcome.run_dir / "report.html")
+        with contextlib.suppress(BrokenPipeError):  # what counts is how the training ended
+            print(outcome.page, flush=True)
     raise typer.Exit(outcome.code)
 
 
@@ -182,6 +222,7 @@ def evaluate(
     number: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples: how many of them; else all.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Samples: which are compared; else 0.")] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Samples: write a page, too.")] = None,
+    trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -208,8 +249,11 @@ def evaluate(
         refuse_options(of_run, f"{run} is a folder of samples", "runs")
         if not is_chief():
             return
+        from vitrail.disk import check_output
         from vitrail.infer.quality_report import table, write_page
 
+        if page is not None:
+            check_output(page)  # before the work
         found = quality(run, real=real, classifier=classifier, number=number, seed=seed or 0, quiet=as_json)
         if page is not None:
             write_page(found, page)
@@ -353,7 +397,7 @@ def generate(
     ] = 3,
     ome_version: Annotated[Literal["0.4", "0.5"], typer.Option(help="Version of OME-Zarr.")] = "0.5",
     chunk: Annotated[int, typer.Option(metavar="N", min=1, help="Voxels along each side of a chunk.")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="Replace what lies at OUT.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a volume at OUT that vitrail wrote.")] = False,
     as_json: Json = False,
 ) -> None:
     """Generate tissue that looks like volume electron microscopy, with labels, as OME-Zarr.
@@ -370,21 +414,27 @@ def generate(
     if kind == "digits":
         from vitrail.data.generate_digits import write_digits
 
-        if force and out.exists():
-            raise UserError(f"{out} exists already, and --force replaces volumes only; choose another path")
+        if force:
+            raise UserError("--force replaces volumes only; leave it out, and choose a path where nothing lies")
         written = write_digits(out)
         if as_json:
             print_tree({"path": str(written), "kind": kind}, as_json)
         else:
             print(written)
         return
-    if out.exists() and not force:
-        raise UserError(f"{out} exists already; choose another path, or replace it with --force")
+    from vitrail.disk import check_free, told
+
+    with told(out):
+        check_free(out, force=force, tell=note)  # before the work
     sizes = read_sizes(shape)
+    from vitrail.memory import memory_bytes
+
+    if math.prod(sizes) > memory_bytes():  # of image and labels, a byte each; more while they are made
+        raise UserError(f"--shape {shape}: a volume so large does not fit into the memory here; make it smaller")
     from vitrail.data.generate import generate_em, write_ome_zarr
 
     volume = generate_em(sizes, seed)
-    write_ome_zarr(out, volume, levels=levels, version=ome_version, chunk=chunk, name="em", overwrite=force)
+    write_ome_zarr(out, volume, levels=levels, version=ome_version, chunk=chunk, name="em", force=force, tell=note)
     made = {
         "path": str(out),
         "shape": list(sizes),
@@ -409,6 +459,7 @@ def inspect(
     picture: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Also draw samples with a scale bar, labels and histograms.")
     ] = None,
+    trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -446,6 +497,7 @@ def preview(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=16, help="Samples, one a row.")] = 4,
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where the picture goes.")] = Path("preview.png"),
+    trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -479,6 +531,7 @@ def bench_data(
     workers: Annotated[
         list[int] | None, typer.Option(metavar="N", min=0, help="Reading threads; repeatable, to compare.")
     ] = None,
+    trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -562,6 +615,7 @@ def balance(
         int | None,
         typer.Option(metavar="N", min=1, help="Data-parallel ranks; those of data.balance, or 1.", show_default=False),
     ] = None,
+    trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -811,6 +865,7 @@ def schema(
     """
     import json
 
+    from vitrail.disk import write_output
     from vitrail.recipe import json_schema
 
     text = json.dumps(json_schema(), indent=2)
@@ -818,7 +873,7 @@ def schema(
         print(text)
         return
     try:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_output(out, f"{text}\n".encode())
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); choose another path") from error
     print(out)

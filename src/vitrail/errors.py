@@ -1,12 +1,69 @@
 """The errors a person can mend, each one sentence that says what to do."""
 
+import re
+
+from vitrail.credentials import strip
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """A text without what terminals obey: names and words in files of strangers may hold it."""
+    return _CONTROL.sub("", text)
+
 
 class UserError(ValueError):
     """Wrong input or environment: shown as one sentence, without a traceback.
 
     The command line exits with 2 when it comes before the first step, and with 1 for a RunFailed afterwards.
+    Sentences end in logs, reports, metrics and terminals: no URL in them keeps its password, no name its commands.
     """
+
+    def __init__(self, *words: object):
+        super().__init__(*(printable(strip(word)) if isinstance(word, str) else word for word in words))
+
+
+class BadData(UserError):
+    """A file that cannot be read as what it claims to be, or that holds what no sample may hold."""
+
+
+class MissingData(BadData):
+    """A chunk that its store does not have."""
+
+
+class FailedRead(BadData):
+    """A file that the system does not hand over: elsewhere, or at another time, it may."""
 
 
 class RunFailed(UserError):
     """A run that had begun could not go on."""
+
+
+class TooLarge(UserError):
+    """More than the memory here, as arithmetic tells before anything is tried."""
+
+
+# What allocators say; PyTorch's own error class for CUDA is known by its type.
+NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "status_alloc_failed",  # of cuBLAS and cuDNN
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, means that memory ran out or would, on a device or on the host."""
+    import torch
+
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError | TooLarge):
+            return True
+        text = str(error).lower()
+        if isinstance(error, RuntimeError | OSError) and any(words in text for words in NO_MEMORY):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,5 +1,6 @@
 """A plugin for the tests: reconstruction whose loss or gradient is not finite for given samples."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,20 +26,24 @@ class BrokenConfig:
 
 
 class Broken(Reconstruct):
+    """What is bad is told by the targets: a step's may be prepared before an evaluation and judged after it."""
+
     def __init__(self, broken: BrokenConfig, *arguments: Any):
         super().__init__(*arguments)
-        self.broken, self.bad = broken, False
+        self.broken = broken
 
     def prepare(
         self, batch: Batch, draws: Draws, *, evaluating: bool = False, **options: Any
     ) -> tuple[dict[str, Any], Any]:
-        self.bad = not evaluating and not set(self.broken.bad).isdisjoint(batch.counters)
-        return super().prepare(batch, draws, evaluating=evaluating, **options)
+        inputs, targets = super().prepare(batch, draws, evaluating=evaluating, **options)
+        if not evaluating and not set(self.broken.bad).isdisjoint(batch.counters):
+            targets = replace(targets, values=torch.full_like(targets.values, float("inf")))
+        return inputs, targets
 
     def loss(self, output: Tensor, targets: Any) -> Loss:
-        loss = super().loss(output, targets)
-        if not self.bad:
-            return loss
+        if not targets.values.isinf().any():
+            return super().loss(output, targets)
+        loss = super().loss(output, replace(targets, values=torch.zeros_like(targets.values)))
         if self.broken.what == "loss":
             return Loss(loss.sum * float("nan"), loss.count)
         return Loss(loss.sum + torch.sqrt(output * 0).sum(), loss.count)  # adds nothing, with a slope without end

@@ -248,6 +248,19 @@ def check_types() -> None:
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
 
 
+def check_reduction() -> None:
+    """Gradients 256, 1, 1 and 1: bf16 has no 259, nor any odd number beyond 256."""
+    for reduce, exact in ((torch.float32, True), (torch.bfloat16, False)):
+        model, c = nn.Sequential(nn.Linear(1, 1, bias=False)), Parallel()
+        layout = layout_of(c, dist.get_world_size())
+        types = {"compute": torch.bfloat16, "reduce": reduce}
+        shard.apply([(model, list(model))], mesh_of(layout), layout, c, **types)
+        x = torch.full((1, 1), 1.0 if dist.get_rank() else 256.0, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        found = model[0].weight.grad.full_tensor().item()  # type: ignore[union-attr,operator]
+        assert (found == 255 + dist.get_world_size()) == exact, (reduce, found)
+
+
 def check_stages() -> None:
     """One model, of which two parts run one after another, as the stages of a pipeline do."""
     c = Parallel(strategy="HYBRID_SHARD", group=2, wrap=2, prefetch={"forward": 1, "backward": 2})
@@ -276,5 +289,6 @@ if __name__ == "__main__":
     check_order()
     check_forgetting()
     check_types()
+    check_reduction()
     check_stages()
     dist.destroy_process_group()

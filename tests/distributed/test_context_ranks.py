@@ -54,7 +54,7 @@ def launch(world: int, cases: list[Case], home: Path) -> Found:
     }
     path = home / "cases.json"
     path.write_text(json.dumps(trees))
-    code, output = run(*torchrun(world, WORKER, path), timeout=400)
+    code, output = run(*torchrun(world, WORKER, path))
     assert code == 0, output[-4000:]
     return json.loads(path.with_suffix(".found.json").read_text())
 

@@ -10,7 +10,7 @@ import pytest
 from support import losses, merge, parameters, run, tiny_recipe, torchrun
 
 WORKER = Path(__file__).parent / "worker.py"
-HALF, WHOLE = 3, 6
+FIRST, ALL = 2, 3  # steps; the last takes all that was stored: parameters, moments and the average
 
 # World size, then the `parallel` section. Chosen such that every axis comes and goes.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,11 +30,10 @@ def recipe_of(volume: Path, folder: Path, layout: str, steps: int) -> dict[str, 
         "model.encoder": encoder,
         "model.decoder": {"kind": "cross", "width": 32, "depth": 1, "heads": 4},
         "optimizer": {"kind": "adamw", "lr": 1e-3, "eps": 1e-5},
-        "schedule": {"kind": "constant", "warmup": 0},  # the same for half of the steps as for all
+        "schedule": {"kind": "constant", "warmup": 0},  # the same for the first steps as for all
         "ema": {"decay": 0.9},
-        "checkpoint": {"every": HALF},
-        "eval": {"every": WHOLE, "samples": 2},
-        "log": {"every": 1, "pictures": WHOLE, "tensorboard": False},
+        "checkpoint": {"every": FIRST},
+        "eval": {"every": ALL, "samples": 2},
         "data.micro_batch": 2,
         "parallel": LAYOUTS[layout][1],
     }
@@ -47,21 +46,21 @@ def train_all(home: Path, trees: list[tuple[str, dict[str, Any]]]) -> None:
         mine = [tree for layout, tree in trees if LAYOUTS[layout][0] == world]
         cases = home / f"cases-{world}.json"
         cases.write_text(json.dumps(mine))
-        code, output = run(*torchrun(world, WORKER, cases), timeout=900)
+        code, output = run(*torchrun(world, WORKER, cases))
         assert code == 0, output[-6000:]
 
 
-PAIRS = [(first, second) for first in LAYOUTS for second in LAYOUTS]
+PAIRS = [(first, second) for first in LAYOUTS for second in LAYOUTS if first != second]
 
 
 def continue_all(volume: Path, home: Path, pairs: list[tuple[str, str]]) -> Path:
-    """Half of a run in each layout, and from there the other half in another."""
-    train_all(home, [(first, recipe_of(volume, home / first, first, HALF)) for first in LAYOUTS])
-    trees = [("one", recipe_of(volume, home / "whole", "one", WHOLE))]
+    """The first steps in each layout, and from there the rest in another."""
+    train_all(home, [(first, recipe_of(volume, home / first, first, FIRST)) for first in LAYOUTS])
+    trees = [("one", recipe_of(volume, home / "whole", "one", ALL))]
     for first, second in pairs:
         folder = home / f"{first}-then-{second}"
         shutil.copytree(home / first, folder)
-        trees.append((second, recipe_of(volume, folder, second, WHOLE)))
+        trees.append((second, recipe_of(volume, folder, second, ALL)))
     train_all(home, trees)
     return home
 
@@ -73,7 +72,7 @@ def every_pair(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(runs: Path, first: str, second: str) -> None:
     whole, found = runs / "whole", runs / f"{first}-then-{second}"
-    assert len(losses(found)) == WHOLE
+    assert len(losses(found)) == ALL
     np.testing.assert_allclose(losses(found), losses(whole), rtol=1e-5)
     for weights in ("raw", "ema"):
         expected, got = parameters(whole, weights), parameters(found, weights)

@@ -41,7 +41,7 @@ def runs(volume: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 tree["parallel"]["group"] = min(world, 2)
         cases = home / f"cases-{world}.json"
         cases.write_text(json.dumps(trees))
-        code, output = run(*torchrun(world, WORKER, cases), timeout=500)
+        code, output = run(*torchrun(world, WORKER, cases))
         assert code == 0, output[-4000:]
     return home
 

@@ -5,7 +5,7 @@ import torch
 from support import ROOT
 
 from vitrail.bench import bench
-from vitrail.cost.flops import peak_tflops
+from vitrail.layers.flops import peak_tflops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"

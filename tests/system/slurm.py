@@ -13,7 +13,7 @@ from pathlib import Path
 from support import environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-START = 30.0  # seconds for the daemons to be ready
+START = 600.0  # seconds for the daemons to be ready
 
 CONFIG = """\
 ClusterName=vitrail
@@ -90,7 +90,7 @@ class Slurm:
         told = dict(word.partition("=")[::2] for word in self.call("scontrol", "-o", "show", "job", job).split())
         return told[name]
 
-    def wait(self, job: str, *states: str, timeout: float = 120.0) -> str:
+    def wait(self, job: str, *states: str, timeout: float = 1200.0) -> str:
         """Until the job is in one of the states."""
         deadline = time.monotonic() + timeout
         while (state := self.show(job, "JobState")) not in states:
@@ -104,7 +104,7 @@ class Slurm:
 
         But the node revokes what was started up to the second in which the first run ended ("Job credential revoked").
         """
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not is_idle(self):
             assert time.monotonic() < deadline, f"the node is still busy with job {job}"
             time.sleep(0.1)

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from support import ROOT, end, start, vitrail
+from support import LONG, ROOT, end, eventually, start, vitrail
 
 TOY = str(ROOT / "configs" / "ablate" / "dit_toy.yaml")
 FEW = ("--mode", "syn", "--windows", "2", "--steps", "2", "--warm-up", "1")
@@ -23,14 +24,14 @@ def interrupt(folder: Path, after: int, sign: int, *words: str) -> int:
     """Start a sweep, and send it a signal while the cell after so many results runs; its exit code."""
     process = start(sys.executable, "-m", "vitrail", "bench", TOY, *words, "--out", folder)
     try:
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + LONG
         while time.monotonic() < limit and process.poll() is None:
             if len(results(folder)) >= after and list((folder / "cells").glob("*.order")):
                 break
             time.sleep(0.05)
         assert process.poll() is None, process.stdout.read()
         process.send_signal(sign)
-        return process.wait(timeout=30)
+        return process.wait(timeout=LONG)
     finally:
         end(process)
 
@@ -53,10 +54,7 @@ def test_an_ablation_is_killed_resumed_and_reported(tmp_path: Path) -> None:
     assert interrupt(folder, 1, signal.SIGKILL, *grid) == -signal.SIGKILL
     first = results(folder)
     assert [found["name"] for found in first] == ["patch=4"]
-    limit = time.monotonic() + 20
-    while cells_at_work(folder) and time.monotonic() < limit:  # nobody goes on for a sweep that is gone
-        time.sleep(0.1)
-    assert not cells_at_work(folder)
+    assert eventually(lambda: not cells_at_work(folder))  # nobody goes on for a sweep that is gone
     code, output = vitrail("bench", TOY, *grid, "--out", folder, "--json")
     assert code == 0, output
     told = json.loads(output[output.index("{") :])
@@ -72,17 +70,17 @@ def test_an_ablation_is_killed_resumed_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_grid_with_every_end_is_interrupted_and_goes_on(tmp_path: Path) -> None:
-    """Two ranks; one width that no memory holds, so the batches above it are skipped; and no rank is left behind."""
+    """Two ranks; one width is more than may be allocated, so larger batches are skipped; no rank is left behind."""
     folder = tmp_path / "bench"
-    grid = ("--ranks", "2", "--sweep", "model.width=64,40960", "--sweep", "data.batch=4/rank,8/rank", *FEW)
+    grid = ("--ranks", "2", "--sweep", "model.width=64,20480", "--sweep", "data.batch=4/rank,8/rank", *FEW)
     assert interrupt(folder, 1, signal.SIGINT, *grid) == 75
-    assert not cells_at_work(folder)
+    assert eventually(lambda: not cells_at_work(folder))
     done = len(results(folder))
     assert 1 <= done < 4
     limited = ("bash", "-c", 'ulimit -v 12000000; exec "$@"', "bash")
     process = start(*limited, sys.executable, "-m", "vitrail", "bench", TOY, *grid, "--out", folder)
     try:
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=LONG)
     finally:
         end(process)
     assert process.returncode == 0, output
@@ -91,12 +89,12 @@ def test_a_grid_with_every_end_is_interrupted_and_goes_on(tmp_path: Path) -> Non
     assert [result["name"] for result in found.values()] == [
         "width=64,batch=4/rank",
         "width=64,batch=8/rank",
-        "width=40960,batch=4/rank",
-        "width=40960,batch=8/rank",
+        "width=20480,batch=4/rank",
+        "width=20480,batch=8/rank",
     ]
-    ok, oom = found["width=64,batch=8/rank"], found["width=40960,batch=4/rank"]
+    ok, oom = found["width=64,batch=8/rank"], found["width=20480,batch=4/rank"]
     assert ok["gpus"] == len(ok["memory"]["per_rank"]) == 2
     assert ok["split"]["communication"] > 0
-    assert "allocate" in oom["error"]
+    assert re.search("allocate|of memory here", oom["error"])  # by the allocator, or by arithmetic
     assert (oom["batch"], oom["batch_per_rank"]) == (8, 4)
     assert os.path.exists(folder / "results.csv")

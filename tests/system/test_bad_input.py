@@ -282,6 +282,7 @@ def lossy(recipe, tmp_path: Path) -> Any:
         data__reuse=1,
         data__normalize={"mean": [128.0], "std": [70.0]},
         run__steps=6,
+        log__report=True,
     )
 
     def lose(step: int) -> tuple[Path, Path]:
@@ -455,7 +456,7 @@ def test_a_folder_of_images_of_several_sizes_trains_a_2d_model(recipe, tmp_path:
 def test_constant_images_train_with_a_finite_loss(target: str, value, recipe, tmp_path: Path) -> None:
     """Patches without variance, and data without any; the score that divides by the variance has no value then."""
     folder = write_images(tmp_path / "images", lambda i: np.full((20, 20), value(i), np.uint8))
-    train_on(recipe, folder, objective={"kind": "reconstruct", "target": target})
+    train_on(recipe, folder, objective={"kind": "reconstruct", "target": target}, log__report=True)
     run_dir = tmp_path / "run"
     assert np.isfinite(losses(run_dir)).all()
     assert not events(run_dir, "skip")

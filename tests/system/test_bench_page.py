@@ -123,5 +123,5 @@ def test_empty_sweep_has_a_page(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     folder = write_bench(tmp_path / "b", ablation()[:2])
     (folder / "plots").write_text("in the way")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="plots is a file, where a folder is expected"):
         write_bench_report(folder)

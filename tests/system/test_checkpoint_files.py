@@ -23,8 +23,9 @@ from watching import assert_same, call, last_line, saved, steps_saved
 
 import vitrail as package
 from vitrail.errors import UserError
+from vitrail.training import run as run_module
 from vitrail.training.checkpoint import Checkpoints, list_checkpoints
-from vitrail.training.run import train
+from vitrail.training.run import evaluate, train
 
 CHANGES = {
     "ema": {"decay": 0.9},
@@ -160,6 +161,48 @@ def test_load_takes_the_newest_good_one(begun: Path, home: Path) -> None:
         package.load(begun)
     assert call("eval", begun) == 2
     assert not Path(MARKER).exists()
+
+
+def test_a_checkpoint_that_vanishes_is_replaced_by_the_next(begun: Path, home: Path, monkeypatch) -> None:
+    """A run that goes on removes checkpoints while others read them."""
+    load_weights = run_module.load_weights
+
+    def vanish_and_load(model, path: Path, *arguments) -> None:
+        if path.name == "step-00000010":
+            shutil.rmtree(path)
+        load_weights(model, path, *arguments)
+
+    monkeypatch.setattr(run_module, "load_weights", vanish_and_load)
+    assert evaluate(begun, samples=2)["step"] == 5
+    shutil.copytree(home / "begun" / "checkpoints", begun / "checkpoints", dirs_exist_ok=True)
+    model = package.load(begun, weights="raw")
+    expected = saved(home / "begun", 5)
+    assert all((p.detach() == expected[f"model.{name}"]).all() for name, p in model.named_parameters())
+    shutil.copytree(home / "begun" / "checkpoints", begun / "checkpoints", dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"no checkpoint of step 10 here \(there are: 5\)"):
+        package.load(begun, checkpoint=10)
+
+
+def test_when_all_have_vanished_there_is_one_sentence(begun: Path, home: Path, monkeypatch) -> None:
+    verify_one = run_module.verify
+
+    def vanish(path: Path, manifest) -> None:
+        shutil.rmtree(path)
+        verify_one(path, manifest)
+
+    monkeypatch.setattr(run_module, "verify", vanish)
+    with pytest.raises(UserError, match="no checkpoint here"):
+        package.load(begun)
+
+    def vanish_and_come(path: Path, manifest) -> None:
+        number = int(path.name[5:])
+        path.rename(path.with_name(f"step-{number + 1:08d}"))  # a run that saves and removes ever faster
+        verify_one(path, manifest)
+
+    shutil.copytree(home / "begun" / "checkpoints", begun / "checkpoints", dirs_exist_ok=True)
+    monkeypatch.setattr(run_module, "verify", vanish_and_come)
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        package.load(begun)
 
 
 @pytest.mark.slow

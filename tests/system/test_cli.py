@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from support import ROOT, end, start, tiny_recipe, write_recipe
+from support import LONG, ROOT, end, environment, start, tiny_recipe, write_recipe
 
 from vitrail import cli
 from vitrail.errors import RunFailed, UserError
@@ -48,7 +48,7 @@ def call(*words: str) -> int:
 
 
 def python(*words: str, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=LONG, **options)
 
 
 @pytest.fixture
@@ -210,7 +210,59 @@ def test_a_closed_pipe_is_quiet():
     writer.stdout.close()
     assert writer.stderr.read() == ""
     writer.stderr.close()
-    assert writer.wait(timeout=120) == 1
+    assert writer.wait(timeout=LONG) == 1
+
+
+def test_a_training_goes_on_when_nobody_reads_it_any_more(volume, tmp_path):
+    """As behind `| head -1`, or in a terminal that was closed: both pipes end before the first line."""
+    recipe = write_recipe(tmp_path / "a.yaml", tiny_recipe(volume, tmp_path / "run", run__steps=6, log__report=True))
+    words = [sys.executable, "-m", "vitrail", "train", recipe]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=LONG) == 0
+    end_line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (end_line["event"], end_line["reason"], end_line["step"]) == ("end", "done", 6)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_descriptors_that_are_closed_at_the_start_are_filled(tmp_path):
+    """Otherwise a checkpoint might get the number of standard error, and a warning of PyTorch's be written into it."""
+    script = (
+        "import os, sys\n"
+        "for number in (0, 1, 2): os.close(number)\n"
+        "sys.stdout = sys.stderr = None\n"
+        "from vitrail.verbs import streams\n"
+        "streams.settle()\n"
+        f"with open({str(tmp_path / 'told')!r}, 'w') as file:\n"
+        "    file.write(str(file.fileno()))\n"
+        "print('lost', flush=True)\n"
+        "print('lost', file=sys.stderr, flush=True)\n"
+        "streams.leave()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], env=environment()).returncode == 0
+    assert int((tmp_path / "told").read_text()) > 2
+
+
+def test_a_crash_in_compiled_code_tells_where_it_was(tmp_path):
+    script = (
+        "import resource, signal\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "from vitrail.verbs import streams\n"
+        "streams.settle()\n"
+        "def in_a_kernel(): signal.raise_signal(signal.SIGSEGV)\n"
+        "in_a_kernel()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(PYTHONFAULTHANDLER=""),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGSEGV
+    assert "in in_a_kernel" in ended.stderr
 
 
 # ---------------------------------------------------------------- the verbs
@@ -218,9 +270,21 @@ def test_a_closed_pipe_is_quiet():
 
 def test_train_hands_its_words_on_and_prints_the_path_of_the_report(trained, capsys):
     assert call("train", "a.yaml", "run.steps=3", "--fresh", "data.batch=4/rank") == 0
-    options = {"overrides": ["run.steps=3", "data.batch=4/rank"], "fresh": True, "quiet": False, "trust": False}
+    options = {
+        "overrides": ["run.steps=3", "data.batch=4/rank"],
+        "fresh": True,
+        "quiet": False,
+        "trust": False,
+        "other_data": False,
+    }
     assert trained.calls == [("a.yaml", options)]
     assert capsys.readouterr() == ("runs/a/report.html\n", "")
+
+
+def test_a_run_without_a_report_prints_its_folder(trained, capsys):
+    trained.outcome = training.Outcome(0, Path("runs/a"), 3, "done", report=False)
+    assert call("train", "a.yaml") == 0
+    assert capsys.readouterr() == ("runs/a\n", "")
 
 
 def test_quiet_is_handed_on(trained):
@@ -527,7 +591,7 @@ def venv(tmp_path):
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
 
 
 def test_an_install_is_done_once_and_a_failed_one_again(venv):
@@ -549,17 +613,17 @@ def test_a_missing_python_is_one_sentence(tmp_path):
     assert "Python 3.11 or newer" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_while_it_still_imports_ends_as_a_stopped_run(volume, tmp_path, number):
     """Nothing is saved yet, so there is nothing to lose, and a scheduler may start it again."""
     recipe = write_recipe(tmp_path / "a.yaml", tiny_recipe(volume, tmp_path / "run"))
     process = start(sys.executable, "-m", "vitrail", "train", recipe)
     try:
         maps = Path(f"/proc/{process.pid}/maps")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LONG
         while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
             time.sleep(0.005)
         process.send_signal(number)
-        assert process.wait(timeout=120) == 75
+        assert process.wait(timeout=LONG) == 75
     finally:
         end(process)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import end, environment, run, start, tiny_recipe, write_recipe
+from support import LONG, end, environment, run, start, tiny_recipe, write_recipe
 from watching import Phase, finish, last_line, lines, steps_saved
 
 LAUNCH = (sys.executable, "-m", "vitrail", "launch")
@@ -45,7 +45,7 @@ def stopped_by(number: int, process: subprocess.Popen[str], run_dir: Path) -> tu
     try:
         Phase(process, run_dir).steps(3)
         os.kill(process.pid, number)
-        code, output = finish(process, timeout=60)
+        code, output = finish(process, timeout=LONG)
     finally:
         end(process)
     stop = last_line(run_dir, "end")
@@ -55,6 +55,7 @@ def stopped_by(number: int, process: subprocess.Popen[str], run_dir: Path) -> tu
     return code, output
 
 
+@pytest.mark.slow
 def test_a_signal_to_torchrun_saves(volume: Path, tmp_path: Path) -> None:
     """USR1, too, which Slurm sends; torchrun alone would die of it and leave its ranks behind."""
     path = script("torchrun", make_recipe(volume, tmp_path), tmp_path)

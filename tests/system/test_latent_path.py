@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support import environment, losses, merge, run, torchrun, write_recipe, write_volume
+from support import LONG, environment, losses, merge, run, torchrun, write_recipe, write_volume
 
 from vitrail import cli
 from vitrail.codecs import open_codec
@@ -122,19 +122,19 @@ from pathlib import Path
 from vitrail.infer.encode import encode
 
 recipe, out, rows, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-replace, calls = Path.replace, [0]
+replace, calls = os.replace, [0]
 kills = ((1, True), (1, False), (1, True), (2, False), (3, True), (3, False), (1, True), (1, False), (3, True))
 for number, before in kills:
     child = os.fork()
     if not child:
-        def deadly(self, target):
+        def deadly(source, target):
             calls[0] += 1
             if calls[0] == number and before:
                 os.kill(os.getpid(), signal.SIGKILL)
-            replace(self, target)
+            replace(source, target)
             if calls[0] == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-        Path.replace = deadly
+        os.replace = deadly
         try:
             encode(recipe, out, rows=rows, batch=batch, quiet=True)
         finally:
@@ -142,12 +142,13 @@ for number, before in kills:
     status = os.waitpid(child, 0)[1]
     print(number, before, os.WIFSIGNALED(status), sorted(p.name for p in Path(out).rglob("*") if p.is_file()))
     sys.stdout.flush()
+for draft in Path(out).rglob(".*.part"):
+    os.utime(draft, (0, 0))  # drafts of kills are swept when they are old
 for target in (out, out + "-plain"):
     encode(recipe, target, rows=rows, batch=batch, quiet=True)
 
 # Zarr: while rows are copied from the shards, and when the copy has not got its name yet.
 zarr = {"rows": rows, "batch": batch, "store": "zarr", "split": "valid", "quiet": True}
-rename = Path.rename
 for target in ("c/0", "valid"):
     child = os.fork()
     if not child:
@@ -157,7 +158,8 @@ for target in ("c/0", "valid"):
             append(*arguments)
             os.kill(os.getpid(), signal.SIGKILL)
         if target == "valid":
-            Path.rename = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+            from vitrail import disk
+            disk.publish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
         else:
             latents_write._append = deadly
         try:
@@ -174,7 +176,7 @@ encode(recipe, out + "-zarr", **zarr)
 def test_encoding_survives_kills(made, tmp_path):
     words = [str(made / "codec"), str(tmp_path / "killed"), str(ROWS), str(BATCH)]
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, *words], env=environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", KILLED, *words], env=environment(), capture_output=True, text=True, timeout=LONG
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
@@ -192,6 +194,20 @@ def test_encoding_survives_kills(made, tmp_path):
     assert len(expected) == 1 + 7 + 1 + 3
     assert contents(tmp_path / "killed") == expected
     np.testing.assert_allclose(read_all(tmp_path / "killed/train"), read_all(made / "encoded/train"), atol=1e-5)
+
+
+def test_ranks_hear_that_the_first_one_gets_on(made, tmp_path, monkeypatch):
+    """While it looks at the files of the data, at shards that are there, and merges them: each may take hours."""
+    from vitrail.training import waiting
+
+    heard = []
+    share = waiting.share_json
+    monkeypatch.setattr(waiting, "EVERY", 0.0)
+    monkeypatch.setattr(waiting, "share_json", lambda value, group: heard.append(value) or share(value, group))
+    assert call(*encoding(made, tmp_path / "out"), "--split", "valid") == 0
+    files, shards = 8, 3
+    assert heard == [{"busy": True}] * len(heard)
+    assert len(heard) >= 2 * files + 2 * shards  # before and after, and each shard when it is looked for and merged
 
 
 @pytest.mark.slow
@@ -225,6 +241,23 @@ def test_a_second_call_finds_all_done_and_other_settings_are_refused(made, capsy
     assert {p: p.stat().st_mtime_ns for p in (made / "encoded").rglob("*")} == before
     assert call(*encoding(made, made / "encoded", "--batch", 4)) == 2
     assert "begun with other settings (encoding.batch: 2 became 4)" in capsys.readouterr().err
+
+
+def test_latents_of_images_that_were_replaced_are_not_returned(made, tmp_path, capsys):
+    write_images(tmp_path / "images/train", 2, 0)
+    changes = {"data.valid": [], "codec": {"kind": "identity"}, "data.batch": 2}
+    recipe = write_recipe(tmp_path / "a.yaml", base(tmp_path, "a", **changes))
+    words = ("data", "encode", recipe, "--out", tmp_path / "out", "--quiet")
+    assert call(*words) == 0
+    before = contents(tmp_path / "out")
+    assert call(*words) == 0
+    shutil.rmtree(tmp_path / "images/train")
+    write_images(tmp_path / "images/train", 2, 7)
+    capsys.readouterr()
+    assert call(*words) == 2
+    assert "was encoded from data that have changed since (entry 0: " in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+    assert call(*words[:-2], tmp_path / "new", "--quiet") == 0
 
 
 def test_the_same_data_and_codec_by_another_spelling_go_on(made, monkeypatch):

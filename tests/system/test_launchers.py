@@ -20,7 +20,20 @@ from typing import Any
 import numpy as np
 import pytest
 from slurm import Slurm, Unavailable, free_ports, started
-from support import ROOT, end, environment, losses, parameters, run, start, tiny_recipe, torchrun, vitrail, write_recipe
+from support import (
+    LONG,
+    ROOT,
+    end,
+    environment,
+    losses,
+    parameters,
+    run,
+    start,
+    tiny_recipe,
+    torchrun,
+    vitrail,
+    write_recipe,
+)
 from watching import Phase, finish, last_line, lines, steps_saved
 
 STEPS = 80
@@ -34,7 +47,7 @@ def make_recipe(volume: Path, home: Path, **changes: Any) -> Path:
         "optimizer__eps": 1e-5,  # where gradients are nothing but rounding, AdamW would magnify it
         "checkpoint": {"every": 50, "background": False},
         "eval__every": 10**6,
-        "log": {"every": 1, "pictures": 10**6, "activations": "off", "tensorboard": False},
+        "log": {"every": 1, "pictures": 10**6, "activations": "off", "tensorboard": False, "report": True},
     }
     home.mkdir(exist_ok=True)
     return write_recipe(home / "recipe.yaml", tiny_recipe(volume, home / "run", **options | changes))
@@ -99,7 +112,7 @@ def output_of(home: Path) -> str:
 
 
 def wait_for_steps(slurm: Slurm, job: str, home: Path, number: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LONG
     while sum(line["event"] == "train" for line in lines(home / "run")) < number:
         assert slurm.show(job, "JobState") in ("PENDING", "RUNNING", "CONFIGURING"), output_of(home)
         assert time.monotonic() < deadline, output_of(home)
@@ -177,7 +190,7 @@ def test_mpirun_with_a_killed_rank(volume: Path, tmp_path: Path, rank: int) -> N
     try:
         Phase(process, tmp_path / "run").steps(5)
         os.kill(ranks_of(process)[rank], signal.SIGKILL)
-        code, output = finish(process, timeout=60)
+        code, output = finish(process, timeout=LONG)
     finally:
         end(process)
     assert code != 0
@@ -270,7 +283,7 @@ def test_two_hosts_train_together(volume: Path, by_torchrun: Path, hosts: tuple[
             inside = ("sh", "-c", 'hostname "$0" && exec "$@"', name, *words)
             namespace = ("ip", "netns", "exec", name, "unshare", "--uts")
             processes.append(start(*namespace, *inside, env=env, preexec_fn=functools.partial(use_core, core)))
-        outputs = [finish(process, timeout=240) for process in processes]
+        outputs = [finish(process, timeout=LONG) for process in processes]
     finally:
         for process in processes:
             end(process)

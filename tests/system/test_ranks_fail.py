@@ -3,14 +3,24 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import ROOT, end, environment, losses, tiny_recipe, write_recipe
-from watching import Phase, finish, last_line, launch, lines, ranks_of, steps_saved, wait_until
+from support import ROOT, end, environment, is_gone, losses, tiny_recipe, write_recipe
+from watching import (
+    WATCHED,
+    Phase,
+    finish,
+    last_line,
+    launch,
+    lines,
+    ranks_of,
+    steps_saved,
+    stop_rank,
+    wait_until,
+)
 
 from vitrail.training.run import train
 
@@ -44,60 +54,55 @@ def said(output: str, words: str) -> list[str]:
     return [line for line in output.splitlines() if words in line]
 
 
-def is_gone(number: int) -> bool:
-    try:
-        return Path("/proc", str(number), "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def kill_one(process: subprocess.Popen[str], run_dir: Path, rank: int) -> tuple[int, float]:
-    """Kill a rank in the midst of training; its process, and the seconds until all others have ended."""
+def kill_one(process: subprocess.Popen[str], run_dir: Path, rank: int) -> int:
+    """Kill a rank in the midst of training, and wait until all others have ended; its process."""
     Phase(process, run_dir).steps(6)
     ranks = ranks_of(process)
     assert len(ranks) == RANKS
-    began = time.monotonic()
     os.kill(ranks[rank], signal.SIGKILL)
     wait_until(lambda: all(map(is_gone, ranks.values())), process)
-    return ranks[rank], time.monotonic() - began
+    return ranks[rank]
 
 
-@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [2, 0])
 def test_a_killed_rank_is_named_and_torchrun_goes_on(volume: Path, tmp_path: Path, rank: int) -> None:
-    changes = {"data__batch": 32, "run__hang_limit": "20s"}
-    process = launch(RANKS, make_recipe(volume, tmp_path, "run", **changes), launcher=("--max-restarts=1",))
+    changes = {"data__batch": 32, "run__steps": 32}
+    process = launch(RANKS, make_recipe(volume, tmp_path, "run", **changes), *WATCHED, launcher=("--max-restarts=1",))
     try:
-        number, seconds = kill_one(process, tmp_path / "run", rank)
+        number = kill_one(process, tmp_path / "run", rank)
         code, output = finish(process)
     finally:
         end(process)
     assert code == 0, output[-5000:]
-    assert seconds < 20
     told = said(output, f"ended because rank {rank} (process {number} on ")
     assert len(told) == 1, output[-5000:]
     assert "died without a word: it was killed, ran out of memory or crashed" in told[0]
     assert "Connection closed" not in output
     starts = [line["step"] for line in lines(tmp_path / "run") if line["event"] == "start"]
-    assert starts == [0, 4]
-    assert steps_saved(tmp_path / "run")[0] == 12
+    assert starts[0] == 0
+    assert 4 <= starts[1] < 32
+    assert starts[1] % 4 == len(starts[2:]) == 0
+    assert steps_saved(tmp_path / "run")[0] == 32
     train(make_recipe(volume, tmp_path, "whole", **changes), quiet=True)  # on one rank, so sums round differently
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
 def test_a_rank_that_raises_is_named_once(volume: Path, tmp_path: Path) -> None:
-    recipe = raising(volume, tmp_path, "run", rank=2, step=6, ranks=RANKS)
-    process = launch(RANKS, recipe, *PLUGIN, env=with_plugin())
+    # A neighbour of rank 0, which then sees it at once: torchrun gives all others half a minute, on a busy machine too.
+    recipe = raising(volume, tmp_path, "run", rank=1, step=6, ranks=RANKS)
+    process = launch(RANKS, recipe, *PLUGIN, *WATCHED, env=with_plugin())
     try:
         code, output = finish(process)
     finally:
         end(process)
     assert code == 1
-    why = "rank 2 failed in training of step 5: ArithmeticError: sample 44 cannot be"
+    why = "rank 1 failed in training of step 5: ArithmeticError: sample 42 cannot be"
     told = said(output, "error: rank ")
     assert len(told) == 1, output[-5000:]
     assert told[0].endswith(f" ended because {why}")
     assert len(said(output, "raise ArithmeticError")) == 1  # one traceback, and a note under it that names the rank
-    assert f"[rank2]: {why}" in output.splitlines()  # PyTorch's way with tracebacks
+    assert f"[rank1]: {why}" in output.splitlines()  # PyTorch's way with tracebacks
     assert why in output.partition("Root Cause (first observed failure)")[2]  # of torchrun's report, the very end
     assert "To enable traceback see" not in output
     assert "Connection closed" not in output
@@ -108,15 +113,11 @@ def test_a_rank_that_raises_is_named_once(volume: Path, tmp_path: Path) -> None:
 
 
 def test_a_hang_leaves_the_latest_collectives(volume: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(volume, tmp_path, "run", run__steps=10**6, run__hang_limit="6s", schedule__warmup=10)
-    process = launch(2, recipe)
-    ranks: dict[int, int] = {}
+    recipe = make_recipe(volume, tmp_path, "run", run__steps=10**6, schedule__warmup=10)
+    process = launch(2, recipe, *WATCHED)
     try:
         Phase(process, tmp_path / "run").steps(3)
-        ranks = ranks_of(process)
-        os.kill(ranks[1], signal.SIGSTOP)
-        wait_until(lambda: is_gone(ranks[0]), process)
-        os.kill(ranks[1], signal.SIGKILL)  # torchrun would wait half a minute before it does so
+        stop_rank(process, tmp_path / "run", 1)
         code, output = finish(process)
     finally:
         end(process)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import environment, run, torchrun
 from support import vitrail as command
 
@@ -14,19 +15,21 @@ import json, os, sys
 from pathlib import Path
 from vitrail.bench.tune import tune
 out = Path(sys.argv[2])
-found = tune(sys.argv[1], multiple=2, most=4, out=out)
+found = tune(sys.argv[1], multiple=2, most=4, out=out, plugins=["less_memory"])
 out.with_name(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
 
-# One rank's child may have little more memory than its libraries have taken.
+# One rank has no memory for more than two samples: PyTorch's own allocator refuses what is asked of it.
 LESS_MEMORY = """
-import os, resource, sys
-def limit(event, words):
-    if event == "import" and words[0] == "vitrail.training.trainer" and "vitrail.bench.trial" in sys.orig_argv:
-        size = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (size + 750 * 2**20,) * 2)
-if os.environ.get("RANK") == "2":
-    sys.addaudithook(limit)
+import os
+import torch
+from vitrail.training.trainer import Trainer
+step = Trainer.step
+def step_with_less(self, batch, **options):
+    if os.environ["RANK"] == "2" and len(batch) > 2:
+        torch.empty(2**50, dtype=torch.uint8)
+    return step(self, batch, **options)
+Trainer.step = step_with_less
 """
 
 
@@ -50,7 +53,7 @@ def test_a_global_batch_is_kept_and_the_recipe_trains(tmp_path: Path) -> None:
 
     recipe = recipe_file(tmp_path, side=16, width=16, depth=1, batch=6)
     out = tmp_path / "tuned.yaml"
-    code, output = command("tune", recipe, "optimizer.lr=1e-4", "--multiple", "6", "--out", out, "--json", timeout=100)
+    code, output = command("tune", recipe, "optimizer.lr=1e-4", "--multiple", "6", "--out", out, "--json")
     assert code == 0, output
     found = json.loads(output[output.index("{") :])
     assert [(trial["size"], trial["verdict"]) for trial in found["trials"]] == [(6, "ok")]
@@ -62,14 +65,15 @@ def test_a_global_batch_is_kept_and_the_recipe_trains(tmp_path: Path) -> None:
     assert (outcome.code, outcome.step) == (0, 2)
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_memory_agree(tmp_path: Path) -> None:
-    recipe = recipe_file(tmp_path, side=96, width=128, depth=4, batch="1/rank")
+    recipe = recipe_file(tmp_path, side=16, width=16, depth=1, batch="1/rank")
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(LESS_MEMORY)
+    (tmp_path / "site" / "less_memory.py").write_text(LESS_MEMORY)
     script, out = tmp_path / "ranks.py", tmp_path / "tuned.yaml"
     script.write_text(RANKS)
     env = environment(PYTHONPATH=str(tmp_path / "site"))
-    code, output = run(*torchrun(4, script, recipe, out), env=env, timeout=120)
+    code, output = run(*torchrun(4, script, recipe, out), env=env)
     assert code == 0, output
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
     for found in ranks:
@@ -78,5 +82,6 @@ def test_ranks_with_unequal_memory_agree(tmp_path: Path) -> None:
     assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
     good, bad = ranks[0]["trials"]
     assert (good["size"], good["verdict"]) == (2, "ok")
-    assert (bad["size"], bad["verdict"], bad["rank"]) == (4, "out of memory", 2)
+    assert (bad["size"], bad["verdict"], bad["rank"]) == (4, "out of memory", 2), bad
+    assert "allocate" in bad["why"]
     assert load_recipe(out).data.batch == "2/rank"

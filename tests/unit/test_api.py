@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import events, tiny_recipe, write_recipe
+from support import LONG, events, tiny_recipe, write_recipe
 
 import vitrail
 from vitrail.data.batch import Batch, Statistics
@@ -41,6 +41,7 @@ def finished(others: set[threading.Thread], volume: Path, tmp_path_factory: pyte
         eval__every=5,
         eval__samples=6,
         log__pictures=10,
+        log__report=True,
         optimizer__lr=1e-2,
         ema={"decay": 0.9},
     )
@@ -59,7 +60,7 @@ from vitrail import load_recipe
 import vitrail.recipe
 print(sorted({"torch", "numpy", "matplotlib", "zarr", "tensorstore"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -165,7 +166,7 @@ def test_a_finished_run_is_done_at_once(finished: Outcome) -> None:
 
 
 def test_a_recipe_may_be_a_mapping_a_file_or_a_recipe(volume: Path, tmp_path: Path) -> None:
-    short: dict[str, Any] = {"run__steps": 2, "eval__samples": 2, "log__pictures": 2}
+    short: dict[str, Any] = {"run__steps": 2, "eval__samples": 2}
     tree = tiny_recipe(volume, tmp_path / "mapping", **short)
     given = [
         tree,
@@ -174,6 +175,7 @@ def test_a_recipe_may_be_a_mapping_a_file_or_a_recipe(volume: Path, tmp_path: Pa
     ]
     found = [events(vitrail.train(g, quiet=True).run_dir, "train") for g in given]
     assert [len(e) for e in found] == [2, 2, 2]
+    assert not (tmp_path / "mapping" / "pictures").exists()  # which are off
     losses = [[e["loss"] for e in run] for run in found]
     assert losses[0] == losses[1] == losses[2]
     fresh = vitrail.train(tree, fresh=True, quiet=True, overrides=["run.steps=1"])

@@ -5,13 +5,15 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT
+from support import LONG, ROOT, eventually, is_gone
 
 from vitrail.bench import cell as cells
 from vitrail.bench import child as children
@@ -19,7 +21,8 @@ from vitrail.bench import explain as explaining
 from vitrail.bench import runner
 from vitrail.bench.results import Results, identity, read_results
 from vitrail.bench.trial import is_out_of_memory
-from vitrail.errors import RunFailed, UserError
+from vitrail.errors import RunFailed, TooLarge, UserError
+from vitrail.report import bench_summary, write_bench_report
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
 OK = {
@@ -93,6 +96,60 @@ def test_only_one_works_in_a_folder(tmp_path):
     Results(tmp_path).close()
 
 
+def leave(folder):
+    """A folder with one result, as a benchmark leaves it."""
+    with Results(folder) as results:
+        results.agree({"tree": {}, "sweep": {}, "cells": [], "identities": {}, "ranks": 1, "nodes": 1})
+        results.add({"schema": 1, "name": "a", "status": "ok", "keys": {}, "samples_per_s": 1.0})
+    return folder
+
+
+@pytest.mark.parametrize("use", [Results, write_bench_report, bench_summary])
+def test_links_and_pipes_in_a_folder_are_refused(tmp_path, use):
+    """Others hand such folders over; what is written and removed there must not lie elsewhere."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.json").write_text("a thesis")
+    made = {}
+    for name in ("cells", "logs", "jobs", "plots"):
+        made[name] = lambda place: place.symlink_to(mine)
+        made[f"{name}/x.json"] = lambda place: place.symlink_to(mine / "thesis.json")
+    for name in ("sweep.json", "results.jsonl", "results.csv", "report.html", ".lock"):
+        made[name] = lambda place: place.symlink_to(mine / "thesis.json")
+        made[f"{name} "] = os.mkfifo
+        if name in ("results.jsonl", ".lock"):
+            made[f"{name}  "] = lambda place: place.hardlink_to(mine / "thesis.json")
+    for number, (name, make) in enumerate(made.items()):
+        place = leave(tmp_path / str(number)) / name.strip()
+        if place.is_dir():
+            place.rmdir()
+        place.unlink(missing_ok=True)
+        place.parent.mkdir(exist_ok=True)
+        make(place)
+        with pytest.raises(UserError, match=r"plain file|other things than a benchmark|a link, which|not JSON"):
+            use(tmp_path / str(number))
+    assert os.listdir(mine) == ["thesis.json"]
+    assert (mine / "thesis.json").read_text() == "a thesis"
+
+
+def test_a_folder_as_it_was_left_is_opened(tmp_path):
+    leave(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "notes.txt").write_text("of a person")
+    write_bench_report(tmp_path)
+    with Results(tmp_path) as results:
+        assert [result["name"] for result in results.results] == ["a"]
+    assert [cell["name"] for cell in bench_summary(tmp_path)["cells"]] == ["a"]
+
+
+def test_a_line_of_torn_results_is_read_in_no_time(tmp_path):
+    """Each half was tried with all that follows."""
+    leave(tmp_path)
+    with open(tmp_path / "results.jsonl", "a") as file:
+        file.write('{"schema": [' * 10**6)
+    assert [cell["name"] for cell in bench_summary(tmp_path)["cells"]] == ["a"]
+
+
 def plan(tmp_path, *sweep, overrides=(), **options):
     return runner.plan_sweep(
         str(TOY), overrides, sweep=sweep, mode="syn", out=tmp_path, options=runner.Options(**options)
@@ -153,6 +210,7 @@ def test_running_out_of_memory_is_told_from_other_failures():
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
+        TooLarge("model: width 100000 makes more parameters than fit"),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
         chained(torch.OutOfMemoryError("CUDA out of memory")),
     ):
@@ -163,6 +221,22 @@ def test_running_out_of_memory_is_told_from_other_failures():
         UserError("data.batch: too large"),
     ):
         assert not is_out_of_memory(error), error
+
+
+def test_what_arithmetic_refuses_has_run_out_of_memory(tmp_path, monkeypatch):
+    """So that larger batches are skipped, and a sweep does not end as if it had been asked wrongly."""
+    monkeypatch.delenv("RANK", raising=False)
+    order = dict.fromkeys(("mode", "windows", "steps", "warm_up", "name", "keys"))
+    order |= {"recipe": str(TOY), "overrides": [], "plugins": [], "watched": False, "out": str(tmp_path / "a.json")}
+    (tmp_path / "a.order").write_text(json.dumps(order))
+
+    def refused(*_, **__):
+        raise TooLarge("model: width 100000 makes more parameters than fit")
+
+    monkeypatch.setattr("vitrail.bench.measure.measure", refused)
+    assert cells.main([str(tmp_path / "a.order")]) == 2
+    note = json.loads((tmp_path / "a.rank0.note").read_text())
+    assert (note["status"], note["wrong_input"]) == ("oom", False)
 
 
 def test_the_end_of_a_cell_is_judged_by_files_then_by_its_code(tmp_path):
@@ -208,7 +282,7 @@ def test_a_rank_that_lost_another_says_so():
 
 def test_the_system_tells_whether_memory_ran_out(monkeypatch):
     monkeypatch.setattr(children, "oom_kills", lambda: 2)
-    monkeypatch.setattr("vitrail.launch.machine.memory_bytes", lambda: 100)
+    monkeypatch.setattr("vitrail.memory.memory_bytes", lambda: 100)
     monkeypatch.setattr(children, "largest_child", lambda: 45)
     assert children.Watch(kills=1, peak=90).starved(1)
     assert children.Watch(kills=2, peak=10).starved(2)
@@ -243,20 +317,28 @@ def child(monkeypatch, tmp_path: Path, script: str) -> Path:
 
 def test_a_cell_that_hangs_is_ended_and_one_that_is_killed_ran_out_only_if_the_system_says_so(monkeypatch, tmp_path):
     order = {"out": str(tmp_path / "a.json")}
-    child(monkeypatch, tmp_path, "sleep 60 & echo $! > pid; wait")
+    child(monkeypatch, tmp_path, "sleep 3600 & echo $! > begun; mv begun pid; wait")
     monkeypatch.chdir(tmp_path)
-    found = cells.run_cell(order, 1, log=tmp_path / "a.log", limit=0.5)
+    wait = subprocess.Popen.wait
+
+    def wait_for_it(self, timeout=None):
+        while timeout == 0.25 and not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_it)
+    found = cells.run_cell(order, 1, log=tmp_path / "a.log", limit=0.25)
     assert found == {"status": "failed", "error": "it took longer than the limit of 0 s, and was ended"}
     sleeper = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{sleeper}").exists() or "Z" in Path(f"/proc/{sleeper}/stat").read_text().split()[2]
+    assert eventually(lambda: is_gone(sleeper))
     child(monkeypatch, tmp_path, "kill -9 $$")
-    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10)["error"] == cells.KILLED
+    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG)["error"] == cells.KILLED
     counts = iter((4, 5))
     monkeypatch.setattr(children, "oom_kills", lambda: next(counts))
-    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10)["status"] == "oom"
+    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG)["status"] == "oom"
     monkeypatch.setattr(children, "oom_kills", lambda: 5)
     child(monkeypatch, tmp_path, f"echo '{json.dumps(OK)}' > a.json")
-    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=10) == OK
+    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG) == OK
     assert not (tmp_path / "a.json").exists()
 
 
@@ -300,7 +382,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, measured):
 
     def stop():
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(5)
+        threading.Event().wait()
 
     measured["ends"] = {
         "batch=8/rank,patch=4": {"status": "failed", "error": "no"},
@@ -355,6 +437,21 @@ def test_what_jobs_leave_is_taken_in_and_missing_cells_get_scripts(tmp_path, mea
     for launcher in ("torchrun", "mpi"):
         (script,) = write_jobs(sweep, launcher, machine="generic")
         assert "vitrail.bench.cell" in script.read_text()
+
+
+def test_a_kill_after_the_result_leaves_nothing_behind(tmp_path, measured):
+    """What measured the cell was done, and the call ended before it had taken the result in."""
+    told = OK | {"name": "nodes=1", "keys": {"nodes": 1}, "mode": "syn"}
+    for name, content in (
+        ("cells/nodes=1.json", json.dumps(told)),
+        ("cells/nodes=1.order", "{}"),
+        ("logs/nodes=1.log", "x"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    sweep = runner.plan_sweep(str(TOY), sweep=["nodes=1"], mode="syn", out=tmp_path, options=runner.Options(steps=3))
+    assert [result["status"] for result in sweep.run()] == ["ok"]
+    assert not [*(tmp_path / "cells").iterdir(), *(tmp_path / "logs").iterdir()]
 
 
 def test_a_cell_that_a_job_began_is_left_to_it(tmp_path, measured, monkeypatch):

@@ -8,6 +8,8 @@ import pickle
 import re
 import shutil
 import threading
+import tracemalloc
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,18 @@ from damage import (
     TENSORS,
     Payload,
     call,
+    change_place,
     flip,
     named,
     plain,
     put_in_tensors,
     put_metadata,
+    put_parts,
+    reseal,
+    share_bytes,
     whole,
 )
+from support import LONG
 from torch.distributed.checkpoint import metadata as parts
 
 from vitrail.errors import UserError
@@ -47,7 +54,7 @@ from vitrail.training.checkpoint import (
     stored_tensors,
     verify,
 )
-from vitrail.training.safe_dcp import UnsafeCheckpoint, _Unpickler
+from vitrail.training.safe_dcp import UnsafeCheckpoint, _tiles, _Unpickler
 
 NUMBERS = {
     "samples": 0,
@@ -82,6 +89,7 @@ def save(folder: Path, *steps: int, **options: Any) -> Checkpoints:
         outcome = checkpoints.wait()
         assert outcome is not None
         assert outcome["error"] is None
+    checkpoints.tidy()
     return checkpoints
 
 
@@ -110,6 +118,25 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert shapes == {"model.weight": torch.Size([40, 30]), "model.bias": torch.Size([7])}
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files, its folder, and then the folder that it stands in."""
+    synced: list[tuple[int, bool]] = []  # what, and whether the checkpoint was there by then
+    fsync, final = os.fsync, tmp_path / "checkpoints" / "step-00000001"
+
+    def watched(file: int) -> None:
+        fsync(file)
+        synced.append((os.fstat(file).st_ino, final.exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    save(tmp_path / "checkpoints", 1)
+    before = {what for what, there in synced if not there}
+    for path in (final, *final.iterdir()):
+        assert path.stat().st_ino in before, path
+    assert (final.parent.stat().st_ino, True) in synced
+
+
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     assert load_newest(open_checkpoints(tmp_path / "none")) == (None, [])
 
@@ -126,12 +153,15 @@ def test_the_best_is_kept_too(tmp_path: Path) -> None:
     for step, metric in ((1, 0.9), (2, 0.4), (3, 0.6), (4, None), (5, 0.5)):
         checkpoints.save(step, state(step), NUMBERS | {"metrics": metric and {"loss": metric}}, metric)
     checkpoints.wait()
+    assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [5, 4, 2]  # nothing has shown that 5 is good
+    checkpoints.tidy()
     assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [5, 2]
     again = open_checkpoints(tmp_path, keep=1)
     again.remember_best("loss")
     assert again.best == (0.4, 2)
     again.save(6, state(6), NUMBERS | {"metrics": {"loss": 0.3}}, 0.3)
     again.wait()
+    again.tidy()
     assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [6]
 
 
@@ -164,11 +194,117 @@ def test_a_best_that_could_not_be_written_does_not_push_out_the_one_before(tmp_p
         checkpoints.wait()
     checkpoints.save(3, state(3), NUMBERS, 0.7)
     checkpoints.wait()
+    checkpoints.tidy()
     assert checkpoints.best == (0.5, 1)
     assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [3, 1]
 
 
+@pytest.mark.parametrize("larger", [False, True])
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path, larger: bool) -> None:
+    checkpoints = open_checkpoints(tmp_path, keep=1)
+    checkpoints.larger_is_better = larger
+    for step, metric in ((1, float("nan")), (2, 0.5), (3, float("nan")), (4, float("-inf")), (5, float("inf"))):
+        checkpoints.save(step, state(step), NUMBERS | {"metrics": {"loss": metric}}, metric)
+        assert checkpoints.best == (None if step == 1 else (0.5, 2))
+    checkpoints.wait()
+    checkpoints.tidy()
+    assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [5, 2]
+
+
 # ---------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_state_that_is_not_finite_replaces_no_good_one(tmp_path: Path, value: float) -> None:
+    checkpoints = save(tmp_path, 1, keep=1)
+    broken = state(2.0)
+    broken["model.bias"][3] = value
+    checkpoints.save(2, broken, NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert outcome["error"].startswith("'model.bias' has values that are not finite")
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    whole_numbers = {"model.count": torch.arange(3), "model.none": torch.zeros(0)}
+    checkpoints.save(3, whole_numbers, NUMBERS)
+    assert checkpoints.wait()["error"] is None
+
+
+def test_the_one_before_stays_until_a_step_has_shown_the_newest_to_be_good(tmp_path: Path) -> None:
+    """A save is made after a finite step only, so all but the newest were followed by one."""
+    checkpoints = open_checkpoints(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(step), NUMBERS)
+        assert [int(p.name[5:]) for p in list_checkpoints(tmp_path)] == [step, *([step - 1] if step > 1 else [])]
+
+
+def test_a_folder_that_is_no_longer_the_runs_is_left_alone(tmp_path: Path) -> None:
+    """Whatever lies at the path now: nothing is made, removed or published there."""
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoints = save(run / "checkpoints", 1, 2)
+    run.rename(tmp_path / "moved")
+    checkpoints.save(3, state(3), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert "FileNotFoundError" in outcome["error"]
+    assert not run.exists()
+
+    def refuse() -> None:
+        raise UserError("it was moved; move it back")
+
+    shutil.copytree(tmp_path / "moved", run)
+    (run / "checkpoints" / ".partial-of-another").mkdir()
+    before = sorted(run.rglob("*"))
+    checkpoints.check = refuse
+    checkpoints.save(3, state(3), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert outcome["error"] == "it was moved"
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_that_is_moved_during_a_save_makes_no_second_folder(tmp_path: Path, monkeypatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoints = save(run / "checkpoints", 1)
+    write = module.dcp.save
+
+    def move_and_write(*arguments: Any, **options: Any) -> Any:
+        run.rename(tmp_path / "moved")
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(module.dcp, "save", move_and_write)
+    checkpoints.save(2, state(2), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert "FileNotFoundError" in outcome["error"]
+    assert not run.exists()
+    assert load_newest(open_checkpoints(tmp_path / "moved" / "checkpoints")) == (1, [])
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    """Without one of these a power cut may leave a checkpoint under a good name with nothing in it."""
+    done: list[str] = []
+    sync, publish = os.fsync, module.disk.publish
+
+    def note_sync(handle: int) -> None:
+        sync(handle)
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))
+        done.append(re.sub(r"^\.(.+)\.[0-9a-f]{16}\.part$", r"\1", re.sub(r"-[0-9a-f]{8}$", "", name)))
+
+    def note_publish(draft: Path, target: Path) -> None:
+        publish(draft, target)
+        done.append(f"-> {target.name}")
+
+    checkpoints = open_checkpoints(tmp_path / "checkpoints")
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(module.disk, "publish", note_publish)
+    checkpoints.save(1, state(1), NUMBERS)
+    monkeypatch.undo()
+    published = done.index("-> step-00000001")
+    assert {"__0_0.distcp", ".metadata.tmp", "manifest.json"} <= set(done[:published])
+    assert done[published - 1] == ".partial-step-00000001"
+    assert done[published + 1] == "checkpoints"
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -177,9 +313,9 @@ def full_disk(*_: Any, **__: Any) -> None:
 
 def test_a_failed_save_keeps_the_others_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     checkpoints = save(tmp_path, 1, keep=1)
-    for target in ("_publish", "_sync_folder"):
+    for target in ("_publish", "sync_folder"):
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoints if target == "_publish" else module, target, full_disk)
+            patch.setattr(Checkpoints if target == "_publish" else module.disk, target, full_disk)
             checkpoints.save(2, state(2), NUMBERS)
             outcome = checkpoints.wait()
         assert outcome is not None
@@ -226,10 +362,138 @@ def test_what_kills_have_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / ".partial-step-00000003"
     left.mkdir()
     (left / "__0_0.distcp").write_text("half")
-    (tmp_path / ".partial-step-00000004").symlink_to(tmp_path.parent)
     save(tmp_path, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-    assert tmp_path.parent.exists()
+
+
+def test_a_link_among_what_kills_have_left_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "__0_0.distcp").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".partial-step-00000004").symlink_to(tmp_path / "precious")
+    save(tmp_path / "run", 1)
+    assert (tmp_path / "run" / ".partial-step-00000004").is_symlink()
+    assert (tmp_path / "precious" / "__0_0.distcp").read_text() == "mine"
+
+
+def test_a_checkpoint_that_was_moved_away_and_linked_is_passed_over(tmp_path: Path) -> None:
+    """Somebody needs room on the disk while the run goes on: no later save fails, and what was moved stays."""
+    checkpoints = save(tmp_path / "run", 1, keep=1)
+    (tmp_path / "run" / "step-00000001").rename(tmp_path / "archive")
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "archive")
+    for step in (2, 3, 4):
+        checkpoints.save(step, state(step), NUMBERS)
+        outcome = checkpoints.wait()
+        assert outcome is not None
+        assert outcome["error"] is None
+    checkpoints.tidy()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000001", "step-00000004"]
+    assert (tmp_path / "run" / "step-00000001").is_symlink()
+    assert len(list((tmp_path / "archive").iterdir())) == 3
+
+
+def test_folders_of_other_things_are_neither_removed_nor_counted(tmp_path: Path) -> None:
+    checkpoints = save(tmp_path, 1, keep=1)
+    (tmp_path / "step-00000001" / "why-it-is-good.txt").write_text("mine")
+    for name in ("step-00000002", "step-99999999", ".partial-step-00000003", ".partial-notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_notes.txt").write_text("mine")
+    (tmp_path / "step-00000004" / ".metadata").mkdir(parents=True)
+    for step in (5, 6, 7):
+        checkpoints.save(step, state(step), NUMBERS)
+        outcome = checkpoints.wait()
+        assert outcome is not None
+        assert outcome["error"] is None
+    checkpoints.tidy()
+    assert (tmp_path / "step-00000001" / "why-it-is-good.txt").read_text() == "mine"
+    for name in ("step-00000002", "step-99999999", ".partial-step-00000003", ".partial-notes"):
+        assert (tmp_path / name / "my_notes.txt").read_text() == "mine"
+    assert (tmp_path / "step-00000004" / ".metadata").is_dir()
+    assert {int(p.name[5:]) for p in list_checkpoints(tmp_path)} == {1, 2, 4, 7, 99999999}
+
+
+def test_a_folder_of_other_things_is_not_published_over(tmp_path: Path) -> None:
+    checkpoints = save(tmp_path, 1)
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "my_notes.txt").write_text("mine")
+    checkpoints.save(2, state(2), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert "FileExistsError" in outcome["error"]
+    assert (tmp_path / "step-00000002" / "my_notes.txt").read_text() == "mine"
+
+
+def test_what_was_set_aside_before_stays_if_others_put_something_into_it(tmp_path: Path) -> None:
+    for content in (None, "mine", None):
+        checkpoints = save(tmp_path, 1, 2)
+        checkpoints.set_aside_newer(1)
+        if content:
+            (tmp_path / "unusable-step-00000002" / "my_notes.txt").write_text(content)
+    names = ["step-00000001", "unusable-step-00000002", "unusable-step-00000002-2"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert (tmp_path / "unusable-step-00000002" / "my_notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [UserError("a link; take it away"), OSError(5, "Input/output error")])
+def test_a_removal_that_is_refused_fails_no_save(tmp_path: Path, monkeypatch, error: Exception) -> None:
+    """Rank 0 removes, and the others wait to hear how the save went."""
+    heard: list[Any] = []
+    share = module.share_json
+
+    def note(value: Any, group: Any) -> Any:
+        heard.append(value)
+        return share(value, group)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    checkpoints = save(tmp_path, 1, 2, keep=1)
+    monkeypatch.setattr(module, "share_json", note)
+    monkeypatch.setattr(module.disk, "remove", refuse)
+    for step in (3, 4):
+        checkpoints.save(step, state(step), NUMBERS)
+        outcome = checkpoints.wait()
+        assert outcome is not None
+        assert outcome["error"] is None
+    assert heard[1::2] == [None, None]
+    checkpoints.tidy()
+    monkeypatch.setattr(module.dcp, "save", full_disk)
+    checkpoints.save(5, state(5), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert outcome["error"] == heard[-1] == "rank 0: OSError: [Errno 28] No space left on device"
+    assert load_newest(checkpoints) == (4, [])
+
+
+def test_what_is_published_is_not_told_as_failed(tmp_path: Path, monkeypatch) -> None:
+    checkpoints, sync = open_checkpoints(tmp_path), module.disk.sync_folder
+
+    def sync_others(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(5, "Input/output error")
+        sync(folder)
+
+    monkeypatch.setattr(module.disk, "sync_folder", sync_others)
+    checkpoints.save(1, state(1), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert outcome["error"] is None
+    assert load_newest(checkpoints) == (1, [])
+
+
+def test_a_disk_that_does_not_answer_fails_one_save(tmp_path: Path) -> None:
+    checkpoints = save(tmp_path, 1)
+    checkpoints.check = lambda: full_disk()
+    checkpoints.save(2, state(2), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert "No space left on device" in outcome["error"]
+    checkpoints.tidy()
+    checkpoints.check = lambda: None
+    checkpoints.save(3, state(3), NUMBERS)
+    outcome = checkpoints.wait()
+    assert outcome is not None
+    assert outcome["error"] is None
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch) -> None:
@@ -238,14 +502,14 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch) -
 
     def slow_checksum(path: Path) -> int:
         reached.set()
-        assert gate.wait(60)
+        assert gate.wait(LONG)
         return checksum(path)
 
     monkeypatch.setattr(module, "checksum", slow_checksum)
     checkpoints = open_checkpoints(tmp_path, background=True)
     live = state(1)
     checkpoints.save(1, live, NUMBERS)  # returns although the gate is shut
-    assert reached.wait(60)
+    assert reached.wait(LONG)
     assert checkpoints.finished() is None
     assert list_checkpoints(tmp_path) == []
     for tensor, new in zip(live.values(), state(2).values(), strict=True):
@@ -255,7 +519,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch) -
     second.join(0.2)
     assert second.is_alive(), "the second save did not wait for the first"
     gate.set()
-    second.join(60)
+    second.join(LONG)
     outcome = checkpoints.wait()
     assert outcome is not None
     assert outcome["step"] == 2
@@ -306,6 +570,7 @@ def test_damage_is_named_and_passed_over(folder: Path, name: str) -> None:
     outcome = checkpoints.wait()
     assert outcome is not None
     assert outcome["error"] is None
+    checkpoints.tidy()
     assert [p.name for p in list_checkpoints(folder)] == ["step-00000003"]
     assert os.path.lexists(folder / "unusable-step-00000002")
 
@@ -396,6 +661,50 @@ def test_other_things_in_a_tensor_file_are_refused(folder: Path, content: Any, t
     assert not os.path.exists(MARKER)
 
 
+def test_packed_tensors_are_refused(folder: Path) -> None:
+    """A few bytes would become any number."""
+    put_in_tensors(folder / "step-00000002", torch.zeros(40, 30), zipfile.ZIP_DEFLATED)
+    step, notes = load_newest(open_checkpoints(folder))
+    assert step == 1
+    assert "it is packed" in notes[0]
+
+
+def test_a_pickle_that_names_far_places_takes_no_memory() -> None:
+    """The C unpickler keeps a list as long as the largest place."""
+    tracemalloc.start()
+    try:
+        raw = whole(plain("x") + pickle.LONG_BINPUT + (2**25).to_bytes(4, "little"))
+        assert _Unpickler(io.BytesIO(raw)).load() == "x"
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_and_manifests_are_read_within_bounds(folder: Path, monkeypatch) -> None:
+    newest = folder / "step-00000002"
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.training.safe_dcp.largest", lambda: 100)
+        with pytest.raises(UnsafeCheckpoint, match="more than the 100 that such a file can need"):
+            stored_tensors(newest, read_manifest(newest))
+    with open(newest / "manifest.json", "ab") as file:
+        file.write(b" " * (17 << 20))
+    with pytest.raises(BadCheckpoint, match="more than the 16,777,216"):
+        read_manifest(newest)
+
+
+def test_very_many_parts_are_compared_in_no_time() -> None:
+    """Not each with each."""
+    size, whole = 150, torch.Size((300, 300))
+    boxes = [parts.ChunkStorageMetadata(torch.Size((2 * i, 2 * k)), torch.Size((2, 2)))
+             for i in range(size) for k in range(size)]  # fmt: skip
+    entry = parts.TensorStorageMetadata(parts.TensorProperties(torch.float32), whole, boxes)
+    assert _tiles(entry)
+    boxes[7] = parts.ChunkStorageMetadata(torch.Size((0, 13)), torch.Size((2, 2)))
+    assert not _tiles(entry)
+    boxes[7] = boxes[8]
+    assert not _tiles(entry)
+
+
 def test_both_ways_to_name_a_memory_format_are_read() -> None:
     """Python 3.12 pickles a member of an enumeration by getattr, other versions by its value."""
     encoding = parts._MEM_FORMAT_ENCODING
@@ -404,3 +713,68 @@ def test_both_ways_to_name_a_memory_format_are_read() -> None:
         call(named(RECORDS, "_MEM_FORMAT_ENCODING"), plain(encoding.TORCH_CHANNELS_LAST.value)),
     ):
         assert _Unpickler(io.BytesIO(whole(arguments))).load() is encoding.TORCH_CHANNELS_LAST
+
+
+# ---------------------------------------------------------------- parts of tensors, and formats
+
+SHARDS = {
+    "overlapping slabs": (put_parts(((0, 20), (0, 30)), ((10, 20), (0, 30))), "not covered"),
+    "the same slab twice": (put_parts(((0, 20), (0, 30)), ((0, 20), (0, 30))), "not covered"),
+    "overlapping tiles": (
+        put_parts(((0, 20), (0, 15)), ((0, 20), (15, 15)), ((20, 20), (0, 15)), ((15, 20), (15, 15))),
+        "not covered",
+    ),
+    "a missing slab": (put_parts(((0, 20), (0, 30))), "not covered"),
+    "no slab at all": (put_parts(), "not covered"),
+    "a slab that sticks out": (put_parts(((0, 20), (0, 30)), ((21, 20), (0, 30))), "not covered"),
+    "a slab before the start": (put_parts(((-1, 20), (0, 30)), ((19, 20), (0, 30))), "not covered"),
+    "two entries in the same bytes": (share_bytes, "overlap in"),
+    "a part beyond the end": (change_place(offset=1), "reach beyond the end of"),
+    "a part that is cut": (change_place(length=-1570), "is larger than what is stored"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_overlapping_and_missing_shards_are_refused(folder: Path, name: str) -> None:
+    """PyTorch would leave a part of the tensor as it was, or fill it twice, without a word."""
+    make, words = SHARDS[name]
+    put_metadata(folder / "step-00000002", make)
+    with pytest.raises(UnsafeCheckpoint, match=words):
+        stored_tensors(folder / "step-00000002", read_manifest(folder / "step-00000002"))
+    step, notes = load_newest(open_checkpoints(folder))
+    assert step == 1
+    assert words in notes[0]
+
+
+def test_parts_that_fill_a_tensor_are_read(folder: Path) -> None:
+    """So that those of MALICE are refused for what is wrong with them, and for nothing else."""
+    newest = folder / "step-00000002"
+    for boxes in (
+        (((0, 20), (0, 30)), ((20, 20), (0, 30))),
+        (((0, 40), (0, 10)), ((0, 40), (10, 20))),
+        (((0, 20), (0, 15)), ((0, 20), (15, 15)), ((20, 20), (0, 15)), ((20, 20), (15, 15))),
+    ):
+        shutil.copytree(folder, folder.parent / f"parts-{len(boxes)}-{boxes[0][0][1]}")
+        put_metadata(newest, put_parts(*boxes))
+        assert stored_tensors(newest, read_manifest(newest))["model.weight"] == torch.Size([40, 30])
+        shutil.rmtree(folder)
+        shutil.copytree(folder.parent / f"parts-{len(boxes)}-{boxes[0][0][1]}", folder)
+
+
+def test_a_checkpoint_of_a_newer_vitrail_is_refused_and_not_set_aside(folder: Path) -> None:
+    """To go on from an older one would throw away what the newer has made."""
+    reseal(folder / "step-00000002", format=module.FORMAT + 1)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=rf"step-00000002 was written by a newer vitrail: version {module.FORMAT + 1}"):
+        load_newest(open_checkpoints(folder))
+    again = open_checkpoints(folder)
+    again.remember_best("loss")
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_checkpoint_of_an_older_vitrail_is_read(folder: Path) -> None:
+    manifest = read_manifest(folder / "step-00000002")
+    reseal(folder / "step-00000002", format=1)
+    assert read_manifest(folder / "step-00000002") == manifest | {"data": None}
+    assert load_newest(open_checkpoints(folder)) == (2, [])
+    assert set(module.UPGRADES) == set(range(1, module.FORMAT))

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from test_loader import reading_threads
 from vitrail.data import chunk_layers
 from vitrail.data import pool as pool_module
 from vitrail.data.augment import Augmenter, orientations
-from vitrail.data.bad import BadData, MissingData, Policy, SlowRead
+from vitrail.data.bad import Policy, SlowRead
 from vitrail.data.chunk_layers import find_layers
 from vitrail.data.chunks import ChunkReader, open_chunks, parts
 from vitrail.data.loader import Loader
@@ -24,6 +23,7 @@ from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Sampler
 from vitrail.data.sources.zarr import ZarrConfig
 from vitrail.data.tiles import Tiles
+from vitrail.errors import BadData, MissingData
 from vitrail.layers.parts import Part, Slab
 from vitrail.recipe.sections import Augment
 
@@ -257,29 +257,35 @@ def test_a_missing_chunk_is_named_or_filled(tmp_path: Path, volume: Volume) -> N
 
 
 def test_errors_that_pass_leave_no_trace(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, calls = ChunkReader.decode, iter(range(10**6))
+    """Some chunks fail at their first decoding, at most two of those that one crop needs, which is tried four times."""
+    decode, failed, guard = ChunkReader.decode, set[tuple[int, ...]](), threading.Lock()
 
-    def fail_sometimes(self: ChunkReader, *given: Any) -> np.ndarray:
-        if next(calls) % 23 == 0:
+    def fail_once(self: ChunkReader, chunk: tuple[int, ...], *given: Any) -> np.ndarray:
+        z, y, x = chunk
+        with guard:
+            fails = (48 * z + 8 * y + x) % 23 == 0 and chunk not in failed
+            failed.update([chunk] if fails else [])
+        if fails:
             raise OSError(5, "Input/output error")
-        return decode(self, *given)
+        return decode(self, chunk, *given)
 
     monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
-    monkeypatch.setattr(ChunkReader, "decode", fail_sometimes)
+    monkeypatch.setattr(ChunkReader, "decode", fail_once)
     loader = volume.loader(workers=4)
     volume.check(loader, 0, 16)
+    assert failed
     assert not loader.bad.total
 
 
 def test_a_read_that_does_not_end_is_named(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(ChunkReader, "decode", lambda *given: go_on.wait(20))
+    monkeypatch.setattr(ChunkReader, "decode", lambda *given: go_on.wait())
     loader = volume.loader(policy=Policy(limit=0.2))
-    began = time.monotonic()
-    with pytest.raises(SlowRead, match=r"voxels z \d+ to \d+"):
-        next(loader.batches(0, 4))
-    assert time.monotonic() - began < 10
-    go_on.set()
+    try:
+        with pytest.raises(SlowRead, match=r"voxels z \d+ to \d+"):
+            next(loader.batches(0, 4))
+    finally:
+        go_on.set()
 
 
 def test_whoever_stops_early_leaves_no_thread_behind(volume: Volume) -> None:
@@ -305,18 +311,16 @@ def test_a_second_try_is_not_kept_waiting_by_reads_that_hang(
 
     def fail_once(self: ChunkReader, index: Any, *rest: Any) -> Any:
         if tuple(index) not in first:
-            stop.wait(60)
+            stop.wait()
         if not failed:
             failed.append(index)
             raise OSError(5, "I/O error")
         return decode(self, index, *rest)
 
     monkeypatch.setattr(ChunkReader, "decode", fail_once)
-    began = time.monotonic()
     try:
         with pytest.raises(SlowRead, match="the read has not ended"):
             list(loader.batches(0, 3 * REUSE))
     finally:
         stop.set()
     assert failed
-    assert time.monotonic() - began < 40

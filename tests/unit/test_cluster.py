@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from vitrail.cost.cluster import FOLDER, Link, at, list_clusters, load_cluster, write_cluster
-from vitrail.cost.flops import peak_tflops
 from vitrail.errors import UserError
+from vitrail.layers.flops import peak_tflops
 
 
 def test_a_curve_is_interpolated_over_the_logarithm_and_flat_outside() -> None:

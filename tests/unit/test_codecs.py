@@ -1,6 +1,7 @@
 """Codecs: latents in the files' real layouts, what fits together, and what is refused."""
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -297,6 +298,60 @@ def test_a_codec_of_the_user(tmp_path, monkeypatch):
     assert decode(latents).shape == IMAGES.shape
 
 
+def test_latents_that_are_complete_are_tidied_and_nothing_else(tmp_path):
+    """What lies beside them and is not of their making stays: files of a person, and drafts of who writes there now."""
+    from vitrail import disk
+    from vitrail.data.latents_shards import PLAN, ShardedLatents
+
+    plan = {"codec": {"kind": "x"}, "data": {}, "encoding": {}}
+    rows = [(np.arange(32, dtype=np.float32).reshape(1, 2, 4, 4), None)]
+
+    def latents(store):
+        return ShardedLatents(tmp_path / store, plan, store=store)
+
+    def left(store):
+        folder = latents(store).folder
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+    for store in ("zarr", "safetensors"):
+        assert not latents(store).begin()
+        latents(store).write(0, iter(rows))
+        (mine := latents(store).folder / "mine").mkdir()
+        (mine / "thesis.txt").write_text("mine")
+        (old := disk.draft_of(latents(store).place(0))).write_text("of a kill")
+        os.utime(old, (0, 0))
+        (young := disk.draft_of(latents(store).place(0))).write_text("of a process that writes now")
+        latents(store).finish(1)
+        assert latents(store).begin()
+        there = {"zarr": [PLAN], "safetensors": ["index.json", "latents-00000.safetensors"]}[store]
+        assert left(store) == sorted([young.name, "mine", "mine/thesis.txt", *there])
+        os.utime(young, (0, 0))
+        assert latents(store).begin()
+        assert left(store) == sorted(["mine", "mine/thesis.txt", *there])
+        (mine / "thesis.txt").unlink()
+        mine.rmdir()
+        assert latents(store).begin()
+    assert not latents("zarr").folder.exists()
+
+    # A folder of that name which no call has begun, or one with another plan, is none of theirs.
+    for words in (None, "{}", json.dumps(plan | {"codec": {"kind": "y"}})):
+        for store in ("zarr", "safetensors"):
+            folder = latents(store).folder
+            folder.mkdir(exist_ok=True)
+            (folder / "latents-00007.safetensors").write_text("mine")
+            if words is not None:
+                (folder / PLAN).write_text(words)
+            before = left(store)
+            assert latents(store).begin()
+            assert left(store) == before
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / PLAN).write_text(json.dumps(plan))
+    latents("zarr").folder.rename(tmp_path / "away")
+    latents("zarr").folder.symlink_to(tmp_path / "real")
+    assert latents("zarr").begin()
+    assert (tmp_path / "real" / PLAN).exists()
+
+
 def test_shards_survive_whatever_happens(tmp_path):
     from vitrail.data.latents_shards import PLAN, ShardedLatents
     from vitrail.data.latents_write import Moments
@@ -351,6 +406,14 @@ def test_shards_survive_whatever_happens(tmp_path):
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(UserError, match="holds something else"):
         ShardedLatents(tmp_path / "mine", plan, store="safetensors").begin()
+    (tmp_path / ".new.shards").mkdir()  # where shards of new/ would be, and be removed in the end
+    (tmp_path / ".new.shards" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"new\.shards holds something else"):
+        ShardedLatents(tmp_path / "new", plan, store="zarr").begin()
+    assert (tmp_path / ".new.shards" / "thesis.txt").read_text() == "mine"
+    (tmp_path / ".linked.shards").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"linked\.shards holds something else"):
+        ShardedLatents(tmp_path / "linked", plan, store="zarr").begin()
     # Rows that could not be read are missing; of nothing but such, there is nothing to write.
     begun.write(0, iter([]))
     with pytest.raises(UserError, match="would hold no latents"):

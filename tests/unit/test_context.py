@@ -141,6 +141,36 @@ def test_large_scores_merge_without_overflow() -> None:
     torch.testing.assert_close(out, attend_reference(q, k, v))
 
 
+def test_rings_add_up_in_fp32() -> None:
+    """Of bf16 inputs each part is rounded once, and their sum once more: not after every part."""
+    ranks, generator = 16, torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, ranks * 4, 2, 16, generator=generator).bfloat16() for _ in range(4))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    keys = list(zip(k.detach().chunk(ranks, 1), v.detach().chunk(ranks, 1), strict=True))
+    with use_backend("math"):
+        out = torch.cat(simulate_context(*(t.chunk(ranks, 1) for t in (q, k, v))), dim=1)
+        found = torch.autograd.grad(out, [q, k, v], grad)
+    with torch.no_grad():
+        parts = [run_part(("math",), q, *pair, None) for pair in keys]
+        lses = torch.stack([lse for _, lse in parts]).double()  # parts B H L
+        weights = lses.softmax(0).transpose(2, 3)[..., None]
+        expected = sum(part.double() * weight for (part, _), weight in zip(parts, weights, strict=True))
+        assert (out == expected.bfloat16()).float().mean() > 0.98
+        lse = lses.logsumexp(0).float()
+        own = [run_part_backward(("math",), grad, q, *pair, out, lse, None) for pair in keys]
+        dq = sum(one[0].double() for one in own).bfloat16()
+        assert (found[0] == dq).float().mean() > 0.98
+        queries = [slice(rank * 4, rank * 4 + 4) for rank in range(ranks)]
+        for at, pair in enumerate(keys):
+            mine = [
+                run_part_backward(("math",), grad[:, rows], q[:, rows], *pair, out[:, rows], lse[:, :, rows], None)
+                for rows in queries
+            ]
+            for which in (1, 2):
+                whole = sum(one[which].double() for one in mine).bfloat16()
+                assert (found[which][:, queries[at]] == whole).float().mean() > 0.9
+
+
 def test_one_rank_alone_is_plain_attention() -> None:
     q, k, v = draw(5, 7)
     valid = some_keys(7)

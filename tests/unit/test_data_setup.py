@@ -8,20 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support import merge, tiny_recipe
+from support import LONG, merge, tiny_recipe
 from test_loader import ArraySource
 
 import vitrail
 from vitrail.data import chunks, entries
-from vitrail.data.bad import BadData, Policy, SlowRead
+from vitrail.data.bad import Policy, SlowRead
 from vitrail.data.batch import Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.latents_write import write_latents
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.latents import LatentsConfig
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.objectives.reconstruct import Reconstruct
+from vitrail.recipe.changes import diff
 from vitrail.recipe.sections import Data
 from vitrail.training import collective, setup, waiting
+from vitrail.training.alike import data_facts
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +90,36 @@ def test_entries_with_other_variables_are_held_out_and_keep_their_statistics(
     vitrail.evaluate(tmp_path / "run")
     assert {names for names, _ in seen} == {("t",), ("u",)}
     assert sorted(c for _, counters in seen for c in counters) == list(range(5))
-    vitrail.train(merge(tree, {"run.steps": 3}), quiet=True)
+    vitrail.train(merge(tree, {"run.steps": 3}), quiet=True, other_data=True)
+
+
+def test_held_out_entries_are_normalised_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With data.statistics: each, of entries at other places: not by the training entries in their order."""
+    means = {"train": (0, 100), "valid": (50, 200)}
+    tree = tiny_recipe(tmp_path, tmp_path / "run", run__steps=1, model__ndim=2, eval__samples=8, log__pictures=10**6)
+    rng = np.random.default_rng(0)
+    for which, centres in means.items():
+        tree["data"][which] = []
+        for centre in centres:
+            path = tmp_path / f"{centre}.npy"
+            np.save(path, rng.normal(centre, 1 + centre / 100, (32, 32)).astype(np.float32))
+            tree["data"][which].append({"path": str(path)})
+    tree["data"] |= {"statistics": "each", "crop": 8, "batch": 8}
+    seen: dict[str, set[int]] = {"train": set(), "valid": set()}
+    prepare = Reconstruct.prepare
+
+    def watched(self: Any, batch: Any, draws: Any, *, evaluating: bool = False, **options: Any) -> Any:
+        mean, std = (t.flatten().tolist() for t in batch.statistics)
+        for values, m, s in zip(batch.values, mean, std, strict=True):
+            centre = min((0, 50, 100, 200), key=lambda c: abs(float(values.mean()) - c))
+            seen["valid" if evaluating else "train"].add(centre)
+            assert (m, s) == (pytest.approx(centre, abs=0.5), pytest.approx(1 + centre / 100, rel=0.2))
+        return prepare(self, batch, draws, evaluating=evaluating, **options)
+
+    monkeypatch.setattr(Reconstruct, "prepare", watched)
+    vitrail.train(tree, quiet=True)
+    vitrail.evaluate(tmp_path / "run")
+    assert seen == {which: set(centres) for which, centres in means.items()}
 
 
 # ---------------------------------------------------------------- before the first step
@@ -117,14 +149,17 @@ def test_images_that_cannot_be_opened_are_left_out(folder: Path, caplog: pytest.
         dataset_of(entry, bad="skip", most_bad=1)
 
 
-def test_ranks_that_leave_out_other_items_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_leave_out_other_items_differ(folder: Path) -> None:
     entry = ImageFolderConfig(path=str(folder))
-    dataset = dataset_of(entry, bad="skip")
-    monkeypatch.setattr(setup, "gather_json", lambda value, group: [value, value])
-    setup.check_alike([dataset], None)
-    monkeypatch.setattr(setup, "gather_json", lambda value, group: [value, ["other"]])
-    with pytest.raises(UserError, match=r"data\.bad: rank 1 can use other items of data\.train than rank 0; check"):
-        setup.check_alike([dataset], None)
+    before = data_facts([dataset_of(entry, bad="skip")], Policy())
+    assert before["data.train.0"]["items"] == 12
+    (folder / "cat" / "3.png").write_bytes(b"")
+    after = data_facts([dataset_of(entry, bad="skip")], Policy())
+    assert [key for key, _, _ in diff(before, after)] == [
+        "data.train.0.items",
+        "data.train.0.sizes",
+        "data.train.0.values",
+    ]
 
 
 def test_exact_statistics_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +242,7 @@ class Ranks:
     """Two threads as two ranks: what rank 0 shares is what both get."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.barrier, self.shared = threading.Barrier(2, timeout=10), {}
+        self.barrier, self.shared = threading.Barrier(2, timeout=LONG), {}
         for module in (collective, waiting):
             monkeypatch.setattr(module, "share_json", self.share)
             monkeypatch.setattr(module.dist, "get_rank", lambda group: self.rank())
@@ -243,7 +278,7 @@ class Ranks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(LONG)
         return results, beats
 
 

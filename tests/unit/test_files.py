@@ -1,6 +1,8 @@
 """Files by path and URL: local, file://, memory://, zip:// and a server on the loopback."""
 
 import http.server
+import json
+import os
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -11,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from vitrail.data import files
-from vitrail.data.bad import BadData
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import trusted
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,23 @@ def test_a_server(tmp_path: Path, cache: Path, server: tuple[str, list[str]]) ->
         files.read_bytes("http://127.0.0.1:9/a.bin")
 
 
+def test_a_list_of_places_is_followed_with_trust_alone(tmp_path: Path) -> None:
+    """It names any file or address; threads that read later need not be told again."""
+    (tmp_path / "secret").write_text("a key")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "list.json").write_text(
+        json.dumps({"version": 1, "refs": {n: [str(tmp_path / "secret")] for n in "ab"}})
+    )
+    url = f"reference://a::{tmp_path}/data/list.json"
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"reads whatever files and addresses its list names; give --trust"):
+            files.read_bytes(url)
+    with trusted():
+        assert files.read_bytes(url) == b"a key"
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(files.read_bytes, url.replace("//a", "//b")).result() == b"a key"
+
+
 def test_what_cannot_be_opened_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (files.open_file, files.read_bytes, files.list_files, files.local_copy):
         for path in (str(tmp_path / "no.txt"), "memory://nowhere/no.txt"):
@@ -148,7 +167,7 @@ def test_what_cannot_be_opened_is_explained(tmp_path: Path, monkeypatch: pytest.
     def refuse(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(BadData, match=r"may not be read \(Permission denied\); check its permissions"):
         files.open_file(tmp_path / "x")
     monkeypatch.setenv("VITRAIL_CACHE", "/proc/nothing/here")

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_loader import ArraySource
 
 from vitrail.data.augment import Augmenter
-from vitrail.data.bad import BadData, Policy, SlowRead
+from vitrail.data.bad import Policy, SlowRead
 from vitrail.data.dataset import Dataset
 from vitrail.data.filter import Occupancy, cell_of, count_voxels
 from vitrail.data.sampler import Extent, Sampler
 from vitrail.data.sources.numpy import NumpyConfig
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Data
 
 
@@ -176,13 +176,14 @@ class Faulty(ArraySource):
 
     def __init__(self, array: np.ndarray, error: Exception | None = None):
         super().__init__(array[None])
-        self.error, self.failed = error, 0
+        self.error, self.failed = error, set[tuple[int, ...]]()
 
     def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         if self.error is not None and region[0].start >= 8:
             raise self.error
-        if self.failed < 2:
-            self.failed += 1
+        place = tuple(part.start for part in region)
+        if len(self.failed) < 2 and place not in self.failed:  # two places once each, whichever thread comes first
+            self.failed.add(place)
             raise OSError(errno.EIO, "Input/output error")
         return super().read(item, region)
 

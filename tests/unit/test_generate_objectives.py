@@ -77,6 +77,23 @@ def test_noise_is_normal() -> None:
         assert abs(float((noise[shift:] * noise[:-shift]).mean())) < 4 / number**0.5
 
 
+def test_each_step_of_a_sampler_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Tensor] = []
+
+    def watched(
+        process: Any, predict: Any, model: Any, noise: Tensor, settings: Any, *, fresh: Any, **_: Any
+    ) -> Tensor:
+        drawn.extend([noise, *map(fresh, range(3))])
+        return noise
+
+    monkeypatch.setattr("vitrail.objectives.generate.sample", watched)
+    objective = DenoiseConfig().build(VIT3D, STATISTICS)
+    objective.generate(lambda inputs: [], counters=range(40), seed=5)
+    assert all(noise.shape == (40, 2, *VIT3D.shape) for noise in drawn)
+    table = torch.corrcoef(torch.stack([noise.flatten() for noise in drawn]))
+    assert (table - torch.eye(4)).abs().max() < 5 / drawn[0].numel() ** 0.5  # of the beginning, too
+
+
 # ---------------------------------------------------------------- training
 
 

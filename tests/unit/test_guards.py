@@ -20,7 +20,7 @@ from vitrail.training.failures import Cause
 from vitrail.training.guards import STOP_SIGNALS, StopRequest, Watchdog
 from vitrail.training.runfolder import RunFolder, beside
 
-LONG = 60.0  # seconds after which a test gives up
+LONG = 600.0  # seconds after which a test gives up
 
 
 # ---------------------------------------------------------------- signals
@@ -34,6 +34,19 @@ def test_a_signal_is_noted_and_handlers_are_put_back(number: int) -> None:
         os.kill(os.getpid(), number)
         assert stop.signal == number
     assert [signal.getsignal(n) for n in STOP_SIGNALS] == before
+
+
+def test_under_nohup_the_end_of_a_terminal_is_no_stop() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.signal == signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_ends_at_once() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import threading
 import zipfile
@@ -22,7 +23,6 @@ from pydantic import TypeAdapter, ValidationError
 from support import ROOT
 
 from vitrail.data import image_source, inspect
-from vitrail.data.bad import BadData
 from vitrail.data.image_source import ImageSource
 from vitrail.data.items import choose_channels
 from vitrail.data.latents_write import write_latents
@@ -35,7 +35,7 @@ from vitrail.data.sources.latents import LatentsConfig
 from vitrail.data.sources.parquet import ParquetConfig
 from vitrail.data.sources.synthetic import KINDS, SyntheticConfig
 from vitrail.data.sources.webdataset import WebdatasetConfig, expand
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import kinds
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -63,8 +63,8 @@ def channels(pixels: np.ndarray) -> np.ndarray:
     return np.moveaxis(pixels, -1, 0)
 
 
-def check_windows(source: Any, expected: Callable[[int], np.ndarray], labels: Any = None) -> None:
-    """Random windows of random items, by four threads at once, are those of the arrays."""
+def check_windows(source: Any, expected: Callable[[int], np.ndarray], labels: Any = None, threads: int = 4) -> None:
+    """Random windows of random items, by some threads at once, are those of the arrays."""
     assert isinstance(source, Source)
     rng = np.random.default_rng(1)
     jobs = []
@@ -73,7 +73,7 @@ def check_windows(source: Any, expected: Callable[[int], np.ndarray], labels: An
         starts = [int(rng.integers(n)) for n in source.items[item].shape]
         sizes = zip(starts, source.items[item].shape, strict=True)
         jobs.append((item, tuple(slice(a, int(rng.integers(a + 1, n + 1))) for a, n in sizes)))
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for (item, window), got in zip(jobs, pool.map(lambda job: source.read(*job), jobs), strict=True):
             assert got.dtype == source.dtype
             assert np.array_equal(got, expected(item)[(slice(None), *window)])
@@ -165,16 +165,59 @@ def test_broken_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match="size"):
         ImageFolderConfig(path=str(tmp_path), size=(0, 5))
 
-    opened = Path.open
+    opened = os.open
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name == "0.png":
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).endswith("0.png"):
             raise PermissionError(13, "Permission denied")
         return opened(path, *args, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(BadData, match=r"0\.png may not be read"):
         source.read(0, WHOLE)
+
+
+def test_an_array_is_looked_at_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of holes costs nothing to send: what its header says is checked, and left out by data.bad: skip."""
+    with (tmp_path / "0.png").open("wb") as file:  # what it is, its content says
+        np.save(file, noise(4, 5))
+    told: dict[str, tuple[Any, Any, str]] = {
+        "1.png": ((100_000, 100_000), "|u1", "100000 x 100000 pixels, more than max_pixels"),
+        "2.png": ((100_000, 1000, 100), "|u1", "an image is y x x"),
+        "3.png": ((10**10,), "|u1", "an image is y x x"),
+        "4.png": ((40_000, 100_000), "<c16", "an image is y x x"),
+        "5.png": ((0, 7), "|u1", "is empty"),
+    }
+    for name, (shape, dtype, _) in told.items():
+        with (tmp_path / name).open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+            file.truncate(file.tell() + 16 * 10**10)
+    source = ImageFolderConfig(path=str(tmp_path)).open()
+    load, loaded = np.load, []
+    monkeypatch.setattr(np, "load", lambda file, **more: loaded.append(file.name) or load(file, **more))
+    for number, (_, _, words) in enumerate(told.values()):
+        with pytest.raises(BadData, match=words):
+            source.items[number + 1]
+    assert len(source.leave_out_bad()) == len(told)
+    assert [item.name for item in source.items] == ["0.png"]
+    assert {Path(name).name for name in loaded} == {"0.png"}
+
+
+def test_pages_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of very many may claim all tags of the file, and Pillow would read them all."""
+    from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+    load, loaded, counts = ImageFileDirectory_v2.load, [], []
+    for number in (2, 9):
+        pages = [Image.fromarray(noise(4, 5)) for _ in range(number)]
+        (folder := tmp_path / str(number)).mkdir()
+        pages[0].save(folder / "0.tif", save_all=True, append_images=pages[1:])
+        with monkeypatch.context() as patch:
+            patch.setattr(ImageFileDirectory_v2, "load", lambda self, file: loaded.append(1) or load(self, file))
+            with pytest.raises(BadData, match=r"0\.tif holds several pages"):
+                ImageFolderConfig(path=str(folder)).open()
+        counts.append(len(loaded) - sum(counts))
+    assert counts[0] == counts[1] > 0
 
 
 # Image folders ---------------------------------------------------------------------------------------------------
@@ -332,7 +375,8 @@ def test_images_by_url() -> None:
     assert guess_kind("memory://pictures") == "image_folder"
     source = ImageFolderConfig(path="memory://pictures").open()
     assert (source.class_names, [item.label for item in source.items]) == (("cat", "dog"), [0, 0, 1])
-    check_windows(source, lambda item: list(pixels.values())[item][None])
+    # By one thread: all who open a file of fsspec's memory get the same object, with one place in it for all.
+    check_windows(source, lambda item: list(pixels.values())[item][None], threads=1)
 
 
 def test_colours_are_found_wherever_they_lie(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def test_every_launcher_has_a_script_for_every_machine(launcher: str, machine: s
         else:
             assert f"options=(-n {nodes * ranks})" in text
             assert f'--map-by "ppr:{ranks}:node' in text
+
+
+def test_ranks_are_told_a_secret_that_nobody_guesses() -> None:
+    for launcher, nodes in (("slurm", 1), ("slurm", 2), ("torchrun", 1), ("mpi", 2)):
+        line = next(line for line in script(launcher, nodes=nodes).splitlines() if "export VITRAIL_SECRET=" in line)
+        env = {name: value for name, value in os.environ.items() if name != "VITRAIL_SECRET"}
+        ask = ["bash", "-c", f"{line}; printf %s $VITRAIL_SECRET"]
+        drawn = {subprocess.run(ask, env=env, capture_output=True, text=True, check=True).stdout for _ in range(2)}
+        assert len(drawn) == 2
+        assert all(re.fullmatch("[0-9a-f]{32}", secret) for secret in drawn)
+        kept = subprocess.run(ask, env=env | {"VITRAIL_SECRET": "mine"}, capture_output=True, text=True, check=True)
+        assert kept.stdout == "mine"
+    assert "VITRAIL_SECRET" not in script("torchrun", nodes=2)  # each node would draw another
+    assert " VITRAIL_SECRET " in next(line for line in script("mpi", nodes=2).splitlines() if "forward=(" in line)
+    assert "--env VITRAIL_SECRET " in script("torchrun", container="image:1", container_kind="docker")
 
 
 def test_what_a_slurm_job_says() -> None:
@@ -135,7 +151,7 @@ def test_frontier_gives_each_task_the_gpu_that_is_nearest() -> None:
             "torchrun",
             "vitrail:1",
             "docker",
-            "--env TORCH_ELASTIC_SHUTDOWN_TIMEOUT vitrail:1 python -m torch.distributed.run --standalone",
+            "--env TORCH_ELASTIC_SHUTDOWN_TIMEOUT --env VITRAIL_SECRET vitrail:1 python -m torch.distributed.run",
         ),
         (
             "torchrun",

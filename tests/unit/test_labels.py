@@ -16,6 +16,7 @@ from support import events, merge, tiny_recipe
 from test_loader import ArraySource
 
 import vitrail
+from vitrail import disk
 from vitrail.data.batch import Batch, Labelling, Statistics
 from vitrail.data.dataset import Dataset
 from vitrail.data.generate_digits import write_digits
@@ -192,6 +193,7 @@ def test_sources_say_what_they_have(zarr: Path, folder: Path) -> None:
 def test_labels_on_other_axes_or_of_another_type_are_refused(zarr: Path, tmp_path: Path) -> None:
     values = np.zeros((16, 16, 16), np.uint8)
     path = write_ome_zarr(tmp_path / "turned.zarr", Volume(values, values), levels=1)
+    (path / "s0" / disk.MARK).unlink()  # it tells of metadata that somebody has changed
     metadata = path / "labels" / "structures" / "zarr.json"
     document = json.loads(metadata.read_text())
     document["attributes"]["ome"]["multiscales"][0]["axes"].reverse()
@@ -420,7 +422,7 @@ def test_digits(tmp_path: Path) -> None:
 def test_a_run_that_classifies(folder: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     tree = merge(
-        tiny_recipe(tmp_path, run_dir),
+        tiny_recipe(tmp_path, run_dir, log__pictures=20),
         {
             "run.steps": 12,
             "model": {
@@ -453,7 +455,7 @@ def test_a_run_that_classifies(folder: Path, tmp_path: Path) -> None:
 def test_a_run_that_segments(volume: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     tree = merge(
-        tiny_recipe(volume, run_dir),
+        tiny_recipe(volume, run_dir, log__pictures=20),
         {
             "run.steps": 10,
             "eval": {"every": 5, "samples": 4},

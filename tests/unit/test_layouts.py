@@ -10,11 +10,12 @@ import torch.distributed as dist
 from support import ROOT, merge, tiny_recipe
 from torch import nn
 
-from vitrail.cost.flops import Flops
 from vitrail.errors import UserError
+from vitrail.layers.flops import Flops
 from vitrail.models.model import Model, Stage
 from vitrail.parallel import check, shard
 from vitrail.parallel.check import ImpossibleLayout, refuse
+from vitrail.parallel.gradients import Gradients
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.recipe import Recipe, config, kinds, load_recipe
 from vitrail.recipe.sections import Parallel
@@ -34,6 +35,17 @@ def fake_world():
 
     yield start
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"), [(Layout(1, 4, True), 1), (Layout(4, 1, False), 4), (Layout(2, 2, True), 2)]
+)
+def test_copies_count_once_in_the_norm_of_the_gradient(fake_world, layout, copies):
+    """Every rank adds its share; those that hold the same numbers must add up to one of them."""
+    fake_world(4, 0)
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert Gradients(model, Mesh.make(layout, "cpu"), layout).squares() == 25 / copies
 
 
 def groups(start: Any, layout: Layout, axis: str) -> list[list[int]]:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from support import LONG
 from torch import Tensor
 
 from vitrail.data.augment import Augmenter, Raw, orient, orientations
-from vitrail.data.bad import BadData, SlowRead
+from vitrail.data.bad import SlowRead
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import LINE, Buffers, aligned
 from vitrail.data.dataset import Dataset
@@ -27,7 +29,7 @@ from vitrail.data.sampler import Extent, Sample, Sampler
 from vitrail.data.shrink import fit_image, pool
 from vitrail.data.source import Item
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment
 
 AXES = ("z", "y", "x")
@@ -214,7 +216,7 @@ def test_batches_are_read_ahead(volume: ArraySource) -> None:
     loader = loader_of(volume, workers=2, prefetch=2, cache=0)
     batches = loader.batches(0, 100)
     next(batches)
-    wanted, deadline = 8, time.monotonic() + 60
+    wanted, deadline = 8, time.monotonic() + LONG
     while sum(volume.reads.values()) < wanted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sum(volume.reads.values()) >= wanted
@@ -254,7 +256,7 @@ def test_threads_that_want_the_same_block_read_it_once(volume: ArraySource) -> N
     threads = 8
     barrier = threading.Barrier(threads)
     asked = threading.Semaphore(0)
-    volume.before = lambda: [asked.acquire(timeout=60) for _ in range(threads - 1)] and time.sleep(0.05)
+    volume.before = lambda: [asked.acquire(timeout=LONG) for _ in range(threads - 1)] and time.sleep(0.05)
     outs = [np.empty((2, 6, 6, 6), np.uint8) for _ in range(threads)]
 
     def read(number: int) -> None:
@@ -267,7 +269,7 @@ def test_threads_that_want_the_same_block_read_it_once(volume: ArraySource) -> N
     for job in jobs:
         job.start()
     for job in jobs:
-        job.join(60)
+        job.join(LONG)
     assert sum(volume.reads.values()) == 1
     for number, out in enumerate(outs):
         np.testing.assert_array_equal(out, expected(loader.sampler, [volume], number))
@@ -403,7 +405,7 @@ def test_a_consumer_that_fails_ends_the_threads(volume: ArraySource) -> None:
 
     with pytest.raises(KeyError):
         consume()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before
@@ -736,6 +738,16 @@ def test_images_are_fitted(dtype: str, shape: tuple[int, int]) -> None:
     assert fit_image(image[:1].astype(np.int64), 16, (12, 12), labels=True).dtype == np.int64
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+def test_images_are_made_smaller_as_pillow_does_it(dtype: type) -> None:
+    """Each pixel is a mean of all that it stands for: without that, fine patterns become others."""
+    image = np.random.default_rng(0).integers(0, 200, (1, 96, 64)).astype(dtype)
+    expected = np.asarray(Image.fromarray(image[0].astype(np.float32)).resize((16, 24), Image.Resampling.BILINEAR))
+    found = fit_image(image, 16, (24, 16))
+    assert found.dtype == dtype
+    assert np.abs(found[0].astype(np.float32) - expected).max() <= (1e-3 if dtype == np.float32 else 1.01)
+
+
 def test_entries_may_have_statistics_of_their_own() -> None:
     sources = [ArraySource(np.zeros((2, 12, 20), np.uint8)), ArraySource(np.ones((2, 30, 30), np.uint8))]
     loader = loader_of(*sources, crop=(5, 7))
@@ -831,10 +843,11 @@ def test_windows_are_copied_straight_where_a_source_can(
     source = StraightSource(np.random.default_rng(0).integers(0, 60_000, (2, 21, 24, 18), dtype=np.uint16))
     loader = loader_of(source, turn=False, cache=cache)
     assert loader.reader.whole_blocks == (cache > 0)
-    calls = iter(range(10**6))
+    own = threading.local()  # a read is tried again by its own thread: never do two tries fail in a row
 
     def fail_sometimes() -> None:
-        if next(calls) % 5 == 0:
+        own.calls = getattr(own, "calls", -1) + 1
+        if own.calls % 5 == 0:
             raise OSError(5, "Input/output error")
 
     source.before = fail_sometimes
@@ -890,13 +903,27 @@ def test_buffers_are_free_when_nobody_refers_to_them() -> None:
     assert address(more) != address(whole)
 
 
-def test_small_samples_are_read_by_the_handful_and_a_slow_one_is_named(volume: ArraySource) -> None:
+def test_small_samples_are_read_by_the_handful_and_a_slow_one_is_named(
+    volume: ArraySource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each read of a job has the whole limit, and the error names the one that hangs."""
     stop = threading.Event()
-    pool = Pool(1)
+    pool, clock, looks = Pool(1), [0.0], threading.Semaphore(0)
+
+    def look() -> float:
+        looks.release()
+        return clock[0]
+
+    def take_a_second() -> None:
+        clock[0] += 1
+        for _ in range(5):  # the one who waits has looked at the clock since: of a few looks not all are its own
+            assert looks.acquire(timeout=LONG)
+
     try:
-        quick = pool.put(Several([partial(time.sleep, 0.4)] * 4, [lambda: "quick"] * 4))
-        assert quick.result(1.5) == [None] * 4  # 1.6 s in all
+        with monkeypatch.context() as patch:
+            patch.setattr("vitrail.data.pool.time", types.SimpleNamespace(monotonic=look))
+            quick = pool.put(Several([take_a_second] * 4, [lambda: "quick"] * 4))
+            assert quick.result(1.05) == [None] * 4  # 4 s in all
         slow = pool.put(Several([lambda: None, partial(stop.wait, 5.0)], [lambda: "first", lambda: "second"]))
         with pytest.raises(SlowRead, match=r"^second: the read has not ended"):
             slow.result(0.2)

@@ -52,6 +52,13 @@ def image_batch(labels: torch.Tensor | None, *, number: int = 4, ndim: int = 2, 
 # ---------------------------------------------------------------- classify
 
 
+def test_values_are_normalised_by_mean_and_std() -> None:
+    values = torch.tensor([2.0, 10.0, 18.0]).view(1, 1, 3)
+    assert normalise(values, GREY).flatten().tolist() == [-2.0, 0.0, 2.0]
+    own = torch.tensor([[2.0]]), torch.tensor([[8.0]])
+    assert normalise(values, own).flatten().tolist() == [0.0, 1.0, 2.0]
+
+
 def test_classify_gives_the_cross_entropy() -> None:
     objective = ClassifyConfig(smoothing=0.2).build(vit(), GREY)
     batch = image_batch(torch.tensor([0, 2, 1, 2]))
@@ -183,6 +190,23 @@ def test_the_loss_is_monais(shape: tuple[int, ...], squared: bool, smooth: tuple
         (ours,) = torch.autograd.grad(each.mean(), logits)
         torch.testing.assert_close(each.mean(), wanted, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("squared", [True, False])
+def test_dice_is_smoothed_as_the_recipe_says(squared: bool) -> None:
+    """Where a class hardly occurs it is the smoothing that decides."""
+    logits, labels = numbers(0, 2, 3, 2, 2), torch.tensor([[[0, 0], [0, 0]], [[0, 1], [1, 1]]])
+    share = np.exp(logits.double().numpy())
+    share /= share.sum(1, keepdims=True)
+    true = np.eye(3)[labels.numpy()].transpose(0, 3, 1, 2)
+    above, below = 0.5, 3.0
+    both, each = (share * true).sum((2, 3)), (share**2 if squared else share).sum((2, 3)) + true.sum((2, 3))
+    expected = (1 - (2 * both + above) / (each + below)).mean(1)
+    objective = SegmentConfig(loss="dice", squared=squared, smooth=(above, below)).build(sap(), GREY)
+    objective.model = _Pixels(classes=3)
+    tokens: Any = None
+    loss = objective.loss(logits, Targets(labels, tokens))
+    assert (float(loss.sum), float(loss.count)) == (pytest.approx(expected.sum()), 2)
 
 
 @pytest.mark.parametrize("ignore", [255, -1, 0])

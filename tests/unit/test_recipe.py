@@ -506,6 +506,7 @@ def test_values_are_strict_but_lists_and_whole_numbers_fit(fakes):
     assert refusal("run.seed=-1") == "run.seed: expected a number of at least 0, got -1"
     assert refusal("optimizer.lr='1e-4'") == "optimizer.lr: expected a number, got '1e-4'"
     assert refusal("optimizer.lr=.nan") == "optimizer.lr: expected a finite number, got nan"
+    assert refusal("optimizer.lr=.inf") == "optimizer.lr: expected a finite number, got inf"
     assert refusal("run.deterministic=1") == "run.deterministic: expected true or false, got 1"
     assert refusal("run.deterministic=yes") == "run.deterministic: expected true or false, got 'yes'"
     assert refusal("run.dir=5") == "run.dir: expected text, got 5; put it in quotes"

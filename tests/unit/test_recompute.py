@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from vitrail.cost.flops import Again, self_block_flops
 from vitrail.errors import UserError
 from vitrail.layers.attention import key_mask
 from vitrail.layers.backends import use_backend
 from vitrail.layers.block import Block, BlockConfig, CrossBlock
 from vitrail.layers.convolutions import ConvBlock
+from vitrail.layers.flops import Again, self_block_flops
 from vitrail.layers.modulation import ModulatedBlock
 from vitrail.parallel import chunk, recompute
 from vitrail.recipe.sections import Recompute
@@ -374,3 +374,9 @@ def test_inductor_gives_the_same_gradients() -> None:
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("keys", [{}, {"every": 2, "budget": 0.5}, {"keep": ("qkv",), "every": 1}])
+def test_one_key_decides_what_is_recomputed(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give one of every, keep and budget"):
+        Recompute(**keys)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support import LONG
 
 from vitrail.errors import UserError
 from vitrail.report import plots, read_metrics, summary, write_report
@@ -262,7 +263,7 @@ def test_warnings_name_what_went_wrong(tmp_path):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.just(-(10**400)) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
@@ -387,7 +388,7 @@ def test_page_shows_first_some_and_last_picture(tmp_path):
 def test_unwritable_page_is_one_sentence(tmp_path):
     run = make_run(tmp_path / "r", [])
     (run / "report.html").mkdir()  # a folder cannot be replaced by a file, for any user
-    with pytest.raises(UserError, match=r"report\.html cannot be written"):
+    with pytest.raises(UserError, match=r"report\.html is a folder, where a file is expected"):
         write_report(run)
     assert not list(run.glob(".*.part"))
 
@@ -477,7 +478,7 @@ def test_recipe_that_cannot_be_loaded_has_no_table(tmp_path):
 
 def test_package_imports_nothing_heavy():
     code = "import sys, vitrail.report; print({'torch', 'matplotlib', 'jinja2', 'yaml'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LONG)
     assert found.stdout.strip() == "set()"
 
 
@@ -705,3 +706,49 @@ def test_constant_and_empty_panels(tmp_path):
 )
 def test_units(call, expected):
     assert call == expected
+
+
+# Long logs
+
+
+def test_a_long_log_is_thinned_without_losing_spikes_and_ends(tmp_path):
+    from vitrail.report.metrics import read_lines
+
+    sessions = [[START, *(train_line(step, 1 + step % 7) for step in range(1, 2001)), eval_line(2000)]]
+    again = START | {"step": 1500, "resumed": True}
+    sessions.append([again, *(train_line(step, 1 + step % 7) for step in range(1501, 4001))])
+    sessions[0][778]["loss"], sessions[1][778]["loss"] = 90.0, None
+    run = make_run(tmp_path / "r", sessions[0] + sessions[1])
+    assert len(read_lines(run)[0]) == 4503  # whole for who asks for no limit
+    lines, torn = read_lines(run, most=200)
+    train = [line for line in lines if line["event"] == "train"]
+    assert torn == 0
+    assert 150 < len(train) < 220
+    assert [line["event"] for line in lines if line["event"] != "train"] == ["start", "eval", "start"]
+    steps = [line["step"] for line in lines[1:]]
+    second = lines.index(sessions[1][0])
+    assert lines[:second] == sorted(lines[:second], key=lambda line: line["step"])  # in their order
+    assert {1, 2000, 1501, 4000} <= set(steps)
+    assert {line["loss"] for line in (sessions[0][778], sessions[1][778])} <= {line["loss"] for line in train}
+
+
+def test_tables_of_a_page_end_somewhere(tmp_path):
+    evals = [eval_line(step) for step in range(1, 1501)]
+    saves = [{"event": "checkpoint", "time": 1e3 + step, "step": step, "path": f"checkpoints/step-{step:08d}"}
+             for step in range(1, 1501)]  # fmt: skip
+    skips = [{"event": "skip", "time": 1e3 + step, "step": step, "reason": "why"} for step in range(1, 1501)]
+    run = make_run(tmp_path / "r", [START, train_line(10), *evals, *saves, *skips])
+    (run / "checkpoints" / "step-00000007").mkdir(parents=True)  # the best one of an old time is still there
+    html, _ = read_page(run)
+    assert html.count("<tr>") < 900
+    assert "step-00001500" in html
+    assert "step-00000007" in html
+    assert "step-00000008" not in html
+    assert html.count("… 1,300 more in metrics.jsonl") == 2
+    assert html.count("… 1,299 more in metrics.jsonl") == 1
+    assert len(html) < 500_000
+
+
+def test_halves_of_lines_cost_no_time(tmp_path):
+    run = make_run(tmp_path / "r", [START], tail='{"event": ' * 200_000 + "\n" + json.dumps(train_line(3)) + "\n")
+    assert [line["event"] for line in read_metrics(run)] == ["start", "train"]

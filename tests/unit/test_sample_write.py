@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
+from vitrail.contents import check_contents
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.data.sources.tiff import TiffConfig
 from vitrail.errors import UserError
+from vitrail.infer.collection import Generated
 from vitrail.infer.grid import draw_grid
 from vitrail.infer.kind import FORMATS, Kind, choose_format, decoded_kind, kind_of, of_samples, read_facts, stored_type
 from vitrail.infer.plan import (
@@ -25,6 +28,7 @@ from vitrail.infer.plan import (
     read_settings,
     sweep,
 )
+from vitrail.infer.work import Made, Work
 from vitrail.infer.write import as_stored, read_sample, write_sample
 
 CASES = [
@@ -157,13 +161,23 @@ def test_classes_take_turns_and_groups_are_fixed(tmp_path):
     assert [plan.file(c) for c in range(3)] == [f"samples/{name}.png" for name in ("c/00000", "a/00000", "c/00001")]
     assert [list(plan.counters(group)) for group in range(plan.groups)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert plan.missing(tmp_path, {}) == [0, 1, 2]
-    for counter in (0, 1, 2, 6):  # 7 and 8 were not asked for
+    for counter in (0, 1, 2, 3, 6):  # one of group 1; 7 and 8 were not asked for
         (tmp_path / plan.file(counter)).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / plan.file(counter)).touch()
     assert plan.missing(tmp_path, {}) == [1]
     assert plan.missing(tmp_path, {"truth": ".tif"}) == [0, 1, 2]
     assert Plan(2, 1, (), (), ".npy").file(1) == "samples/00001.npy"
     assert Plan(2, 1, (), (), ".npy").file(1, "truth", ".tif") == "truth/00001.tif"
+
+
+def test_what_a_group_has_beyond_the_number_is_not_written(tmp_path):
+    value, kind = make("uint8", "yx", 1, None)
+    kind = with_format(kind, "auto")
+    nothing = dict.fromkeys(("objective", "flow", "place", "settings", "decode", "beside"))
+    work = Work(**nothing, plan=Plan(6, 4, (), (), kind.suffix), kind=kind, seed=0, out=tmp_path)
+    (tmp_path / "samples").mkdir()
+    work.write(Made(range(4, 8), torch.from_numpy(np.stack([value] * 4)), None))
+    assert sorted(path.stem for path in (tmp_path / "samples").iterdir()) == ["00004", "00005"]
 
 
 def test_classes_by_name_and_number():
@@ -198,18 +212,19 @@ def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path):
 
     assert read_settings(out) is None
     out.mkdir()
-    (out / ".settings.json.x.part").touch()  # of a kill within the very first write
+    (out / ".settings.json.0123456789abcdef.part").touch()  # of a kill within the very first write
     assert open_folder(out, settings, plan(4)) == 4
     assert (out / SETTINGS).exists()
     assert read_settings(out)["batch"] == 2
     (out / "samples" / "a").mkdir(parents=True)
-    (out / "samples" / "a" / ".00000.png.x.part").touch()
-    (out / "samples" / "a" / ".00001.ome.zarr.x.part").mkdir()
+    (out / "samples" / "a" / ".00000.png.0123456789abcdef.part").touch()
+    (out / "samples" / "a" / ".00001.ome.zarr.0123456789abcdef.part").mkdir()
+    (out / "samples" / "a" / ".00001.ome.zarr.0123456789abcdef.part" / ".vitrail").write_text('{"vitrail": "draft"}')
     (out / "truth").mkdir()
-    (out / "truth" / ".00001.png.x.part").touch()
+    (out / "truth" / ".00001.png.0123456789abcdef.part").touch()
     for draft in out.rglob(".*.part"):
         os.utime(draft, (0, 0))
-    young = out / "samples" / "a" / ".00003.png.x.part"  # of another call, which is writing it
+    young = out / "samples" / "a" / ".00003.png.0123456789abcdef.part"  # of another call, which is writing it
     young.touch()
     close_folder(out, {"files": []})
     assert open_folder(out, settings, plan(4)) == 4
@@ -236,6 +251,53 @@ def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path):
 
 
 # ---------------------------------------------------------------- the page
+
+
+def test_a_manifest_names_files_of_its_own_folder_alone(tmp_path):
+    """Others hand such folders over; a device would be read without an end, and a pipe keep one waiting."""
+    plan, out = Plan(number=1, batch=1, classes=(), folders=(), suffix=".npy"), tmp_path / "out"
+    open_folder(out, {"batch": 1}, plan)
+    (out / "samples").mkdir()
+    np.save(out / "samples" / "00000.npy", np.zeros((1, 4, 4), np.float32))
+    (tmp_path / "mine.npy").write_bytes((out / "samples" / "00000.npy").read_bytes())
+    facts = {"dtype": "float32", "axes": ["y", "x"], "variables": ["a"], "spacing": [1, 1], "unit": None}
+    good = {**facts, "format": "npy", "files": [{"path": "samples/00000.npy"}]}
+    close_folder(out, good)
+    assert Generated(out, seed=0).size == 1
+    assert open_folder(out, {"batch": 1}, plan) == 1
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", "../mine.npy", str(tmp_path / "mine.npy"), "../pipe", "", "a\0b"):
+        (out / "manifest.json").write_text(json.dumps(good | {"sums": {name: 1}}))
+        with pytest.raises(UserError, match="does not lie in this folder"):
+            open_folder(out, {"batch": 1}, plan)
+        (out / "manifest.json").write_text(json.dumps(good | {"files": [{"path": name}]}))
+        with pytest.raises(UserError, match="does not lie in this folder"):
+            Generated(out, seed=0)
+    for odd in ({"sums": []}, {"sums": 3}):
+        (out / "manifest.json").write_text(json.dumps(good | odd))
+        with pytest.raises(UserError, match="checksums belong to no files"):
+            Generated(out, seed=0)
+    (out / "manifest.json").write_text(json.dumps(good | {"files": [{"path": "samples/pipe.npy"}]}))
+    os.mkfifo(out / "samples" / "pipe.npy")
+    with pytest.raises(UserError, match="is a FIFO, not a plain file"):
+        Generated(out, seed=0)
+
+
+def test_samples_are_not_written_through_links(tmp_path):
+    plan, mine = Plan(number=1, batch=1, classes=(), folders=(), suffix=".npy"), tmp_path / "mine"
+    mine.mkdir()
+    for number, name in enumerate(("samples", "samples/cat", "condition", "grid.png")):
+        out = tmp_path / "run" / "samples" / str(number)
+        open_folder(out, {"batch": 1}, plan)
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).symlink_to(mine)
+        with pytest.raises(UserError, match="is a link, which may lead anywhere, and a folder of samples holds"):
+            open_folder(out, {"batch": 1}, plan)
+    check_contents(tmp_path / "run")
+    (tmp_path / "run" / "samples" / "step-1").symlink_to(mine)
+    with pytest.raises(UserError, match="step-1 is a link"):
+        check_contents(tmp_path / "run")
+    assert not os.listdir(mine)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 40, 20), (5, 8, 300), (1, 6, 8, 10), (2, 4, 4, 4)])

@@ -1,5 +1,6 @@
 """The sampler: a pure function of seed and counter whose crops are uniform over the data."""
 
+import hashlib
 import itertools
 import math
 import types
@@ -76,6 +77,28 @@ def test_permute_stays_inside_sizes_that_cannot_be_listed(power: int, off: int, 
     found = {permute(i, size, secret) for i in indices}
     assert len(found) == len(indices)
     assert all(0 <= i < size for i in found)
+
+
+@pytest.mark.parametrize("size", [2, 10, 64, 1000, 4096])
+def test_permute_is_a_feistel_network_of_four_rounds(size: int) -> None:
+    """With two, half of the bits that come out would be those that went in, but for one hash."""
+    half = max(1, math.ceil(math.log2(size) / 2))
+
+    def rounds(index: int) -> int:
+        left, right = divmod(index, 2**half)
+        for number in range(4):
+            digest = hashlib.blake2b(f"9:feistel:{number}:{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ ((int.from_bytes(digest, "little") >> 1) % 2**half)
+        return left * 2**half + right
+
+    expected = []
+    for index in range(size):
+        found = rounds(index)
+        while found >= size:
+            found = rounds(found)
+        expected.append(found)
+    assert [permute(index, size, 9) for index in range(size)] == expected
+    assert Permutation(size, 9)(np.arange(size)).tolist() == expected
 
 
 def test_permute_depends_on_its_key() -> None:

@@ -12,6 +12,7 @@ import zarr
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
+from vitrail import disk
 from vitrail.data.files import natural_key
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.inspect import inspect, picture, round_length
@@ -262,6 +263,7 @@ def test_other_axis_orders_are_kept(tmp_path) -> None:
 
 def test_labels_must_lie_on_the_image(tmp_path, values: np.ndarray) -> None:
     path = write_ome_zarr(tmp_path / "a.zarr", Volume(values, values), spacing=(8e-9,) * 3, unit="meter", levels=1)
+    (path / "s0" / disk.MARK).unlink()  # it tells of metadata that somebody has changed
     metadata = path / "labels" / "structures" / "zarr.json"
     original = metadata.read_text()
     assert OmeZarrConfig(path=str(path), labels="structures").open().read_labels(0, WHOLE).shape == values.shape
@@ -396,7 +398,7 @@ def test_bad_files_are_named(tmp_path) -> None:
         source.read(1, (slice(0, 40), slice(0, 50)))
     with pytest.raises(UserError, match=r"3\.png is not a PNG"):
         _ = source.items[2]
-    with pytest.raises(UserError, match=r"4\.tif holds 3 pages"):
+    with pytest.raises(UserError, match=r"4\.tif holds several pages"):
         _ = source.items[3]
 
 

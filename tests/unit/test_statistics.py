@@ -1,21 +1,26 @@
 """Statistics: measured once, shared or of each entry, and used where samples have their own."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 import torch
 
 from vitrail.data import entries
-from vitrail.data.bad import BadData, Policy
+from vitrail.data.bad import Policy
 from vitrail.data.batch import Batch, EntryStatistics, Statistics
 from vitrail.data.dataset import Dataset
+from vitrail.data.fingerprint import changed, data_state, fingerprint
 from vitrail.data.sampler import Extent, Sample, Sampler
+from vitrail.data.sources.hdf5 import Hdf5Config
 from vitrail.data.sources.numpy import NumpyConfig
-from vitrail.data.statistics import fingerprint, measure, remembered
+from vitrail.data.statistics import measure, remembered
 from vitrail.draws import Draws
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.models.mae import MAEConfig
 from vitrail.objectives.objective import normalise
 from vitrail.objectives.reconstruct import ReconstructConfig
@@ -226,10 +231,110 @@ def test_labels_elsewhere_and_files_beyond_any_limit_are_noticed(tmp_path, two, 
     first = fingerprint([many], {})
     (tmp_path / "many" / "b" / "19.npy").write_bytes(b"22")
     second = fingerprint([many], {})
-    monkeypatch.setattr("vitrail.data.statistics.MOST_FILES", 10)
+    monkeypatch.setattr("vitrail.data.fingerprint.MOST_FILES", 10)
     third = fingerprint([many], {})
     (tmp_path / "many" / "b" / "20.npy").write_bytes(b"22")
     assert len({first, second, third, fingerprint([many], {})}) == 4
+
+
+def test_names_inside_a_file_are_no_paths(tmp_path, monkeypatch) -> None:
+    """A key, an axis or a kind is never looked up in the working folder; labels are where the source found them."""
+    monkeypatch.chdir(tmp_path)
+    with h5py.File("a.h5", "w") as file:
+        file["raw"] = np.zeros((8, 8), np.float32)
+        file["truth"] = np.zeros((8, 8), np.uint8)
+    configs = [
+        Hdf5Config(path="a.h5", key="raw", unit="nm", axes="yx"),
+        Hdf5Config(path="a.h5", key="raw", labels="truth"),
+        Hdf5Config(path=str(tmp_path / "a.h5"), key="raw", labels="/truth"),
+    ]
+    sources = [config.open() for config in configs]
+    before = [data_state(config, source) for config, source in zip(configs, sources, strict=True)]
+    alone = data_state(configs[0])
+    assert [state["files"] for state in before] == [1, 1, 1]
+    for name in ("raw", "nm", "yx", "hdf5", "error", "truth"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("x")
+    assert [data_state(config, source) for config, source in zip(configs, sources, strict=True)] == before
+    assert data_state(configs[0]) == alone
+
+    np.save("truth/labels.npy", np.zeros((8, 8), np.uint8))
+    np.save("image.npy", np.zeros((8, 8), np.float32))
+    config = NumpyConfig(path="image.npy", labels="truth/labels.npy")
+    copy = NumpyConfig(path=str(tmp_path / "copy.npy"), labels=str(tmp_path / "copied.npy"))
+    shutil.copy2("image.npy", "copy.npy")
+    shutil.copy2("truth/labels.npy", "copied.npy")
+    states = [data_state(config), data_state(config, config.open()), data_state(config, copy.open())]
+    assert states == [states[0]] * 3  # a staged copy knows that the labels lie elsewhere, and counts for nothing itself
+    assert states[0]["files"] == 2
+
+
+def test_folders_beyond_any_limit_are_not_listed(tmp_path, monkeypatch) -> None:
+    for name in ("a", "b/deep", "c/deep"):
+        (tmp_path / "many" / name).mkdir(parents=True)
+        for number in range(20):
+            (tmp_path / "many" / name / f"{number}.npy").write_bytes(b"1")
+    config = NumpyConfig(path=str(tmp_path / "many"))
+    ticks: list[int] = []
+    whole = data_state(config, tick=lambda: ticks.append(1))
+    assert whole["files"] == 60
+    assert len(ticks) >= 60
+    monkeypatch.setattr("vitrail.data.fingerprint.MOST_FILES", 10)
+    monkeypatch.setattr("vitrail.data.fingerprint.MOST_LISTED", 10)
+    listed: list[str] = []
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top, **more: listed.append(str(top)) or walk(top, **more))
+    first = data_state(config)
+    assert listed == [str(tmp_path / "many"), str(tmp_path / "many" / "a")]
+    assert data_state(config) == first != whole
+    os.utime(tmp_path / "many" / "c", ns=(1, 1))
+    assert data_state(config) != first
+
+
+def test_a_state_follows_links_and_not_places(tmp_path, two) -> None:
+    """Files behind links count, in no circle; copies that keep times are the same, and what changed is told."""
+    real, linked = tmp_path / "real" / "deep", tmp_path / "linked"
+    real.mkdir(parents=True)
+    linked.mkdir()
+    for number in range(3):
+        (real / f"{number}.npy").write_bytes(b"1")
+    (linked / "folder").symlink_to(real)
+    (real / "round").symlink_to(linked)
+    (linked / "nowhere").symlink_to(tmp_path / "nothing")
+    config = NumpyConfig(path=str(linked))
+    before = data_state(config)
+    assert before["files"] == 3
+    assert before["bytes"] == 3
+    (real / ".lock").write_bytes(b"")
+    (real / ".lock").unlink()
+    assert data_state(config) == before  # the time of a folder is none of the data's
+    (tmp_path / "elsewhere").symlink_to(linked)
+    assert data_state(NumpyConfig(path=str(tmp_path / "elsewhere"))) == before
+    os.utime(real / "1.npy", ns=(1, 1))
+    assert changed(before, data_state(config)) == "the times or names of its 3 files are others"
+    (real / "3.npy").write_bytes(b"22")
+    assert changed(before, data_state(config)) == "3 files with 3 bytes became 4 with 5"
+    assert changed(before, before) is None
+    assert changed(None, before) is None  # what was never known cannot have changed
+
+    copied = tmp_path / "copied.npy"
+    shutil.copy2(two[0].path, copied)
+    assert data_state(NumpyConfig(path=str(copied))) == data_state(two[0])
+    assert data_state(NumpyConfig(path=f"{copied}::key")) == data_state(two[0])
+
+
+def test_a_state_of_urls(tmp_path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/state/a.npy", b"one")
+    config = NumpyConfig(path="memory://state/a.npy")
+    before = data_state(config)
+    assert before["bytes"] == 3
+    assert data_state(config) == before
+    memory.pipe("/state/a.npy", b"two!")
+    assert changed(before, data_state(config)) == "1 files with 3 bytes became 1 with 4"
+    assert data_state(NumpyConfig(path="memory://state/none.npy")) is None
 
 
 def test_percentiles_of_many_variables_need_no_more_memory(monkeypatch) -> None:
@@ -260,7 +365,8 @@ def test_percentiles_of_many_variables_need_no_more_memory(monkeypatch) -> None:
 def test_a_broken_cache_is_done_without(tmp_path, monkeypatch) -> None:
     assert remembered("x", lambda: [1]) == [1]
     assert remembered("x", lambda: pytest.fail("made again")) == [1]
-    (tmp_path / "cache" / "statistics" / "x.json").write_text("{")
+    (file,) = (tmp_path / "cache" / "statistics").iterdir()
+    file.write_text("{")
     assert remembered("x", lambda: [2]) == [2]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "file"))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from vitrail.cost.cluster import Cluster, Device, Link
-from vitrail.cost.flops import Flops
 from vitrail.cost.network import Group
 from vitrail.cost.roofline import seconds_of
 from vitrail.cost.step import StepTime, _Rank, step_time
 from vitrail.cost.trace import Op, Segment, Work
+from vitrail.layers.flops import Flops
 from vitrail.parallel import float8
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe.sections import Parallel, Precision, Prefetch
@@ -197,6 +197,8 @@ def test_prefetch_and_what_is_not_freed() -> None:
     assert kept.communication == pytest.approx(early.communication * 3 / 4, rel=0.01)  # 2 + 4 bytes, not 2 + 2 + 4
     many = step(64, of=model, strategy="SHARD_GRAD_OP", micro_batches=4)
     assert many.communication < 4 * kept.communication  # gathered once
+    each = step(64, micro_batches=4, **keys)
+    assert each.communication == pytest.approx(4 * early.communication)  # freed, and gathered by each anew
 
 
 def test_replicas_exchange_once_a_step() -> None:

@@ -139,6 +139,7 @@ def test_orders_differ_by_seed_and_pass() -> None:
     tiles = [Tiles([extent((40, 40), (8, 8))], (4, 4), seed=seed, lanes=4) for seed in range(3)]
     orders = {tuple(names(map(t, range(n * t.epoch, (n + 1) * t.epoch)))) for t in tiles for n in range(3)}
     assert len(orders) == 9
+    assert len({tuple(t.blocks(n)[0]) for t in tiles for n in range(3)}) == 9  # of the blocks, too
 
 
 def test_golden_order() -> None:

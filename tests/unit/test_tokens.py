@@ -130,6 +130,8 @@ def test_paint_brings_values_back(tokens: AdaptiveTokens | UniformTokens, separa
         (2, 3 * made.coordinates.shape[1] // 3, 16) if separate else (2, *made.values.shape[1:])
     )
     assert torch.equal(made.paint(made.values), image)
+    merged = made.paint(made.values, merge=True)
+    torch.testing.assert_close(merged, image.mean(dim=1, keepdim=True) if separate else image)
     assert made.values.shape[:2] == made.coordinates.shape[:2]
 
 

@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 from support import tiny_recipe
 from torch import nn
 
-from vitrail.cost.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.data.batch import Batch
 from vitrail.data.mixture import Groups
+from vitrail.diffusion import SamplingConfig
 from vitrail.errors import UserError
+from vitrail.layers.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.layers.init import init_rules, initialise
+from vitrail.layers.masks import RandomMask
 from vitrail.layers.parts import WHOLE, Part
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
 from vitrail.models.model import Model
+from vitrail.objectives.classify import ClassifyConfig
+from vitrail.objectives.denoise import DenoiseConfig
+from vitrail.objectives.flow import FlowConfig
+from vitrail.objectives.reconstruct import ReconstructConfig
+from vitrail.objectives.segment import SegmentConfig
 from vitrail.parallel.mesh import Layout
-from vitrail.recipe import load_recipe
+from vitrail.recipe import load_recipe, sections
 from vitrail.training import evaluate, meters
 from vitrail.training.ema import EMA
 from vitrail.training.meters import WARM_UP_STEPS, Meter
@@ -155,6 +162,40 @@ def test_settings_that_cannot_be_meant_are_refused(change: str, tmp_path) -> Non
     assert message.startswith(re.match(r"\w+", change).group())
     assert REFUSED[change] in message
     assert "\n" not in message
+
+
+# What a recipe gets that does not say otherwise; a change of these is another training of everybody's recipes.
+DEFAULTS: dict[Any, dict[str, Any]] = {
+    AdamWConfig: {
+        "lr": 1e-3,
+        "weight_decay": 0.05,
+        "clip": 1.0,
+        "lr_scaling": "none",
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+    },
+    SGDConfig: {"lr": 1e-3, "weight_decay": 0.05, "clip": 1.0, "lr_scaling": "none", "momentum": 0.9},
+    CosineConfig: {"warmup": 0, "start": None, "end": 0.0},
+    LinearConfig: {"warmup": 0, "start": None, "end": 0.0},
+    ConstantConfig: {"warmup": 0, "start": None, "end": 0.0},
+    RandomMask: {"ratio": 0.75},
+    ReconstructConfig: {"target": "raw", "on": "hidden"},
+    ClassifyConfig: {"smoothing": 0.0},
+    SegmentConfig: {"loss": "dice_ce", "squared": True, "smooth": (0.0, 1e-6), "background": False, "ignore": None},
+    FlowConfig: {"times": "uniform", "mean": 0.0, "std": 1.0, "shift": 1.0, "condition": (), "coarse": None},
+    DenoiseConfig: {"predict": "noise", "steps": 1000, "schedule": "linear", "zero_snr": False, "min_snr": None},
+    SamplingConfig: {"sampler": "auto", "steps": 25, "guidance": 1.0, "interval": (0.0, 1.0), "clip": True},
+    sections.EMA: {"decay": 0.999},
+    sections.Precision: {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
+    sections.Eval: {"every": "10%", "samples": 64},
+    sections.Checkpoint: {"every": "10%", "keep": 2, "best": None, "background": True},
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_defaults(kind: Any) -> None:
+    made = kind()
+    assert {key: getattr(made, key) for key in DEFAULTS[kind]} == DEFAULTS[kind]
 
 
 # ---------------------------------------------------------------- parameter groups
@@ -303,6 +344,11 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
     step(other, two, 2)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
+    first = next(iter(moments))
+    for wrong in (moments[first][:-1] or ["other"], [*moments[first], "other"], [f"m{i}" for i in range(10**5)]):
+        with pytest.raises(ValueError, match=f"{first!r} has the moments .* in it, this optimizer has") as refused:
+            restore_state(two, moments | {first: wrong}, 2)
+        assert len(str(refused.value)) < 200
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

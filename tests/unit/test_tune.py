@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer
-from support import ROOT, tiny_recipe, write_recipe
+from support import LONG, ROOT, tiny_recipe, write_recipe
 from typer.testing import CliRunner
 
 from vitrail.bench import supervise
@@ -170,8 +169,9 @@ def test_a_trial_waits_while_memory_comes_back(monkeypatch: pytest.MonkeyPatch) 
 def test_children_meet_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
-    env = child_environment("node", 123)
+    env = child_environment("node", 123, "token")
     assert (env["RANK"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("1", "node", "123")
+    assert env["VITRAIL_SECRET"] == "token"
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env
 
 
@@ -276,7 +276,7 @@ import json, os, signal, sys, time
 order, result = json.load(open(sys.argv[3])), sys.argv[4]
 fate = order["recipe"]["fates"][int(order["plugins"][0])]
 if fate == "waits":  # in a collective, for a rank that is gone
-    time.sleep(60)
+    time.sleep(3600)
 if fate == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if fate == "dies":
@@ -307,18 +307,16 @@ def test_no_rank_waits_for_another(
     child.write_text(CHILD.format(python=sys.executable))
     child.chmod(0o755)
     monkeypatch.setattr(supervise.sys, "executable", str(child))
-    monkeypatch.setattr(supervise, "GRACE", 0.3)
+    monkeypatch.setattr(supervise, "GRACE", 0.3 if verdict == "too slow" else 3.0)  # for all to tell, if they are slow
     store = HashStore()
-    limit = 1.5 if verdict == "too slow" else 30.0
+    limit = 1.5 if verdict == "too slow" else LONG
 
     def take_part(number: int) -> Trial:
         world = World(rank=number, size=3, local_rank=number, local_size=3)
         return Supervisor(world, store, limit=limit, plugins=[str(number)]).try_recipe({"fates": fates}, 8)
 
-    began = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         found = [replace(trial, seconds=0.0) for trial in pool.map(take_part, range(3))]
-    assert time.monotonic() - began < 10
     assert found[0] == found[1] == found[2]
     assert found[0].verdict == verdict
     assert verdict == "too slow" or found[0].rank == rank

@@ -113,6 +113,18 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
         assert f"{number}.bin: " in refusal(vit(), tmp_path / f"{number}.bin")
 
 
+def test_kinds_of_files_that_are_more_than_weights(tmp_path: Path) -> None:
+    more = {"model": timm_state(), "words": {"a", "b"}, "bytes": b"abc"}
+    for name, new in (("new.pt", True), ("old.pt", False)):
+        torch.save(more, tmp_path / name, pickle_protocol=4, _use_new_zipfile_serialization=new)
+        assert "holds Python objects besides tensors" in refusal(vit(), tmp_path / name)
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "program.pt"))
+    assert "is a TorchScript program" in refusal(vit(), tmp_path / "program.pt")
+    for name, content in (("cut.pt", (tmp_path / "new.pt").read_bytes()[:5000]), ("page.pt", b"Page not found")):
+        (tmp_path / name).write_bytes(content)
+        assert "fetch it again" in refusal(vit(), tmp_path / name)
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
     (tmp_path / "empty.pt").write_bytes(b"")

@@ -1,18 +1,21 @@
 """Where a process finds itself under every launcher, and how the living ones agree on an attempt."""
 
 import contextlib
+import os
 import socket
+import struct
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support import run, torchrun
+from support import LONG, run, torchrun
 
 from vitrail.errors import RunFailed, UserError
 from vitrail.launch import mpi, slurm, world
@@ -196,13 +199,13 @@ def test_processes_with_the_same_cores_find_each_other(tmp_path: Path) -> None:
         "cores = sorted(os.sched_getaffinity(0))\n"
         "found = world.find_world()\n"
         "os.sched_setaffinity(0, cores[:1] if found.rank < 2 else cores[1:])\n"
-        "world.connect(found, 'cpu', timeout=timedelta(seconds=60))\n"
+        "world.connect(found, 'cpu', timeout=timedelta(seconds=600))\n"
         "os.write(1, f'alike {world._alike}{chr(10)}'.encode())\n"  # at once: lines of others must not come between
     )
     if usable_cores() < 2:
         pytest.skip("one core can only be shared")
     (tmp_path / "meet.py").write_text(code)
-    status, output = run(*torchrun(3, tmp_path / "meet.py"), timeout=120)
+    status, output = run(*torchrun(3, tmp_path / "meet.py"))
     assert status == 0, output
     assert sorted(line for line in output.splitlines() if line.startswith("alike")) == ["alike [1]", *["alike [2]"] * 2]
 
@@ -333,12 +336,142 @@ def test_a_port_in_use_is_named() -> None:
             world._open_store("localhost", port, World(rank=0, size=2, launcher="slurm"))
 
 
+def listeners(port: int) -> set[str]:
+    """Addresses on which somebody listens at a port, as the kernel writes them; it writes IPv4 and IPv6 apart."""
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
+    return {words[1].partition(":")[0] for words in lines if words[1].endswith(f":{port:04X}") and words[3] == "0A"}
+
+
+LOCAL = "0100007F"  # 127.0.0.1
+
+
+def pair(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[Any, Any, int]:
+    """The stores of two ranks of this host that meet by variables, and their port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **variables}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = [World(rank=rank, size=2, local_rank=rank, local_size=2, launcher="torchrun") for rank in range(2)]
+    first, second = (world._meet.__wrapped__(rank, None, None) for rank in ranks)
+    return first, second, port
+
+
+def test_ranks_of_one_host_are_reached_from_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, port = pair(monkeypatch)
+    assert listeners(port) == {LOCAL}
+    first.set("word", "1")
+    assert second.get("word") == b"1"
+    # A number that is an address of this host is the one to listen on; a name, or a gateway's number, is not.
+    numbered = world._open_store("127.0.0.2", 0, World(rank=0, size=2, launcher="slurm"))
+    assert listeners(numbered.port) == {"0200007F"}
+    assert world._listen(socket.gethostname(), 0) is None
+    assert world._listen("192.0.2.1", 0) is None  # of documentation, nobody's
+    several = world._open_store("", 0, World(rank=0, size=2, launcher="mpi"))
+    assert listeners(several.port) not in (set(), {LOCAL})
+
+
+def test_gloo_listens_where_no_other_host_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    world._choose_interface(World(size=2, local_size=1, launcher="slurm"))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    world._choose_interface(World(size=2, local_size=2, launcher="slurm"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    world._choose_interface(World(size=2, local_size=1, launcher="slurm"))  # what it was in a process that was alone
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    for local in (1, 2):
+        world._choose_interface(World(size=2, local_size=local, launcher="slurm"))
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_strangers_at_the_port_harm_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not speak PyTorch's protocol, or guesses at keys: the store goes on, and its memory does not grow."""
+    first, second, port = pair(monkeypatch, VITRAIL_SECRET="of this job")
+    first.set("word", "1")
+    magic, most = struct.pack("<BI", 0, 0x3C85F7CE), struct.pack("<Q", 2**62)
+    words = [b"GET / HTTP/1.0\r\n\r\n", b"\0" * 5, b"\xff" * 64, bytes(range(256)) * 16, magic]
+    words += [magic + bytes([query]) + most for query in range(32)]  # a key of 2^62 bytes, in every kind of request
+    words += [magic + b"\1" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 2**size) for size in (24, 33, 40, 62)]
+    before = memory()
+    waiting = []
+    for word in words:
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=600)
+        stranger.sendall(word)
+        if word == magic:  # and then nothing more
+            waiting.append(stranger)
+        else:
+            with contextlib.suppress(OSError):
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.recv(1)
+            stranger.close()
+        assert second.get("word") == b"1"
+    waiting += [socket.create_connection(("127.0.0.1", port), timeout=600) for _ in range(100)]
+    assert second.add("counted", 1) == 1
+    assert memory() - before < 64 * 2**20
+    # Somebody with the protocol, who guesses: keys as PyTorch and older versions name them, and no secret.
+    guest = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    for key in ("word", "vitrail/word", "failed", "vitrail/failed", "default_pg/0//cpu//0/0"):
+        assert not guest.delete_key(key)
+        guest.set(key, "2")
+    assert second.get("word") == b"1"
+    assert not second.check(["failed"])
+    for stranger in waiting:
+        stranger.close()
+    # What is not promised: who speaks the protocol may ask for the names of all keys.
+    assert any(key.endswith("/word") for key in guest.list_keys())
+
+
+def memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_job_with_another_secret_is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    names = []
+    for secret, number in (("", ""), ("a", ""), ("b", ""), ("a", "run"), ("", "run")):
+        monkeypatch.setenv("VITRAIL_SECRET", secret)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", number)
+        for told in ("", "by MPI"):
+            apart = world._keep_apart(store, told)
+            assert not apart.check(["key"])
+            apart.set("key", "1")
+            assert world._keep_apart(store, told).check(["key"])
+            names.append(told)
+    assert len(names) == 10
+    with pytest.raises(UserError, match=r"look for one that failed to start, or that has another VITRAIL_SECRET"):
+        world.count_attempt(apart, World(rank=0, size=2, launcher="slurm"), timedelta(seconds=0))
+
+
+def test_mpi_tells_the_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def tell(interface: Any, text: str, rank: int, size: int) -> str:
+        told.append(text or told[0])
+        return told[0]
+
+    monkeypatch.setattr(mpi, "load", lambda: "MPI")
+    monkeypatch.setattr(mpi, "tell", tell)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "VITRAIL_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = [World(rank=rank, size=2, local_rank=rank, local_size=2, launcher="mpi") for rank in range(2)]
+    first, second = (world._meet.__wrapped__(rank, None, None) for rank in ranks)
+    host, port, secret = told[0].split()
+    assert (host, len(secret)) == ("127.0.0.1", 32)
+    assert len(told[0]) < mpi.LONGEST_NAME
+    assert listeners(int(port)) == {LOCAL}
+    first.set("word", "1")
+    assert second.get("word") == b"1"
+
+
 def test_a_rank_0_that_is_not_there_is_named(monkeypatch) -> None:
     monkeypatch.setattr(world, "MEETING", timedelta(seconds=1))
     with socket.socket() as free:
         free.bind(("", 0))  # taken, but nobody listens
         port = free.getsockname()[1]
-        with pytest.raises(UserError, match=rf"rank 1 could not reach rank 0 at localhost:{port} within 1 s"):
+        with pytest.raises(UserError, match=rf"rank 1 could not reach rank 0 at 127.0.0.1:{port} within 1 s"):
             world._open_store("localhost", port, World(rank=1, size=2, launcher="slurm"))
     with pytest.raises(UserError, match=r"'no-such-host\.invalid', has no address here"):
         world._resolve("no-such-host.invalid", 1, patience=0)
@@ -350,7 +483,7 @@ def test_a_rank_0_that_is_not_there_is_named(monkeypatch) -> None:
 def agree(store: dist.Store, size: int) -> set[str]:
     with ThreadPoolExecutor(size) as pool:
         worlds = [World(rank=rank, size=size, launcher="torchrun") for rank in range(size)]
-        return set(pool.map(lambda world: agree_on_attempt(store, world, timedelta(seconds=60)), worlds))
+        return set(pool.map(lambda world: agree_on_attempt(store, world, timedelta(seconds=LONG)), worlds))
 
 
 def test_every_attempt_has_a_name_that_all_its_ranks_share() -> None:
@@ -391,7 +524,7 @@ def test_a_meeting_in_a_fresh_store_is_counted(monkeypatch) -> None:
     for number in range(2):
         with ThreadPoolExecutor(2) as pool:
             ranks = [World(rank=rank, size=2, launcher="slurm") for rank in range(2)]
-            names = set(pool.map(lambda rank: count_attempt(store, rank, timedelta(seconds=60)), ranks))
+            names = set(pool.map(lambda rank: count_attempt(store, rank, timedelta(seconds=LONG)), ranks))
         assert names == {f"meeting-{number}"}
 
 
@@ -437,7 +570,7 @@ def test_a_signal_is_heard_while_rank_0_is_awaited() -> None:
     )
     with socket.socket() as free:
         free.bind(("", 0))  # taken, but nobody listens
-        assert run(sys.executable, "-c", code.format(port=free.getsockname()[1]), timeout=60)[0] == 75
+        assert run(sys.executable, "-c", code.format(port=free.getsockname()[1]))[0] == 75
 
 
 def test_a_restart_finds_the_folder_that_the_first_attempt_chose(tmp_path: Path, monkeypatch) -> None:

@@ -14,16 +14,19 @@ import pytest
 import tensorstore
 import zarr
 
-from vitrail.data.bad import BadData, MissingData
 from vitrail.data.generate import Volume, write_ome_zarr
+from vitrail.data.places import Remote, read_remote
 from vitrail.data.sources.n5 import N5Config
 from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.data.sources.zarr import ZarrConfig
-from vitrail.errors import UserError
+from vitrail.errors import BadData, MissingData, UserError
+from vitrail.foreign import METADATA
 
 WHOLE = (slice(None),) * 3
 VALUES = np.random.default_rng(0).integers(1, 255, (16, 20, 24)).astype(np.uint8)
 COARSE = VALUES[::2, ::2, ::2]
+SENT: list[int] = []  # bytes of each answer
+WITHOUT_PARTS = False  # as many small servers are  # bytes of each part of a file that the server has sent
 
 
 def put(group: Any, name: str, values: np.ndarray, **attributes: Any) -> None:
@@ -310,12 +313,17 @@ def server(tmp_path: Path) -> Iterator[str]:
 
         def do_GET(self) -> None:
             path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
-            if wanted is None or not path.is_file():
+            if path.is_file() and (wanted is None or WITHOUT_PARTS):
+                SENT.append(path.stat().st_size)
+            if wanted is None or not path.is_file() or WITHOUT_PARTS:
                 return super().do_GET()
             data = path.read_bytes()
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start = int(first) if first else max(0, len(data) - int(last))
             stop = int(last) + 1 if first and last else len(data)
+            SENT.append(len(data[start:stop]))
+            if start >= len(data):
+                return self.send_error(416)
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}")
             self.send_header("Content-Length", str(len(data[start:stop])))
@@ -327,6 +335,52 @@ def server(tmp_path: Path) -> Iterator[str]:
         threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
+
+
+def test_metadata_by_http_are_not_fetched_beyond_a_bound(tmp_path: Path, server: str) -> None:
+    """The server is asked for the byte after the last that may come: where it has one, nothing else comes."""
+    SENT.clear()
+    (tmp_path / "large.json").write_bytes(bytes(2 * METADATA))
+    (tmp_path / "full.json").write_bytes(b" " * METADATA)
+    (tmp_path / "small.json").write_bytes(b"{}")
+    (tmp_path / "empty.json").write_bytes(b"")
+    with pytest.raises(BadData, match="too many for a list of facts"):
+        read_remote(Remote(f"{server}/large.json"))
+    assert SENT == [1]
+    assert len(read_remote(Remote(f"{server}/full.json"))) == METADATA
+    assert read_remote(Remote(f"{server}/small.json")) == b"{}"
+    assert read_remote(Remote(f"{server}/empty.json")) == b""
+    assert read_remote(Remote(f"{server}/none.json")) is None
+
+
+@pytest.fixture
+def too_long(tmp_path: Path, server: str) -> str:
+    """The URL of an image with a file in the place of a chunk that is larger than any chunk can be."""
+    path = write_ome_zarr(tmp_path / "a.zarr", Volume(VALUES, VALUES), levels=1, chunk=8)
+    chunk = next(file for file in path.rglob("c/0/0/0") if "labels" not in file.parts)
+    chunk.write_bytes(bytes(2**25))
+    return f"{server}/a.zarr"
+
+
+@pytest.mark.parametrize("decoded", ["here", "by tensorstore"])
+def test_chunks_by_http_are_not_fetched_beyond_a_bound(too_long: str, decoded: str, monkeypatch) -> None:
+    if decoded == "by tensorstore":
+        monkeypatch.setattr("vitrail.data.zarr_nodes.open_chunks", lambda *_, **__: None)
+    image = OmeZarrConfig(path=too_long).open()
+    SENT.clear()
+    with pytest.raises(BadData, match="more than a chunk can need|more bytes than a chunk can need"):
+        image.read(0, tuple(slice(0, 8) for _ in range(3)))
+    assert SENT == [1]
+
+
+def test_a_server_without_parts_is_asked_once_for_what_is_too_long(too_long: str, monkeypatch) -> None:
+    image = OmeZarrConfig(path=too_long).open()
+    monkeypatch.setattr(sys.modules[__name__], "WITHOUT_PARTS", True)
+    SENT.clear()
+    with pytest.raises(BadData, match="more than a chunk can need"):
+        image.read(0, tuple(slice(0, 8) for _ in range(3)))
+    assert SENT == [2**25]
+    assert np.array_equal(image.read(0, (slice(8, 16), slice(0, 8), slice(0, 8)))[0], VALUES[8:16, :8, :8])
 
 
 def test_by_http(tmp_path: Path, server: str) -> None:

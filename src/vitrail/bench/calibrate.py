@@ -5,6 +5,7 @@
   device, where there is one, and the file says so
 """
 
+import os
 import platform
 import resource
 import time
@@ -20,10 +21,11 @@ from vitrail.bench.launches import launch_seconds
 from vitrail.bench.links import measure_links
 from vitrail.bench.probe import TILE, Points, Probe, rising
 from vitrail.cost.cluster import Cluster, Curve, Device, list_clusters, load_cluster, write_cluster
-from vitrail.cost.flops import peak_tflops
 from vitrail.errors import UserError
-from vitrail.launch.machine import cpu_model, memory_bytes
+from vitrail.launch.machine import cpu_model
 from vitrail.launch.world import connect, find_world, share_of_cores
+from vitrail.layers.flops import peak_tflops
+from vitrail.memory import memory_bytes
 
 GIB = 2**30
 Tell = Callable[[str], None]
@@ -31,7 +33,7 @@ Tell = Callable[[str], None]
 
 def calibrate(out: Path | None = None, quick: bool = False, tell: Tell = lambda line: None) -> Cluster:
     """Measure on every rank that this was started on; the first one writes the file, if one is named."""
-    if out is not None and (out.exists() or not out.parent.is_dir()):
+    if out is not None and (os.path.lexists(out) or not out.parent.is_dir()):
         raise UserError(f"--out: {out} exists or has no folder; give the path of a new file, such as my_cluster.yaml")
     began, world = time.monotonic(), find_world()
     on_gpu = torch.cuda.is_available()

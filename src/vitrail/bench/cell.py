@@ -22,9 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vitrail import disk
 from vitrail.bench.child import Watch, alone_environment
+from vitrail.disk import write_whole
 from vitrail.errors import UserError
-from vitrail.report.files import write_whole
+from vitrail.foreign import read_json
 
 STARVED = "a process was ended by signal 9, and the memory of the machine had run out"
 KILLED = "ended by signal 9: by the system for want of memory, or by someone"
@@ -41,8 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         from vitrail.bench.trial import end_with_parent
 
         end_with_parent()
-    from vitrail.bench.trial import is_out_of_memory
-    from vitrail.errors import RunFailed
+    from vitrail.errors import RunFailed, is_out_of_memory
     from vitrail.launch.world import find_world
     from vitrail.recipe.kinds import load_plugin
     from vitrail.training.failures import summary
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     out, note = Path(order["out"]), None
     try:
         note = note_path(out, find_world().rank)
-        note.unlink(missing_ok=True)
+        disk.remove(note, inside=note.parent)
         if order.get("job") and find_world().chief:
             write_whole(started_path(out), json.dumps(who()).encode())
         for module in order["plugins"]:
@@ -62,12 +63,13 @@ def main(arguments: Sequence[str]) -> int:
         if find_world().chief:
             write_whole(out, json.dumps(result, allow_nan=False).encode())
     except Exception as error:
-        wrong = isinstance(error, UserError) and not isinstance(error, RunFailed)  # what the user asked for
+        full = is_out_of_memory(error)
+        asked_wrongly = isinstance(error, UserError) and not isinstance(error, RunFailed) and not full
         text: dict[str, Any] = {
-            "status": "oom" if is_out_of_memory(error) else "failed",
+            "status": "oom" if full else "failed",
             "error": summary(error)[:1000],
             "lost": is_lost(error),
-            "wrong_input": wrong,
+            "wrong_input": asked_wrongly,
         }
         with contextlib.suppress(Exception):  # a device that broke may not tell its name
             import torch
@@ -130,7 +132,7 @@ def run_cell(
     """
     out = Path(order["out"])
     forget(out)
-    path = out.with_suffix(".order")
+    path = order_beside(out)
     write_whole(path, json.dumps(order).encode())
     words = [*(starter or ()), sys.executable, "-m"]
     if ranks > 1 and starter is None:
@@ -138,7 +140,8 @@ def run_cell(
     env, watch = alone_environment(), Watch.begin()
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    with open(log, "wb") as file:
+    write_whole(log, b"", durable=False)
+    with disk.appending(log) as file:
         try:
             child = subprocess.Popen(
                 [*words, "vitrail.bench.cell", str(path)],
@@ -166,9 +169,8 @@ def run_cell(
         # What other words than torchrun's start may run elsewhere, where nothing of this is known.
         result = judge(child.returncode, out, log, starved=starter is None and watch.starved(ranks))
     forget(out)
-    path.unlink(missing_ok=True)
     if result["status"] == "ok":
-        log.unlink(missing_ok=True)
+        disk.remove(log, inside=log.parent)
     return result
 
 
@@ -226,9 +228,10 @@ def read_started(out: Path) -> str | None:
 
 def read_result(out: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(out.read_text(encoding="utf-8"))
+        found = read_json(out)
     except (FileNotFoundError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def read_notes(out: Path) -> list[dict[str, Any]]:
@@ -236,18 +239,20 @@ def read_notes(out: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(out.parent.glob("*.note")):
         if path.name.startswith(f"{out.stem}.rank"):
-            with contextlib.suppress(ValueError, OSError):
-                found.append(json.loads(path.read_text(encoding="utf-8")))
-    return found
+            found.append(read_result(path) or {})
+    return [note for note in found if "status" in note]
+
+
+def order_beside(out: Path) -> Path:
+    """What the processes of a cell read that is measured here."""
+    return out.with_suffix(".order")
 
 
 def forget(out: Path) -> None:
     """Remove what an attempt has left."""
-    out.unlink(missing_ok=True)
-    started_path(out).unlink(missing_ok=True)
-    for path in out.parent.glob("*.note"):
-        if path.name.startswith(f"{out.stem}.rank"):
-            path.unlink(missing_ok=True)
+    notes = [path for path in out.parent.glob("*.note") if path.name.startswith(f"{out.stem}.rank")]
+    for path in (out, order_beside(out), started_path(out), *notes):
+        disk.remove(path, inside=out.parent)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Watch:
 
     def starved(self, processes: int) -> bool:
         """Whether the system ended something for want of memory since, or children that large needed nearly all."""
-        from vitrail.launch.machine import memory_bytes
+        from vitrail.memory import memory_bytes
 
         if (oom_kills() or 0) > self.kills:
             return True

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.bench.cell import forget
 from vitrail.bench.results import Results
+from vitrail.disk import write_whole
 from vitrail.launch import jobs
-from vitrail.report.files import write_whole
 
 if TYPE_CHECKING:
     from vitrail.bench.runner import Sweep
@@ -34,10 +34,9 @@ def write_jobs(sweep: Sweep, launcher: jobs.Launcher, **settings: Any) -> list[P
                 order = sweep.order(cell, watched=False) | {"job": True}
                 forget(Path(order["out"]))  # of a job that was ended
                 sweep.begun.pop(cell.name, None)
-                write_whole(order_path(sweep, cell), json.dumps(order).encode())
+                write_whole(order_path(sweep, cell), json.dumps(order), parents=True)
                 path = folder / f"{cell.file}.sh"
-                path.unlink(missing_ok=True)  # of an earlier call, with other options
-                jobs.save(script, path)
+                jobs.save(script, path, replace=True)  # one of an earlier call, with other options
                 written.append(path)
     return written
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from vitrail.cost.flops import peak_tflops
 from vitrail.launch.machine import environment
+from vitrail.layers.flops import peak_tflops
 from vitrail.training.diagnose import UNSTEADY, Opened
 from vitrail.training.meters import memory_gib
 from vitrail.training.setup import Place

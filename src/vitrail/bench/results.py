@@ -16,10 +16,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vitrail.contents import BENCH, check_layout
+from vitrail.disk import appending, is_draft, sweep, write_whole
 from vitrail.errors import UserError
+from vitrail.foreign import parse_json, read_json
 from vitrail.recipe.changes import diff
+from vitrail.report.bench_cells import SWEEP_VERSION, read_log
 from vitrail.report.facts import strict
-from vitrail.report.files import write_whole
+from vitrail.versions import check_version
 
 # Of sweep.json, what must stay the same from call to call, beside the recipe.
 FIXED = ("ranks", "nodes")
@@ -31,11 +35,12 @@ class Results:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        _check_ours(self.folder)
         try:
             for inner in ("cells", "logs"):
                 (self.folder / inner).mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until the end
-            self._lines = open(self.folder / "results.jsonl", "ab")  # noqa: SIM115
+            self._lock = appending(self.folder / ".lock")  # held until the end
+            self._lines = appending(self.folder / "results.jsonl")
         except OSError as error:
             raise UserError(f"--out {folder}: it cannot be written ({error.strerror}); choose another folder") from None
         try:
@@ -47,6 +52,8 @@ class Results:
             ) from None
         except OSError:  # some shared file systems have no locks
             pass
+        for place in (self.folder, self.folder / "cells", self.folder / "logs"):
+            sweep(place)
         self.results, self.unread = read_lines(self.folder)
 
     def __enter__(self) -> Results:
@@ -101,7 +108,23 @@ class Results:
                 if known_as.get(name, mine) != mine:
                     raise UserError(f"--out {self.folder}: another call has just named a cell {name}; call again")
             asked = asked | {"sweep": sweep, "cells": cells, "identities": known_as | asked["identities"]}
-        write_whole(self.folder / "sweep.json", json.dumps(asked, indent=1).encode())
+        write_whole(self.folder / "sweep.json", json.dumps({"version": SWEEP_VERSION, **asked}, indent=1).encode())
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse a folder with other things in it, of which some might have a name that is written here, or leads away."""
+    try:
+        if not folder.is_dir():
+            return
+        strange = []
+        if read_asked(folder) is None and not read_results(folder):
+            own = {".lock", "cells", "logs"}  # of a call that was ended before it wrote down what was asked for
+            strange = [p.name for p in folder.iterdir() if p.name not in own and not is_draft(p)]
+    except OSError as error:
+        raise UserError(f"--out {folder}: it cannot be read ({error.strerror}); choose another folder") from None
+    if strange and (strange != ["results.jsonl"] or (folder / strange[0]).stat().st_size):
+        raise UserError(f"--out {folder}: it holds other things than a benchmark ({strange[0]}); choose another folder")
+    check_layout(folder, BENCH)
 
 
 def identity(keys: Any, mode: Any) -> str:
@@ -138,7 +161,7 @@ def read_results(folder: str | Path) -> list[dict[str, Any]]:
 def read_lines(folder: str | Path) -> tuple[list[dict[str, Any]], int]:
     """The results, oldest first, and how many lines could not be read."""
     try:
-        lines = (Path(folder) / "results.jsonl").read_bytes().splitlines()
+        lines = read_log(Path(folder) / "results.jsonl").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return [], 0
     lines = [line for line in lines if line.strip()]
@@ -158,11 +181,15 @@ def read_asked(folder: str | Path) -> dict[str, Any] | None:
     """What earlier calls have asked for, if there were any."""
     path = Path(folder) / "sweep.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except UserError:
+        raise
     except ValueError:
         raise UserError(f"{path}: it is not JSON any more; remove it, and the results stay") from None
+    if isinstance(found, dict):
+        check_version(found.get("version", 1), SWEEP_VERSION, str(path))
     try:
         sweep = {key: list(values) for key, values in found["sweep"].items()}
         known = {name: identity(*json.loads(mine)) for name, mine in found.get("identities", {}).items()}
@@ -207,7 +234,7 @@ def _brief(value: Any) -> str:
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
 

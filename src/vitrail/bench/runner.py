@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vitrail import disk
 from vitrail.bench import sweep as sweeps
 from vitrail.bench.cell import best, forget, read_notes, read_result, read_started, run_cell
 from vitrail.bench.facts import SCHEMA, alone, describe
@@ -169,6 +170,8 @@ class Sweep:
             if result is not None and is_result(result):
                 results.add(result)
                 forget(path)
+                if result["status"] == "ok":  # of a call that was killed before it could take it in
+                    disk.remove(self.folder / "logs" / f"{path.stem}.log", inside=self.folder)
         for cell in self.cells:
             out = folder / f"{cell.file}.json"
             if (note := best(read_notes(out))) is not None:

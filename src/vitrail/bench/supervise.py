@@ -8,11 +8,11 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from vitrail import disk
 from vitrail.bench.kills import oom_kills
 from vitrail.errors import RunFailed
-from vitrail.launch.world import World
+from vitrail.launch.world import SECRET, World
 
 Verdict = Literal[
     "ok", "out of memory", "allocator retries", "head-room",
@@ -85,23 +86,23 @@ class Supervisor:
         began, self.numbers = time.monotonic(), self.numbers + 1
         name = f"trial/{self.numbers}"
         if self.world.rank == 0:
-            self.store.set(f"{name}/place", json.dumps(free_place(self.world)))
+            self.store.set(f"{name}/place", json.dumps((*free_place(self.world), secrets.token_hex(16))))
         self.store.set_timeout(timedelta(seconds=PATIENCE))
-        host, port = json.loads(self.store.get(f"{name}/place"))
-        with tempfile.TemporaryDirectory(prefix="vitrail-trial-") as folder:
-            found = self._watch(order, Path(folder), name, child_environment(host, port))
+        place = json.loads(self.store.get(f"{name}/place"))
+        with disk.scratch("vitrail-trial-") as folder:
+            found = self._watch(order, Path(folder), name, child_environment(*place))
         self.store.set(f"{name}/verdict/{self.world.rank}", json.dumps(found))
         self.store.add(f"{name}/judged", 1)
         return decide(self._wait_for_all(name), size, time.monotonic() - began)
 
     def _watch(self, order: dict[str, Any], folder: Path, name: str, env: dict[str, str]) -> dict[str, Any]:
         """Start a child and wait until it has ended, here or because of another rank; what became of it."""
-        (folder / "order.json").write_text(json.dumps(order))
+        disk.write_whole(folder / "order.json", json.dumps(order), durable=False)
         result, log = folder / "result.json", folder / "log"
         words = [sys.executable, "-m", "vitrail.bench.trial", str(folder / "order.json"), str(result)]
         deadline, leave_at = time.monotonic() + self.limit, None
         kills = oom_kills()
-        with log.open("wb") as out:
+        with disk.appending(log) as out:
             child = subprocess.Popen(
                 words, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -195,11 +196,11 @@ def free_place(world: World) -> tuple[str, int]:
     return ("localhost" if world.local_size == world.size else socket.gethostname()), port
 
 
-def child_environment(host: str, port: int) -> dict[str, str]:
+def child_environment(host: str, port: int, secret: str) -> dict[str, str]:
     """This rank's environment with another meeting place, and nothing of torchrun's own store and restarts."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     launched = any(name in kept for name in ("RANK", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
-    return kept | ({"MASTER_ADDR": host, "MASTER_PORT": str(port)} if launched else {})
+    return kept | ({"MASTER_ADDR": host, "MASTER_PORT": str(port), SECRET: secret} if launched else {})
 
 
 def end_group(child: "subprocess.Popen[bytes]") -> None:

@@ -20,34 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.report.files import write_whole
+from vitrail.disk import write_whole
+from vitrail.errors import is_out_of_memory
+from vitrail.foreign import trusted
 
 GIB = 2**30
-
-# What allocators say; PyTorch's own error class for CUDA is known by its type.
-NO_MEMORY = (
-    "can't allocate memory",
-    "cannot allocate memory",
-    "out of memory",
-    "bad_alloc",
-    "status_alloc_failed",  # of cuBLAS and cuDNN
-)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, means that memory ran out, on a device or on the host."""
-    import torch
-
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        text = str(error).lower()
-        if isinstance(error, RuntimeError | OSError) and any(words in text for words in NO_MEMORY):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def take_steps(recipe: Any, *, rows: int | None = None, steps: int = 3, trust: bool = False) -> dict[str, Any]:
@@ -67,7 +44,8 @@ def take_steps(recipe: Any, *, rows: int | None = None, steps: int = 3, trust: b
         if cuda:
             wait_for_memory(place.device)
             torch.cuda.reset_peak_memory_stats()
-        data = setup.open_data(recipe, place, None)
+        with trusted(trust):
+            data = setup.open_data(recipe, place, None)
         recipe = setup.complete(recipe, data)
         objective = recipe.objective.build(recipe.model, data.statistics)
         setup.equip(objective, recipe, place, data, trust=trust)
@@ -146,7 +124,7 @@ def memory_of(device: Any, processes: int) -> dict[str, Any]:
             "memory": total,
             "retries": stats.get("num_alloc_retries", 0),
         }
-    from vitrail.launch.machine import memory_bytes
+    from vitrail.memory import memory_bytes
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"allocated": peak, "reserved": peak, "memory": memory_bytes() // processes, "retries": 0}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vitrail import disk
 from vitrail.bench.largest import Found
 from vitrail.errors import UserError
 from vitrail.recipe import Recipe, load_recipe, yaml
@@ -37,16 +38,11 @@ def tuned_tree(given: str, overrides: Sequence[str], out: Path) -> dict[str, Any
 
 def _load_beside(text: str, out: Path) -> Recipe:
     """A recipe as it would be read from a file at `out`."""
-    part = _part(out)
+    part = disk.write_whole(disk.draft_of(out), text, durable=False)
     try:
-        part.write_text(text)
         return load_recipe(part)
     finally:
-        part.unlink(missing_ok=True)
-
-
-def _part(out: Path) -> Path:
-    return out.with_name(f".{out.name}.{os.getpid()}.part")
+        disk.remove(part, inside=part.parent)
 
 
 def write_tuned(out: Path, tree: dict[str, Any], found: Found, *, ranks: int) -> None:
@@ -57,14 +53,13 @@ def write_tuned(out: Path, tree: dict[str, Any], found: Found, *, ranks: int) ->
         f"Peak of the fullest rank: {best.allocated_gib:.2f} GiB allocated, {best.reserved_gib:.2f} GiB reserved; "
         f"{best.share:.0%} of its memory was in use.",
     ]
-    part = _part(out)
-    part.write_text("".join(f"# {line}\n" for line in lines) + yaml.dump(tree))
-    part.rename(out)
+    text = "".join(f"# {line}\n" for line in lines) + yaml.dump(tree)
+    disk.publish(disk.write_whole(disk.draft_of(out), text), out)  # never over what came meanwhile
 
 
 def check_out(out: Path) -> None:
     """Refuse a place that cannot be written to before anything is tried."""
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"--out: {out} exists; remove it, or give another file")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise UserError(f"--out: cannot write into {out.parent}; give another file")

@@ -6,7 +6,6 @@
 """
 
 import contextlib
-import json
 import logging
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from vitrail.codecs.codec import Codec, Range, check_range, fingerprint_of, from_unit, range_of, to_unit
 from vitrail.codecs.hub import check_origin, find_files
 from vitrail.errors import UserError
+from vitrail.foreign import read_json
 from vitrail.recipe import config
 from vitrail.recipe.kinds import remedy
 
@@ -39,7 +39,7 @@ class KLConfig:
         names = [f"{self.subfolder}/{name}" if self.subfolder else name for name in FILES]
         facts, weights = find_files(names, path=self.path, hub=self.hub, revision=self.revision, key=key)
         try:
-            settings = json.loads(facts.read_bytes())
+            settings = read_json(facts)
         except ValueError as error:
             raise UserError(f"{key}: {facts} is no JSON ({error}); restore it") from error
         found = settings.get("_class_name") if isinstance(settings, dict) else None

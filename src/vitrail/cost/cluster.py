@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vitrail import disk
 from vitrail.errors import UserError
 from vitrail.recipe import yaml
 from vitrail.recipe.kinds import nearest
@@ -213,7 +214,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:
-    Path(path).write_text(yaml.dump(asdict(cluster)), encoding="utf-8")
+    path = Path(path)
+    disk.publish(disk.write_whole(disk.draft_of(path), yaml.dump(asdict(cluster))), path)  # never over another
 
 
 def _read(path: Path) -> Cluster:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.cost.cluster import Cluster
 from vitrail.cost.plan import HEADROOM, Estimate
+from vitrail.disk import write_output
 from vitrail.report.units import compact, count, duration
 
 BAR = 30  # characters of the longest bar
@@ -142,7 +144,9 @@ def draw(layouts: Sequence[Estimate], path: Path, title: str) -> None:
     below.set(xlabel="GPUs", ylabel="MFU, %", ylim=(0, 120 * max(one.mfu for one in layouts)))
     below.set_xticks(gpus, [count(number) for number in gpus], rotation=45)
     below.minorticks_off()
-    figure.savefig(path, dpi=150)
+    stream = io.BytesIO()
+    figure.savefig(stream, dpi=150, format=path.suffix[1:].lower())
+    write_output(path, stream.getvalue())
 
 
 def _lines(columns: dict[str, list[str]]) -> list[str]:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from vitrail.cost import fused, norm_op
 from vitrail.cost import samples as inputs_of
 from vitrail.cost.attention_op import TracedSequence, attend_with
-from vitrail.cost.flops import Flops
 from vitrail.cost.key import Key, key_of
 from vitrail.cost.recorder import Op, Run, record
 from vitrail.cost.split import split_block
 from vitrail.cost.work import Segment, Work, between, stage_of
-from vitrail.errors import UserError
+from vitrail.errors import UserError, is_out_of_memory
+from vitrail.layers.flops import Flops
 from vitrail.models.inputs import encoder_of
 from vitrail.recipe.sections import Chunk
 
@@ -88,6 +88,10 @@ def _traced(model: Key, objective: Key, samples: int, options: _Options) -> Work
     try:
         return _trace(model.make(), objective.make(), samples, options)
     except RuntimeError as error:  # what PyTorch raises where values or kernels are missing
+        if is_out_of_memory(error):
+            raise UserError(
+                "data.crop: samples are too large to plan for in the memory here; make it smaller"
+            ) from error
         kinds = f"model {model.make().kind!r} with objective {objective.make().kind!r}"
         raise UserError(
             f"{kinds} cannot be traced without data: {type(error).__name__}: {error}; what they do in prepare(), "

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from vitrail.cost.flops import Flops
 from vitrail.cost.recorder import Op
+from vitrail.layers.flops import Flops
 
 
 @dataclass(frozen=True)

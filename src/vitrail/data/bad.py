@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from vitrail.errors import UserError
+from vitrail.errors import BadData, FailedRead, UserError
 
 T = TypeVar("T")
 
@@ -21,18 +21,6 @@ T = TypeVar("T")
 FINAL = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 BEFORE_HANG = 0.8  # of the time after which a run counts as hanging
 FIRST_WAIT, LONGEST_WAIT = 0.1, 10.0  # seconds before a read is tried again; each wait is three times the one before
-
-
-class BadData(UserError):
-    """A file that cannot be read as what it claims to be, or that holds what no sample may hold."""
-
-
-class MissingData(BadData):
-    """A chunk that its store does not have."""
-
-
-class FailedRead(BadData):
-    """A file that the system does not hand over: elsewhere, or at another time, it may."""
 
 
 class ShortRead(OSError):

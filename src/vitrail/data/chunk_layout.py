@@ -1,13 +1,13 @@
 """How zarr (2, 3, with shards) and N5 lay out the chunks of an array: names of files, codecs, order, byte order.
 
 - only what is common is understood, and decoded by bare decoders that release the GIL: zstd, blosc, lz4, gzip, zlib,
-  bz2, raw bytes, crc32c; `read_layout` gives None for everything else, which tensorstore then reads
+  bz2, xz, raw bytes, crc32c; `read_layout` gives None for everything else, which tensorstore then reads
+- a decoder is told how many bytes may come, and gives up at one more: a few bytes can stand for any number
 - axes are in C order: N5 stores x, y, z with x fastest, which is z, y, x here
 """
 
 import bz2
-import gzip
-import json
+import lzma
 import math
 import struct
 import zlib
@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.places import Place
+from vitrail.data.places import Place, read_facts
 
 Index = tuple[int, ...]
-Decoder = Callable[[Any], Any]  # bytes-like to bytes-like; raises some exception for broken input
+# Bytes-like, and the most that may come of them, to bytes-like; raises some exception for broken input.
+Decoder = Callable[[Any, int], Any]
 
 N5_TYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float32", "float64")
 
@@ -34,7 +35,7 @@ class Shards:
     """Files that hold many chunks, with an index of (offset, bytes) at one end."""
 
     chunks: Index  # a shard has so many along each axis
-    decode_index: Decoder
+    decode_index: Callable[[Any], np.ndarray]
     index_bytes: int  # as stored
     at_end: bool
 
@@ -46,7 +47,7 @@ class Layout:
     dtype: np.dtype  # in this machine's byte order
     fill: Any
     name: Callable[[Index], str]  # file of a chunk or shard, relative to the array
-    unpack: Callable[[Any], np.ndarray]  # from the bytes of a chunk to its voxels
+    unpack: Callable[[Any, Index], np.ndarray]  # from the bytes of a chunk, and its number, to its voxels
     shards: Shards | None = None
     direct: "Direct | None" = None  # where voxels can be decoded right to their place
 
@@ -64,50 +65,76 @@ def read_layout(array: Place) -> Layout | None:
     try:
         for name, parse in (("zarr.json", _parse_zarr3), (".zarray", _parse_zarr2), ("attributes.json", _parse_n5)):
             if (array / name).is_file():
-                return parse(json.loads((array / name).read_text(encoding="utf-8")))
-    except (Unknown, AttributeError, ImportError, KeyError, TypeError, ValueError, OSError):
+                return parse(read_facts(array / name))
+    except (Unknown, ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError, OSError):
         return None  # tensorstore opens it or explains
     return None
+
+
+def read_names(array: Place) -> Callable[[Index], str] | None:
+    """The names of the files of an array's chunks or shards, or None where they are not understood here."""
+    try:
+        for name, find in (("zarr.json", _names_zarr3), (".zarray", _names_zarr2), ("attributes.json", _names_n5)):
+            if (array / name).is_file():
+                return find(read_facts(array / name))
+    except (Unknown, AttributeError, LookupError, TypeError, ValueError, OSError):
+        return None
+    return None
+
+
+def _names_zarr2(document: dict[str, Any]) -> Callable[[Index], str]:
+    separator = document.get("dimension_separator", ".")
+    if separator not in ("/", "."):
+        raise Unknown
+    return lambda index: separator.join(map(str, index))
+
+
+def _names_zarr3(document: dict[str, Any]) -> Callable[[Index], str]:
+    encoding = document["chunk_key_encoding"]
+    slashed = encoding["name"] == "default"
+    separator = (encoding.get("configuration") or {}).get("separator", "/" if slashed else ".")
+    if separator not in ("/", "."):
+        raise Unknown
+    return lambda index: separator.join(["c", *map(str, index)] if slashed else map(str, index))
+
+
+def _names_n5(document: dict[str, Any]) -> Callable[[Index], str]:
+    return lambda index: "/".join(map(str, index[::-1]))
 
 
 def _parse_zarr2(document: dict[str, Any]) -> Layout:
     if document.get("filters"):
         raise Unknown
-    shape, grid = _whole(document["shape"]), _whole(document["chunks"])
+    shape, grid = _alike(document["shape"], document["chunks"])
     stored = _plain(np.dtype(document["dtype"]))
     compressor = document.get("compressor")
     steps = [] if compressor is None else [_decoder(compressor["id"])]
     order = document.get("order", "C")
+    if order not in ("C", "F"):
+        raise Unknown
     axes = tuple(range(len(grid)))
-    separator = document.get("dimension_separator", ".")
     fill = _fill(document.get("fill_value"), stored)
-    unpack = _unpacker(grid, stored, steps, axes if order == "C" else axes[::-1])
+    unpack = _any_chunk(_unpacker(grid, stored, steps, axes if order == "C" else axes[::-1]))
     direct = _direct(compressor["id"]) if compressor is not None and order == "C" and _native(stored) else None
-    return Layout(
-        shape, grid, stored.newbyteorder("="), fill, lambda i: separator.join(map(str, i)), unpack, direct=direct
-    )
+    return Layout(shape, grid, stored.newbyteorder("="), fill, _names_zarr2(document), unpack, direct=direct)
 
 
 def _parse_zarr3(document: dict[str, Any]) -> Layout:
     if document["chunk_grid"]["name"] != "regular" or document.get("storage_transformers"):
         raise Unknown
-    shape, grid = _whole(document["shape"]), _whole(document["chunk_grid"]["configuration"]["chunk_shape"])
+    shape, grid = _alike(document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"])
     dtype = _plain(np.dtype(document["data_type"]))
     fill = _fill(document.get("fill_value"), dtype)
-    encoding = document["chunk_key_encoding"]
-    slashed = encoding["name"] == "default"
-    separator = (encoding.get("configuration") or {}).get("separator", "/" if slashed else ".")
-
-    def name(index: Index) -> str:
-        return separator.join(["c", *map(str, index)] if slashed else map(str, index))
-
-    codecs = document["codecs"]
+    name, codecs = _names_zarr3(document), document["codecs"]
     if codecs[0]["name"] != "sharding_indexed":
-        return Layout(shape, grid, dtype, fill, name, _chain(codecs, grid, dtype), direct=_direct_chain(codecs, dtype))
+        unpack = _any_chunk(_chain(codecs, grid, dtype))
+        return Layout(shape, grid, dtype, fill, name, unpack, direct=_direct_chain(codecs, dtype))
     if len(codecs) > 1:
         raise Unknown
     inner = codecs[0]["configuration"]
     small = _whole(inner["chunk_shape"])
+    if any(a % b for a, b in zip(grid, small, strict=True)):
+        raise Unknown
     chunks = tuple(a // b for a, b in zip(grid, small, strict=True))
     for codec in inner["index_codecs"]:
         if codec["name"] not in ("bytes", "crc32c"):
@@ -119,7 +146,7 @@ def _parse_zarr3(document: dict[str, Any]) -> Layout:
         16 * math.prod(chunks) + 4 * checked,
         inner.get("index_location", "end") == "end",
     )
-    unpack = _chain(inner["codecs"], small, dtype)
+    unpack = _any_chunk(_chain(inner["codecs"], small, dtype))
     return Layout(shape, small, dtype, fill, name, unpack, shards, _direct_chain(inner["codecs"], dtype))
 
 
@@ -145,24 +172,26 @@ def _chain(codecs: Sequence[dict[str, Any]], grid: Index, dtype: np.dtype) -> Ca
 
 
 def _parse_n5(document: dict[str, Any]) -> Layout:
-    shape, grid = _whole(document["dimensions"])[::-1], _whole(document["blockSize"])[::-1]
+    shape, grid = _alike(document["dimensions"][::-1], document["blockSize"][::-1])
     if document["dataType"] not in N5_TYPES:
         raise Unknown
     stored = np.dtype(document["dataType"]).newbyteorder(">")
     compression = document.get("compression") or {"type": document["compressionType"]}
     name = {"bzip2": "bz2", "raw": "raw"}.get(compression["type"], compression["type"])
-    if name not in ("gzip", "zstd", "bz2", "blosc", "raw"):  # lz4 is framed in Java's own way
+    if name not in ("gzip", "zstd", "bz2", "blosc", "xz", "raw"):  # lz4 is framed in Java's own way
         raise Unknown
     decode = _decoder("zlib" if name == "gzip" and compression.get("useZlib") else name)
     rank = len(grid)
 
-    def unpack(data: Any) -> np.ndarray:
+    def unpack(data: Any, index: Index) -> np.ndarray:
         mode, dims = struct.unpack_from(">HH", data)
         if mode != 0 or dims != rank:
             raise ValueError(f"it is a block of mode {mode} and {dims} dimensions")
         size = struct.unpack_from(f">{rank}I", data, 4)[::-1]
         if any(s > g for s, g in zip(size, grid, strict=True)):
             raise ValueError(f"it holds {size} voxels, more than the {grid} of a block")
+        if any(s < min(g, n - i * g) for s, g, n, i in zip(size, grid, shape, index, strict=True)):
+            raise ValueError(f"it holds {size} voxels, fewer than the array has there")
         values = _unpacker(size, stored, [decode], tuple(range(rank)))(memoryview(data)[4 + 4 * rank :])
         if size == grid:
             return values
@@ -170,7 +199,12 @@ def _parse_n5(document: dict[str, Any]) -> Layout:
         whole[tuple(slice(0, s) for s in size)] = values
         return whole
 
-    return Layout(shape, grid, stored.newbyteorder("="), 0, lambda i: "/".join(map(str, i[::-1])), unpack)
+    return Layout(shape, grid, stored.newbyteorder("="), 0, _names_n5(document), unpack)
+
+
+def _any_chunk(unpack: Callable[[Any], np.ndarray]) -> Callable[[Any, Index], np.ndarray]:
+    """The same for all chunks, whatever their number."""
+    return lambda data, index: unpack(data)
 
 
 def _unpacker(
@@ -182,8 +216,9 @@ def _unpacker(
     expected = math.prod(grid) * stored.itemsize
 
     def unpack(data: Any) -> np.ndarray:
-        for decode in steps:
-            data = decode(data)
+        for number, decode in enumerate(steps, 1):
+            # What is still packed may be larger than what is in it, by a little.
+            data = decode(data, expected if number == len(steps) else 2 * expected + 2**16)
         if len(data) != expected:
             raise ValueError(f"it holds {len(data)} bytes instead of {expected}")
         values = np.frombuffer(data, stored).reshape(turned).transpose(back)
@@ -220,8 +255,8 @@ def _native(dtype: np.dtype) -> bool:
 
 def _zstd_size(data: Any) -> int | None:
     """The size that the head of a zstd frame tells, or None."""
-    if len(data) < 18 or struct.unpack_from("<I", data)[0] != 0xFD2FB528:
-        return None
+    if len(data) < 6 or struct.unpack_from("<I", data)[0] != 0xFD2FB528:
+        raise ValueError("it is no frame of zstd")
     flags = data[4]
     single, width = flags >> 5 & 1, (0, 2, 4, 8)[flags >> 6]
     width = width or single
@@ -231,29 +266,55 @@ def _zstd_size(data: Any) -> int | None:
 
 
 def _decoder(name: str) -> Decoder:
-    if name == "zstd":
-        from numcodecs import Zstd
-
-        return Zstd().decode
-    if name == "blosc":
-        from numcodecs import Blosc
-
-        return _checked_blosc(Blosc().decode)
-    if name == "lz4":
-        from numcodecs import LZ4
-
-        return LZ4().decode
+    direct = _direct(name)
+    if direct is not None:
+        return _sized(direct)
     known: dict[str, Decoder] = {
-        "gzip": gzip.decompress,
-        "zlib": zlib.decompress,
-        "bz2": bz2.decompress,
-        "raw": bytes,
+        "gzip": _bounded(lambda: zlib.decompressobj(31)),
+        "zlib": _bounded(zlib.decompressobj, alone=True),
+        "bz2": _bounded(bz2.BZ2Decompressor),
+        "xz": _bounded(lzma.LZMADecompressor),
+        "raw": lambda data, most: bytes(data),
     }
     if name == "crc32c":
         return _checked_crc32c()
     if name not in known:
         raise Unknown
     return known[name]
+
+
+def _sized(direct: Direct) -> Decoder:
+    """Decoders that write to memory of the size that the head of the data tells, or of all that may come."""
+
+    def decode(data: Any, most: int) -> Any:
+        told = direct.size(data)
+        if told is not None and told > most:
+            raise ValueError(f"it says that it holds {told} bytes instead of {most}")
+        out = np.empty(most if told is None else told, np.uint8)
+        found = direct.decode(data, out)
+        return out if told is not None else out[: len(found)]
+
+    return decode
+
+
+def _bounded(start: Callable[[], Any], *, alone: bool = False) -> Decoder:
+    """Decoders of streams that do not tell their size; several may follow each other, unless one stands alone."""
+
+    def decode(data: Any, most: int) -> Any:
+        pieces, size, rest = [], 0, bytes(data)
+        while rest:
+            stream = start()
+            piece = stream.decompress(rest, most + 1 - size)
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise ValueError(f"it holds more than {most} bytes")
+            if not stream.eof:
+                raise ValueError("it is cut short")
+            rest = b"" if alone else stream.unused_data.lstrip(b"\0")  # some writers pad
+        return b"".join(pieces)
+
+    return decode
 
 
 def _checked_blosc(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,13 +331,19 @@ def _checked_blosc(decode: Callable[..., Any]) -> Callable[..., Any]:
 def _checked_crc32c() -> Decoder:
     from google_crc32c import value
 
-    def checked(data: Any) -> Any:
+    def checked(data: Any, most: int) -> Any:
         view = memoryview(data)
         if len(view) < 4 or value(bytes(view[:-4])) != struct.unpack("<I", view[-4:])[0]:
             raise ValueError("its checksum is wrong")
         return view[:-4]
 
     return checked
+
+
+def _alike(shape: Sequence[Any], grid: Sequence[Any]) -> tuple[Index, Index]:
+    if len(shape) != len(grid):
+        raise Unknown
+    return _whole(shape), _whole(grid)
 
 
 def _whole(values: Sequence[Any]) -> Index:
@@ -293,4 +360,7 @@ def _plain(dtype: np.dtype) -> np.dtype:
 
 def _fill(value: Any, dtype: np.dtype) -> Any:
     """The value of chunks that are not stored."""
-    return np.array(0 if value is None else value).astype(dtype.newbyteorder("="))[()]  # "NaN" and "Infinity" as text
+    found = np.array(0 if value is None else value)
+    if found.ndim:
+        raise Unknown
+    return found.astype(dtype.newbyteorder("="))[()]  # "NaN" and "Infinity" as text

@@ -17,14 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitrail.data.bad import BadData, MissingData
 from vitrail.data.chunk_layout import Index, Layout, read_layout
 from vitrail.data.places import Place, Remote, fetch_remote
 from vitrail.data.pool import Pool, Stopped
+from vitrail.errors import BadData, MissingData
+from vitrail.foreign import check_room, open_descriptor
 from vitrail.launch.world import find_world, share_of_cores
 
 DEFAULT_BYTES = 512 * 2**20
 SLAB = 32 * 2**20  # memory is taken in pieces so large that the system can give it in huge pages
+MOST_PLACES = 2**14  # taken at once, where chunks are tiny
 ALONE = 64  # chunks that one thread reads by itself; other threads help with more
 # A thread that decodes takes the GIL several times a chunk from the one that launches kernels: four of them decode some
 # GB/s, sixteen made steps of a training take four times as long.
@@ -43,10 +45,14 @@ class ChunkReader:
         self.number = next(_numbers)  # names the array in a cache
         self.shape, self.grid, self.dtype = layout.shape, layout.grid, layout.dtype
         self.chunk_bytes = math.prod(self.grid) * self.dtype.itemsize
+        check_room(f"a chunk of {array}", self.chunk_bytes)
+        if layout.shards is not None:
+            check_room(f"the index of a shard of {array}", layout.shards.index_bytes)
         self.filled = 0  # chunks that were absent and read as the fill value
         self.decoded = 0  # chunks, for those who measure
         self._prefix = f"{array}/"
         self._fetch = _fetch_remote if isinstance(array, Remote) else _read_file
+        self._most = largest_file(self.chunk_bytes)
         self._index = lru_cache(maxsize=1024)(self._read_index)
 
     def decode(self, index: Index, memory: np.ndarray | None = None) -> np.ndarray:
@@ -58,10 +64,10 @@ class ChunkReader:
             memory = np.empty(self.chunk_bytes, np.uint8)
         values = memory.view(self.dtype).reshape(self.grid)
         try:
-            data = self._fetch(path) if shards is None else self._read_inside(path, index)
+            data = self._fetch(path, most=self._most) if shards is None else self._read_inside(path, index)
             if data is None:
                 raise FileNotFoundError
-            self._unpack(data, memory, values)
+            self._unpack(data, index, memory, values)
         except FileNotFoundError:
             self._refuse_absent(path, index)
             values[...] = self.layout.fill
@@ -75,14 +81,14 @@ class ChunkReader:
     def _path(self, name: str) -> str:
         return str(self.array / name) if isinstance(self.array, Remote) else self._prefix + name
 
-    def _unpack(self, data: bytes, memory: np.ndarray, values: np.ndarray) -> None:
+    def _unpack(self, data: bytes, index: Index, memory: np.ndarray, values: np.ndarray) -> None:
         if not data:
             raise ValueError("it has no bytes")
         direct = self.layout.direct
         if direct is not None and direct.size(data) == self.chunk_bytes:
             direct.decode(data, memory)
         else:
-            values[...] = self.layout.unpack(data)
+            values[...] = self.layout.unpack(data, index)
 
     def _read_inside(self, path: str, index: Index) -> bytes | None:
         """The bytes of a chunk in its shard, or None."""
@@ -90,7 +96,7 @@ class ChunkReader:
         assert shards is not None
         table = self._index(path)
         offset, size = (int(v) for v in table[tuple(i % n for i, n in zip(index, shards.chunks, strict=True))])
-        return None if offset == size == ABSENT else self._fetch(path, offset, size)
+        return None if offset == size == ABSENT else self._fetch(path, offset, size, most=self._most)
 
     def _read_index(self, path: str) -> np.ndarray:
         shards = self.layout.shards
@@ -126,10 +132,19 @@ def open_chunks(array: Place, *, fill: bool = False) -> ChunkReader | None:
     return ChunkReader(array.absolute(), layout, fill=fill)
 
 
-def _read_file(path: str, start: int = 0, size: int | None = None) -> bytes:
-    handle = os.open(path, os.O_RDONLY)
+def largest_file(size: int) -> int:
+    """Packing makes some chunks larger, by a little; a file of more is another one, or full of holes."""
+    return 2 * size + 2**20
+
+
+def _read_file(path: str, start: int = 0, size: int | None = None, *, most: int | None = None) -> bytes:
+    handle = open_descriptor(path)
     try:
-        wanted = os.fstat(handle).st_size if size is None else size
+        whole = os.fstat(handle).st_size
+        wanted = whole if size is None else size
+        if start + wanted > whole:
+            raise ValueError(f"the file ends {start + wanted - whole} bytes too early")
+        _check_most(wanted, most)
         data = os.pread(handle, wanted, start)
         while len(data) < wanted:  # a signal, or 2 GiB and more
             more = os.pread(handle, wanted - len(data), start + len(data))
@@ -143,8 +158,15 @@ def _read_file(path: str, start: int = 0, size: int | None = None) -> bytes:
         os.close(handle)
 
 
-def _fetch_remote(url: str, start: int = 0, size: int | None = None) -> bytes:
-    data = fetch_remote(Remote(url), start, size)
+def _check_most(size: int, most: int | None) -> None:
+    if most is not None and size > most:
+        raise ValueError(f"it has {size:,} bytes, more than a chunk can need")
+
+
+def _fetch_remote(url: str, start: int = 0, size: int | None = None, *, most: int | None = None) -> bytes:
+    if size is not None:
+        _check_most(size, most)
+    data = fetch_remote(Remote(url), start, size, most=most if size is None else None)
     if data is None:
         raise FileNotFoundError(url)
     if size is not None and len(data) < size:
@@ -321,7 +343,7 @@ class ChunkCache:
             if room < size <= self.limit and not shelf.bytes:  # chunks of other sizes have it all
                 self._shelves = {size: shelf}
                 room = self.limit
-            count = min(max(1, SLAB // size), room // size)
+            count = min(max(1, SLAB // size), room // size, MOST_PLACES)
             if count > 0:
                 shelf.bytes += count * size
                 shelf.free.extend(np.empty((count, size), np.uint8))

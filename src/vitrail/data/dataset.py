@@ -7,18 +7,19 @@ from typing import Any, Literal
 
 from vitrail.data import statistics
 from vitrail.data.augment import Augmenter, orientations
-from vitrail.data.bad import BadData, Policy
+from vitrail.data.bad import Policy
 from vitrail.data.balance import Balanced, Shares, share
 from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.checks import check_augment, check_size, check_source, without
 from vitrail.data.filter import NothingLeft, Occupancy, cell_of, check_filter, occupancy_of
+from vitrail.data.fingerprint import fingerprint
 from vitrail.data.mixture import Groups, check_batch, group_entries, source_shares
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Extent, Order, Sampler
 from vitrail.data.source import Item, Source
 from vitrail.data.tiles import Tiles
 from vitrail.draws import key
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment, Data
 
 MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
@@ -115,7 +116,7 @@ class Dataset:
         found = []
         for number, (source, c) in enumerate(zip(self.sources, self.configs, strict=True)):
             check_filter(source, f.by, f"{self.where}.{number}")
-            mark = statistics.fingerprint([c], {"filter": f.model_dump(), "crop": self.crop}, [source])
+            mark = fingerprint([c], {"filter": f.model_dump(), "crop": self.crop}, [source])
             for e in self.extents:
                 if e.source == number:
                     filled = occupancy_of(

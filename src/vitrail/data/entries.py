@@ -13,7 +13,8 @@ import numpy as np
 
 from vitrail.data.batch import EntryStatistics, Statistics
 from vitrail.data.dataset import Dataset
-from vitrail.data.statistics import fingerprint, remembered
+from vitrail.data.fingerprint import fingerprint
+from vitrail.data.statistics import checked, remembered
 from vitrail.errors import UserError
 from vitrail.recipe.sections import Data
 
@@ -31,10 +32,11 @@ def fit(dataset: Dataset, sources: Sequence[int], *, seed: int, tick: Callable[[
         {"seed": seed, "crop": dataset.crop, "percentiles": percentiles, **what},
         [dataset.sources[n] for n in sources],
     )
-    found = remembered(
-        mark, lambda: dataset.fit_statistics(seed=seed, sources=sources, percentiles=percentiles, tick=tick)
+    return remembered(
+        mark,
+        lambda: dataset.fit_statistics(seed=seed, sources=sources, percentiles=percentiles, tick=tick),
+        checked(len(dataset.sources[sources[0]].variables)),
     )
-    return Statistics(*(tuple(part) for part in found))
 
 
 def shared(dataset: Dataset, *, seed: int, tick: Callable[[], None] = lambda: None) -> Statistics:

@@ -2,31 +2,33 @@
 
 - a plain path and file:// never go through fsspec; its libraries are imported for other URLs only
 - `local_copy` downloads a remote file once into the cache folder ($VITRAIL_CACHE, else ~/.cache/vitrail); a file that
-  has changed at its place is downloaded anew
+  has changed at its place is downloaded anew, and so is a copy that is not as it was made, or somebody else's
 - what no second try can mend (no such file, no permission) is told as BadData; other errors of reading stay OSErrors,
   so that the reader may try again
 """
 
 import contextlib
 import errno
-import fcntl
 import hashlib
+import json
 import os
 import re
 import tarfile
 import threading
-import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from vitrail.data.bad import BadData, ShortRead
-from vitrail.errors import UserError
+from vitrail.credentials import REMEDY, reveal, strip
+from vitrail.data.bad import ShortRead
+from vitrail.data.cache import cache_folder, is_as_recorded, read_own, record_of
+from vitrail.disk import replacing
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import METADATA, check_plain, is_trusting, open_plain, parse_json
 from vitrail.recipe.kinds import nearest, remedy
-
-T = TypeVar("T")
+from vitrail.sums import sealed, sum_of_file, unsealed
 
 ARCHIVES = ("zip://", "tar://", "libarchive://")
 LASTING = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -82,23 +84,35 @@ def open_file(path: str | Path) -> BinaryIO:
     """A file opened for reading bytes, with seek."""
     with explained(path):
         if not is_url(str(path)):
-            return local_path(path).open("rb")
+            return open_plain(local_path(path))
         system, place = _system(str(path))
         return system.open(place, "rb")
 
 
 def read_bytes(path: str | Path, start: int = 0, length: int | None = None) -> bytes:
-    """Some bytes of a file, or all; fewer than asked for only where the file ends."""
+    """Some bytes of a file, or all of a small one; fewer than asked for only where the file ends."""
     with explained(path):
         if is_url(str(path)):
             system, place = _system(str(path))
-            end = None if length is None else start + length
-            found = system.cat_file(place, start=start or None, end=end)
+            whole, end = length is None and start >= 0, None if length is None else start + length
+            found = system.cat_file(place, start=start or None, end=start + METADATA + 1 if whole else end)
+            if whole and len(found) > METADATA:
+                raise BadData(f"{path} has more than {METADATA:,} bytes, too many for a list of facts; restore it")
             # A server that gives no parts of files sends the whole.
             return found if end is None or len(found) <= end - start else found[start:end]
-        with local_path(path).open("rb") as file:
+        with open_plain(local_path(path)) as file:
+            left = max(0, os.fstat(file.fileno()).st_size - start)  # what is asked for may come from a broken header
+            if length is None and left > METADATA:
+                raise BadData(f"{path} has {left:,} bytes, too many for a list of facts; restore it")
+            if not left or start < 0:
+                return b""
             file.seek(start)
-            return file.read(-1 if length is None else length)
+            return file.read(left if length is None else min(length, left))
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file; ValueError for what is wrong with its text."""
+    return parse_json(read_bytes(path))
 
 
 def read_exactly(path: str | Path, start: int, length: int, what: str) -> bytes:
@@ -143,70 +157,66 @@ def file_state(place: Path) -> str:
     return f"{place.resolve()}:{facts.st_size}:{facts.st_mtime_ns}"
 
 
-def cache_folder(name: str) -> Path:
-    """A folder of the cache, made if need be: $VITRAIL_CACHE/NAME, else ~/.cache/vitrail/NAME."""
-    given = os.environ.get("VITRAIL_CACHE")
-    folder = (Path(given) if given else Path.home() / ".cache" / "vitrail") / name
+# What may change with a file at a URL: HTTP, object stores and fsspec's own systems each say it in their words.
+CHANGING = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified", "LastModified", "mtime", "modified", "created")
+
+
+def remote_state(url: str) -> tuple[int, str] | None:
+    """Bytes of the file at a URL and what changes when it does; None where that cannot be told."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the cache folder {folder} cannot be made ({error.strerror}); set VITRAIL_CACHE to a folder of yours"
-        ) from error
-    return folder
-
-
-def keep(name: str, key: str, make: Callable[[], bytes], check: Callable[[bytes], T]) -> T:
-    """What `check` makes of the bytes kept in a folder of the cache under a key, or of those made now and kept.
-
-    Where several processes share a cache, one makes them and the others wait. No cache costs time, not the run.
-    """
-    mark = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    try:
-        place = cache_folder(name) / mark
-        lock = place.with_suffix(".lock").open("wb")
-    except (UserError, OSError):
-        return check(make())
-    with lock:
-        with contextlib.suppress(OSError):  # not every file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            return check(place.read_bytes())
-        made = make()
-        draft = place.with_suffix(f".{uuid.uuid4().hex[:8]}.part")
-        with contextlib.suppress(OSError):
-            draft.write_bytes(made)
-            draft.replace(place)
-        draft.unlink(missing_ok=True)
-        return check(made)
+        system, place = _system(url)
+        facts = system.info(place)
+    except Exception:  # each remote library has its own; whoever reads the file meets the error
+        return None
+    size, marks = facts.get("size"), [str(facts[key]) for key in CHANGING if facts.get(key) is not None]
+    return (size, "\n".join([url, str(size), *marks])) if isinstance(size, int) and marks else None
 
 
 def local_copy(path: str | Path) -> Path:
-    """A local file with these contents: the file itself, or its copy in the cache."""
+    """A local plain file with these contents: the file itself, or its copy in the cache."""
     if not is_url(str(path)):
         place = local_path(path)
-        if not place.exists():
-            raise BadData(f"{path} does not exist; check the spelling and the folder that it is relative to")
+        with explained(path):
+            if not place.exists():
+                raise BadData(f"{path} does not exist; check the spelling and the folder that it is relative to")
+            check_plain(place)
         return place
     url = str(path)
     with explained(url):
         system, remote = _system(url)
         facts = system.info(remote)
         size = facts.get("size")
-        state = [str(facts.get(key)) for key in ("size", "ETag", "etag", "mtime", "LastModified", "created")]
+        state = [str(facts.get(key)) for key in ("size", *CHANGING)]
         mark = hashlib.blake2b("\n".join([url, *state]).encode(), digest_size=8).hexdigest()
         name = re.sub(r"[^\w.-]", "_", base_name(url))[-80:]  # its suffix may tell the format
         copy = cache_folder("files") / f"{mark}-{name}"
-        if not copy.exists():
-            draft = copy.with_name(f".{copy.name}.{uuid.uuid4().hex[:8]}.part")  # several processes may do this at once
-            try:
-                system.get_file(remote, str(draft))
-                if size is not None and draft.stat().st_size != size:
-                    raise OSError(errno.EIO, f"{draft.stat().st_size} of {size} bytes came")
-                draft.rename(copy)
-            finally:
-                draft.unlink(missing_ok=True)
+        _fetch(url, copy, size, lambda draft: system.get_file(remote, draft))
         return copy
+
+
+def _fetch(url: str, copy: Path, size: Any, get: Callable[[str], Any]) -> None:
+    """See to it that a copy in the cache is what was fetched once, by this user."""
+    sidecar = copy.with_name(f"{copy.name}.sum")
+    with contextlib.suppress(OSError, ValueError):
+        record = unsealed(json.loads(read_own(sidecar)))
+        if record is not None and size in (None, record.get("size")) and is_as_recorded(copy, record):
+            return
+    try:
+        with replacing(copy, durable=False) as draft:  # several processes may do this at once
+            os.fchmod(draft.fileno(), 0o600)  # before there is anything to read
+            get(draft.name)
+            came = os.stat(draft.name).st_size
+            if size is not None and came != size:
+                raise OSError(errno.EIO, f"{came} of {size} bytes came")
+            total = sum_of_file(draft.name)
+        with replacing(sidecar, durable=False) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(sealed(record_of(copy, total))).encode())
+    except PermissionError as error:
+        raise UserError(
+            f"{url}: {error.filename or copy} cannot be written ({error.strerror}); set VITRAIL_CACHE to a folder of "
+            "yours"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -228,7 +238,7 @@ def explained(path: str | Path) -> Iterator[None]:
     except Exception as error:  # each remote library has its own
         _check_rights(path, error)
         raise OSError(
-            errno.EIO, f"{path} cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+            errno.EIO, strip(f"{path} cannot be read: {' '.join(str(error).split()) or type(error).__name__}")
         ) from error
 
 
@@ -237,27 +247,38 @@ def _check_absent(path: str | Path, error: OSError) -> None:
     cause = error.__cause__
     _check_rights(path, cause)
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-        raise OSError(errno.EIO, f"{path} cannot be reached: {cause}") from error
+        raise OSError(errno.EIO, strip(f"{path} cannot be reached: {cause}")) from error
 
 
 def _check_rights(path: str | Path, error: BaseException | None) -> None:
     status = getattr(error, "status", None)
     if status in (401, 403):
-        raise BadData(f"{path} may not be read (HTTP {status}); check your rights to it") from error
+        raise BadData(f"{path} may not be read (HTTP {status}); check your rights to it; {REMEDY}") from error
 
 
 _systems = threading.local()  # the file systems of a thread: some keep a connection or an open file
+_granted: set[str] = set()  # file systems that were opened with --trust, which threads that read do not know of
 
 
 def _system(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the place in it."""
     known: dict[str, Any] = _systems.__dict__
+    url = reveal(url)
     first, chained, rest = url.partition("::")
     protocol, _, place = first.partition("://")
     name = f"{protocol}::{rest}" if chained else f"{protocol}://{urlsplit(first).netloc}"
     if name not in known:
+        _check_granted(name, url)
         known[name] = _connect(url, first, rest)
     return known[name], place.strip("/") if chained else known[name]._strip_protocol(first)
+
+
+def _check_granted(name: str, url: str) -> None:
+    """Refuse a list of places, which may lie anywhere, unless --trust was given when it was opened first."""
+    if name.startswith("reference:") and name not in _granted:
+        if not is_trusting():
+            raise UserError(f"{url} reads whatever files and addresses its list names; give --trust if you know it")
+        _granted.add(name)
 
 
 def _connect(url: str, first: str, rest: str) -> Any:
@@ -307,5 +328,6 @@ def _sorted(names: list[str]) -> list[str]:
 def natural_key(name: str) -> tuple[list[tuple[int, int, str]], str]:
     """Sort key that puts image2 before image10."""
     parts = re.split(r"(\d+)", name.lower())
-    # The name itself comes last, so that a2 and a02 always keep the same order.
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], name
+    # Of numbers without zeros in front the longer is the larger, and no name has too many digits for that. The name
+    # itself comes last, so that a2 and a02 always keep the same order.
+    return [(0, len(n := p.lstrip("0")), n) if p.isdecimal() else (1, 0, p) for p in parts], name

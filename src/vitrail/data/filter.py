@@ -8,25 +8,23 @@ A chunk that cannot be read has nothing in it, with `data.bad: skip`; but an err
 ranks with different maps would have different orders.
 """
 
-import contextlib
+import io
 import itertools
 import logging
 import math
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitrail.data.bad import BadData, Policy, ShortRead, read_again
-from vitrail.data.files import cache_folder
+from vitrail.data.bad import Policy, ShortRead, read_again
+from vitrail.data.cache import keep
 from vitrail.data.pool import Job, Pool
 from vitrail.data.source import LabelledSource, Source
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 
 FINENESS = 8  # cells along a crop
 PIECE = 2**22  # voxels that are read at once, about
@@ -120,25 +118,25 @@ def occupancy_of(
     tick: Callable[[], None] = lambda: None,
 ) -> Occupancy:
     """The map of an item, from the cache or made now; `mark` is the data's fingerprint."""
-    facts, counts = source.items[item], None
-    file: Path | None = None
-    with contextlib.suppress(UserError):  # of a cache that cannot be made: it is done without
-        cells = "x".join(map(str, cell))
-        file = None if mark is None else cache_folder("filter") / f"{mark}-{item}-{cells}.npy"
-    if file is not None:
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            counts = np.load(file, allow_pickle=False)
-            if counts.shape != tuple(math.ceil(s / c) for s, c in zip(facts.shape, cell, strict=True)):
-                counts = None  # of other data than the fingerprint says
-    if counts is None:
-        counts = count_voxels(source, item, cell, by=by, above=above, policy=policy, tick=tick)
-        if file is not None:
-            draft = file.with_name(f".{file.stem}.{uuid.uuid4().hex[:8]}.npy")
-            try:
-                np.save(draft, counts, allow_pickle=False)
-                draft.replace(file)
-            except OSError:
-                draft.unlink(missing_ok=True)
+    facts = source.items[item]
+    shape = tuple(math.ceil(s / c) for s, c in zip(facts.shape, cell, strict=True))
+
+    def make() -> np.ndarray:
+        return count_voxels(source, item, cell, by=by, above=above, policy=policy, tick=tick)
+
+    def check(kept: bytes) -> np.ndarray:
+        found = np.load(io.BytesIO(kept), allow_pickle=False)
+        if found.shape != shape or found.dtype != np.float32 or not (found >= 0).all():
+            raise ValueError("counts of something else")
+        return found
+
+    def pack() -> bytes:
+        held = io.BytesIO()
+        np.save(held, make(), allow_pickle=False)
+        return held.getvalue()
+
+    # Nobody waits for another process that counts: who waits cannot tell that it lives.
+    counts = make() if mark is None else keep("filter", f"{mark}-{item}-{cell}", pack, check, wait=False)
     return Occupancy(counts, facts.shape, cell, share)
 
 

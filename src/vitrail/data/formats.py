@@ -17,9 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from vitrail.data.bad import BadData
+from vitrail.credentials import strip
 from vitrail.data.files import base_name, explained, file_type, join, list_files
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe.kinds import remedy
 
 T = TypeVar("T")
@@ -42,8 +42,10 @@ def decoding(name: str) -> Iterator[None]:
     """Whatever a library says of a broken file, in one sentence with its name."""
     try:
         yield
-    except (UserError, MemoryError, NameError, AssertionError):  # not of the file
+    except (UserError, NameError):  # not of the file
         raise
+    except MemoryError as error:
+        raise UserError(f"{name} takes more memory than is free; free some, or save it in smaller pieces") from error
     except OSError as error:
         # Without a number of the system, or with one of its own, a library means what the file holds.
         if error.errno is None or error.errno < 0:
@@ -51,11 +53,21 @@ def decoding(name: str) -> Iterator[None]:
         with explained(name):
             raise
     except Exception as error:
+        if isinstance(error, AssertionError) and _is_ours(error):
+            raise
         raise _broken(name, error) from error
 
 
+def _is_ours(error: Exception) -> bool:
+    """Whether an error comes from this package's own lines: libraries assert what files hold, too."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and str(last.tb_frame.f_globals.get("__name__", "")).startswith("vitrail")
+
+
 def _broken(name: str, error: Exception) -> BadData:
-    words = " ".join(str(error).split()).rstrip(".")
+    words = strip(" ".join(str(error).split()).rstrip("."))
     return BadData(f"{name} cannot be read ({words or type(error).__name__}); restore or remove the file")
 
 
@@ -99,6 +111,10 @@ class Mapped:
         self, name: str, place: Path, dtype: np.dtype, offset: int, shape: Sequence[int], order: str = "C"
     ) -> None:
         self.name, self.place = name, place
+        if offset < 0 or any(size < 0 for size in shape):
+            raise BadData(
+                f"{name} says that its shape is {list(shape)}, from byte {offset}; restore or remove the file"
+            )
         self.end = offset + dtype.itemsize * math.prod(shape)
         with decoding(name):
             self._key = (place, file_mark(place), dtype, offset, tuple(shape), order)

@@ -4,12 +4,11 @@ Every fifth image is held out. Both parts hold digits of the same writers, so th
 model learns these hands, not how well it reads others.
 """
 
-import shutil
-import uuid
 from pathlib import Path
 
 import numpy as np
 
+from vitrail.disk import check_free, new_folder, told
 from vitrail.errors import UserError
 from vitrail.recipe.kinds import remedy
 
@@ -26,18 +25,12 @@ def write_digits(path: str | Path) -> Path:
         raise UserError(f"the digits come with scikit-learn, which is not installed; {remedy('sklearn')}") from error
 
     target = Path(path)
-    if target.exists():
-        raise UserError(f"{target} exists and is not overwritten; choose another path")
+    check_free(target)
     digits = load_digits()
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # stored as 0 to 16
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
+    with told(target), new_folder(target) as draft:
         for number, (image, digit) in enumerate(zip(grey, digits.target.tolist(), strict=True)):
             folder = draft / ("valid" if number % HELD_OUT == 0 else "train") / str(digit)
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(folder / f"{number}.png")
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return target

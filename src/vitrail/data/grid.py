@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.items import refuse_mixed_names
 from vitrail.data.label_grid import label_box, labels_for, placed_like
 from vitrail.data.label_map import check_label_map, fits, map_labels
@@ -34,7 +33,7 @@ from vitrail.data.stored import (
     without_nodata,
 )
 from vitrail.draws import key
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
 __all__ = [
@@ -108,6 +107,9 @@ class GridSource:
     ) -> None:
         self.config, self.kind, self.class_names = settings, kind, tuple(class_names)
         kept = self._keep_split(entries)
+        # For staging: arrays of all items, as shares count those that are there, and whether they are labels.
+        every = ((stored, stored is entry.labels) for entry in entries for stored in (*entry.images, entry.labels))
+        self.listed = list({id(one[0]): one for one in every if one[0] is not None}.values())
         # Moments of one file are items that share its arrays, which are prepared once.
         known: dict[tuple[int, int], tuple[Entry, Entry]] = {}
         self.entries: list[Entry] = []

@@ -16,7 +16,7 @@ from vitrail.data.chunks import ChunkReader, LazyWindow, shared, spans_of
 from vitrail.data.grid import GridConfig, GridSource
 from vitrail.data.ngff import Multiscale, read_multiscale
 from vitrail.data.places import Place, Remote, find_place
-from vitrail.data.stored import Entry, Stored, Window
+from vitrail.data.stored import Entry, Stored, Window, by
 from vitrail.data.zarr_nodes import (
     attributes_of,
     list_arrays,
@@ -26,7 +26,7 @@ from vitrail.data.zarr_nodes import (
     told_axes,
     told_place,
 )
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 
 NOT_SPACE = {"channel": "c", "time": "t"}
 _SHOWN = 12
@@ -90,7 +90,8 @@ class HierarchySource(GridSource):
         number = super()._level(stored)
         chosen = (stored, *stored.levels)[number]
         if 0 in chosen.shape:
-            chosen.read(())  # says what is wrong with it
+            chosen.read(())  # says what is wrong with it, where it is not there
+            raise BadData(f"{chosen.name} is empty: its shape is {by(chosen.shape)}; restore or remove it")
         return number
 
 

@@ -8,20 +8,19 @@ import contextlib
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from typing import Any, BinaryIO, overload
 
 import numpy as np
 
-from vitrail.data.bad import BadData
-from vitrail.data.files import cache_folder, keep
+from vitrail.data.cache import cache_folder, keep
 from vitrail.data.images import MAX_PIXELS, Look, decode, decode_labels, look, pick_variables
 from vitrail.data.items import ItemsConfig, keep_share
 from vitrail.data.label_map import check_label_map, map_labels
 from vitrail.data.source import Item, normalize_window
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
 KEPT = 2000  # images from which on their sizes are kept in the cache
@@ -67,13 +66,13 @@ class ImageSource:
         class_names: Sequence[str] = (),
         state: str = "",
         title: Callable[[str], str] | None = None,
-        files: Sequence[str] = (),
+        files: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self.config, self.kind, self.names, self.class_names = settings, kind, names, tuple(class_names)
         self.kept = keep_share(settings, names)
         self.state = state  # changes when images do
         self._title = title or (lambda name: f"{settings.path}: {name}")
-        self._open_image, self._labels, self._files = open_image, labels, tuple(files) or (settings.path,)
+        self._open_image, self._labels, self._files = open_image, labels, files or (lambda: [settings.path])
         self._is_grey: set[bool] = set()  # of the images that were looked at
         first = self._look_first()
         if settings.variables is None and first.grey and len(names) > 1:
@@ -113,7 +112,7 @@ class ImageSource:
 
     def files(self) -> tuple[str, ...]:
         """Files and folders that are read, for staging; all of them, as shares count the items that are there."""
-        return self._files
+        return tuple(self._files())
 
     def name(self, item: int) -> str:
         """What to show of an image in errors."""

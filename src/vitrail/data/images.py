@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.items import refuse_mixed_names
-from vitrail.errors import UserError
+from vitrail.data.npy import read_header
+from vitrail.data.stored import by
+from vitrail.data.tiff_file import check_frame
+from vitrail.errors import BadData, UserError
 from vitrail.recipe.kinds import remedy
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 COLOURS = ("red", "green", "blue", "alpha")
-MAX_PIXELS = 2**30
+MAX_PIXELS = 2**28  # a packed image of some KB can say that it has many more
 # Pillow's modes of one grey channel, and what a pixel is; every other mode is read as colour.
 GREY_TYPES = {
     "1": "uint8",
@@ -115,15 +117,16 @@ def _opened(file: BinaryIO, name: str, max_pixels: int) -> "Iterator[ImageFile |
             return
         with _recognize(start, name)(file, name) as image:
             _check_size(image.height, image.width, name, max_pixels)
-            pages = getattr(image, "n_frames", 1)
-            if pages > 1:
-                raise BadData(f"{name} holds {pages} pages; save each page as a file of its own")
+            if getattr(image, "is_animated", False):  # to count them, Pillow would read the tags of all
+                raise BadData(f"{name} holds several pages; save each page as a file of its own")
             yield image
     except UserError:
         raise
     except Exception as error:  # Pillow raises many kinds for broken files
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+        if isinstance(error, OSError) and error.errno is not None:
             raise
+        if isinstance(error, MemoryError):
+            raise UserError(f"{name} takes more memory than is free; lower max_pixels to have it refused") from error
         raise BadData(f"{name} cannot be read as an image ({error}); restore or remove the file") from error
 
 
@@ -166,7 +169,10 @@ def _recognize(start: bytes, name: str) -> "type[ImageFile]":
 
 def _is_deep(image: "ImageFile") -> bool:
     """Whether Pillow would cut colours of 16 bits down to 8."""
-    return image.mode not in GREY_TYPES and bool(image.tile) and ";16" in str(image.tile[0][3])
+    if image.mode in GREY_TYPES or not image.tile:
+        return False
+    bits = getattr(image, "tag_v2", {}).get(258, 8)  # of a TIFF; colours in planes of their own have no such word
+    return ";16" in str(image.tile[0][3]) or np.max(bits) == 16
 
 
 def _dtype(image: "ImageFile") -> np.dtype:
@@ -189,8 +195,17 @@ def _deep(image: "ImageFile", name: str) -> np.ndarray:
         if image.format == "TIFF":
             import tifffile
 
-            pixels = tifffile.imread(image.fp)
-            return np.moveaxis(pixels, 0, -1) if pixels.shape[:2] != (image.height, image.width) else pixels
+            with tifffile.TiffFile(image.fp) as tif:  # type: ignore[arg-type]
+                page = tif.pages[0]  # and no series, which may lie in other files
+                check_frame(name, page)
+                planes, depth, *size, samples = page.shaped
+                turn = image.tag_v2.get(274, 1)  # type: ignore[attr-defined]
+                stored = [image.width, image.height] if turn in (5, 6, 7, 8) else [image.height, image.width]
+                if size != stored or planes * depth * samples > len(COLOURS):
+                    raise BadData(f"{name} is {by(page.shape)}, which is no image of {image.size}; restore the file")
+                pixels = page.asarray()
+            pixels = np.moveaxis(pixels, 0, -1) if list(pixels.shape[:2]) != stored else pixels
+            return _turned(pixels, turn)
         import imagecodecs
 
         pixels = imagecodecs.png_decode(image.fp.read())  # type: ignore[union-attr]
@@ -202,14 +217,27 @@ def _deep(image: "ImageFile", name: str) -> np.ndarray:
         ) from error
 
 
+def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Pixels [y, x, C] as TIFF's orientation means them, which Pillow turns itself where it decodes."""
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.swapaxes(0, 1)
+    return pixels[:: -1 if orientation in (3, 4, 7, 8) else 1, :: -1 if orientation in (2, 3, 6, 7) else 1]
+
+
 def _load_array(file: BinaryIO, name: str, max_pixels: int) -> np.ndarray:
-    pixels = np.load(file, allow_pickle=False)  # [y, x] or [y, x, C]
-    if pixels.dtype.kind not in "biuf" or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] > 4):
+    found = read_header(file, name)
+    end = file.seek(0, 2)
+    if end < found.end:
+        raise BadData(f"{name} is cut short: {end} of {found.end} bytes; restore the file")
+    shape = found.shape  # [y, x] or [y, x, C]
+    if found.dtype.kind not in "biuf" or len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] > 4):
         raise BadData(
-            f"{name} holds {' x '.join(map(str, pixels.shape))} of {pixels.dtype}; an image is y x x or y x x x C with "
-            "up to 4 channels of numbers"
+            f"{name} holds {' x '.join(map(str, shape))} of {found.dtype}; an image is y x x or y x x x C with up to 4 "
+            "channels of numbers"
         )
-    _check_size(pixels.shape[0], pixels.shape[1], name, max_pixels)
+    _check_size(shape[0], shape[1], name, max_pixels)
+    file.seek(0)
+    pixels = np.load(file, allow_pickle=False)
     return pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from vitrail.data.advice import MANY_LABELS, entry_of, suggest_crop, suggest_recipe, warn
 from vitrail.data.picture import has_labels, picture, round_length, spread
+from vitrail.data.protection import checksums_of
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
@@ -114,7 +115,7 @@ def inspect(source: Source, *, samples: int = 8) -> dict[str, Any]:
         "chunk": list(item.chunk),
         "levels": [],
     }
-    report |= source.describe()
+    report |= source.describe() | {"checksums": checksums_of(source)}
     if set(report["chunk"]) == {1}:
         report["chunk"] = []  # any window can be read alone
     seen = [source.items[index] for index in spread(len(source.items), MOST_ITEMS if len(source.items) > 1 else 1)]

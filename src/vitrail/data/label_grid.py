@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.stored import TOLERANCE, Stored, Window, by, choose_level, pool_factors, pooled
+from vitrail.errors import BadData
 
 
 def placed_like(image: Stored, labels: Stored, *, always: bool) -> Stored:

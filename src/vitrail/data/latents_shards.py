@@ -3,26 +3,32 @@
 - the plan (what is encoded, by what, in which shards) is written first; another plan is refused there
 - a shard carries the moments of its rows in its header, so that exact statistics need no second reading; they are
   merged in the order of the shards, and are the same however many processes there were
+- a shard that does not match its checksums is written anew
 - the index comes last: without it, nothing reads the folder
 - for Zarr the shards lie in a hidden folder beside it, until all rows are copied from them
 """
 
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.latents_write import Moments, Rows, describe, drafts_of, write_latents
-from vitrail.data.sources.latents import PLAN, open_rows
-from vitrail.errors import UserError
+from vitrail import disk
+from vitrail.data.fingerprint import changed
+from vitrail.data.latents_write import Moments, Rows, describe, row_sums, shard_bytes, write_latents
+from vitrail.data.sources.latents import PLAN, open_rows, open_shard
+from vitrail.disk import write_whole
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import read_plain
 from vitrail.recipe.changes import diff
+from vitrail.sums import sealed, unsealed
 
 HEADER = "vitrail"  # name of a shard's facts in its header
+_SHARD = re.compile(r"latents-\d{5,}\.safetensors")
 
 
 class ShardedLatents:
@@ -36,17 +42,20 @@ class ShardedLatents:
     def begin(self) -> bool:
         """Write down the plan, or find the same one; whether all is done already. For one process."""
         try:
-            self._sweep()
             done = self._done()
             if done is not None:
                 self._compare(done)
-                self._clear()
+                if self.folder == self.target or self._has_own_plan():
+                    self._clear()
+                else:
+                    disk.remove_empty(self.folder)  # which a kill may have left
                 return True
             if self._is_strange():
-                raise UserError(f"--out: {self.target} holds something else; choose another folder")
+                place = self.target if self.target.exists() else self.folder
+                raise UserError(f"--out: {place} holds something else; choose another folder")
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / PLAN).is_file():
-                self._compare(json.loads((self.folder / PLAN).read_bytes()))
+                self._compare(self._read_plan())
             else:
                 write_whole(self.folder / PLAN, json.dumps(self.plan, indent=1).encode())
         except OSError as error:
@@ -57,28 +66,39 @@ class ShardedLatents:
         return self.folder / f"latents-{number:05d}.safetensors"
 
     def has(self, number: int) -> bool:
-        """Whether a shard is there and whole."""
-        return self._moments(number) is not None
+        """Whether a shard is there and whole, to the last bit."""
+        state = self._moments(number)
+        if state is None or not state["rows"]:
+            return state is not None
+        try:
+            shard = open_shard(str(self.place(number)), state["rows"])
+            if _sum_beside(shard.sums, shard.labels) != state["crc32"]:
+                return False
+            for row in range(state["rows"]):
+                shard.row(row)
+        except BadData:
+            return False
+        return True
 
     def write(self, number: int, batches: Iterator[Rows]) -> int:
         """Write a shard of all that the batches hold, which may be nothing; returns how many rows that is."""
-        from safetensors.numpy import save
-
         moments, found = Moments(), []
         for latents, labels in batches:
             if len(latents):
-                moments.add(latents)
+                moments.add(latents, labels)
                 found.append((latents, labels))
-        tensors: dict[str, np.ndarray] = {}
-        if found:
-            tensors["latents"] = np.concatenate([latents for latents, _ in found])
-        if found and found[0][1] is not None:
-            tensors["labels"] = np.concatenate([np.asarray(labels) for _, labels in found]).astype(np.int64)
-        write_whole(self.place(number), save(tensors, metadata={HEADER: json.dumps(moments.state())}))
+        with disk.told(self.place(number)):
+            write_whole(self.place(number), _shard(moments, found))
         return moments.rows
 
     def finish(
-        self, shards: int, *, classes: Sequence[str] = (), variables: Sequence[str] | None = None, least: int = 1
+        self,
+        shards: int,
+        *,
+        classes: Sequence[str] = (),
+        variables: Sequence[str] | None = None,
+        least: int = 1,
+        tick: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Merge the statistics and write the index; returns the facts. For one process, when all shards are there.
 
@@ -86,11 +106,13 @@ class ShardedLatents:
         """
         moments, kept = Moments(), []
         for number in range(shards):
+            tick()
             state = self._moments(number)
             assert state is not None
             moments.merge(state)
             if state["rows"]:
-                kept.append({"file": self.place(number).name, "rows": state["rows"]})
+                head = open_shard(str(self.place(number))).head
+                kept.append({"file": self.place(number).name, "rows": state["rows"], "crc32": head})
         if not moments.rows:
             raise UserError(f"{self.target} would hold no latents: nothing could be read; mend the data")
         if moments.rows < least:
@@ -100,10 +122,11 @@ class ShardedLatents:
             )
         facts = describe(moments, classes=classes, variables=variables) | self.plan
         if self.store == "zarr":
-            write_latents(self.target, self._rows(kept), classes=classes, store="zarr", more=facts)
+            write_latents(self.target, self._rows(kept, tick), classes=classes, store="zarr", more=facts)
         else:
-            facts["shards"] = kept
-            write_whole(self.target / "index.json", json.dumps(facts, indent=1).encode())
+            facts = sealed(facts | {"shards": kept})
+            with disk.told(self.target):
+                write_whole(self.target / "index.json", json.dumps(facts, indent=1).encode())
         self._clear()
         return facts
 
@@ -111,20 +134,19 @@ class ShardedLatents:
         """Of a store that is complete."""
         return open_rows(str(self.target))[0]
 
-    def _rows(self, shards: Sequence[Mapping[str, Any]]) -> Iterator[Rows]:
-        from safetensors.numpy import load_file
-
-        for shard in shards:
-            tensors = load_file(self.folder / shard["file"])
-            yield tensors["latents"], tensors.get("labels")
+    def _rows(self, shards: Sequence[Mapping[str, Any]], tick: Callable[[], None]) -> Iterator[Rows]:
+        for each in shards:
+            tick()
+            shard = open_shard(str(self.folder / each["file"]), each["rows"], each["crc32"])
+            yield np.stack([shard.row(row) for row in range(each["rows"])]), shard.labels
 
     def _moments(self, number: int) -> dict[str, Any] | None:
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(self.place(number), "np") as file:
-                return json.loads((file.metadata() or {})[HEADER])
-        except (FileNotFoundError, KeyError, SafetensorError, ValueError):
+                return unsealed(json.loads((file.metadata() or {})[HEADER]))
+        except (FileNotFoundError, KeyError, AttributeError, SafetensorError, ValueError):
             return None  # it is written anew
 
     def _done(self) -> dict[str, Any] | None:
@@ -137,13 +159,40 @@ class ShardedLatents:
 
     def _is_strange(self) -> bool:
         """Whether something lies there that is not of these latents; drafts are hidden files."""
+        if self.folder != self.target and self.folder.is_symlink():
+            return True
+        if self.folder != self.target and self.folder.exists():
+            names = [path.name for path in self.folder.iterdir() if not disk.is_draft(path)]
+            if any(name != PLAN and not _SHARD.fullmatch(name) for name in names):
+                return True
         if not self.target.exists() or (self.folder / PLAN).is_file():
             return False
         return not self.target.is_dir() or any(not path.name.startswith(".") for path in self.target.iterdir())
 
+    def _has_own_plan(self) -> bool:
+        """Whether the plan that lies there is this one; what lies beside another, or beside none, is somebody's."""
+        try:
+            if self.folder.is_symlink() or not (self.folder / PLAN).is_file():
+                return False
+            self._compare(self._read_plan())
+        except UserError:
+            return False
+        return True
+
+    def _read_plan(self) -> Any:
+        try:
+            return json.loads(read_plain(self.folder / PLAN, 256 << 20))
+        except ValueError as error:
+            raise UserError(
+                f"--out: {self.folder / PLAN} cannot be read ({error}); choose another folder, or remove this one"
+            ) from None
+
     def _compare(self, found: Any) -> None:
+        found, plan = json.loads(json.dumps(found)), json.loads(json.dumps(self.plan))
+        before, now = (_take_states(tree) for tree in (found, plan))
         # The same codec may lie elsewhere by now, or be spelled otherwise; its fingerprint tells it from others.
-        changes = [change for change in diff(found, self.plan) if change[0] != "codec.origin"]
+        self._compare_states(before, now)
+        changes = [change for change in diff(found, plan) if change[0] != "codec.origin"]
         if changes:
             key, old, new = changes[0]
             raise UserError(
@@ -151,26 +200,55 @@ class ShardedLatents:
                 "these, or choose another folder"
             )
 
+    def check_states(self, now: Sequence[Any]) -> None:
+        """Refuse where the data are others than the plan says."""
+        self._compare_states(self.plan["data"]["state"], now)
+
+    def _compare_states(self, before: Sequence[Any], now: Sequence[Any]) -> None:
+        for number, (then, new) in enumerate(zip(before, now, strict=False)):
+            if (what := changed(then, new)) is not None:
+                raise UserError(
+                    f"--out: {self.target} was encoded from data that have changed since (entry {number}: {what}); "
+                    "choose another folder for latents of what is there now, or put the data back"
+                )
+
     def _clear(self) -> None:
-        """Take away what was needed on the way."""
-        if self.folder != self.target:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
-        for left in (self.folder / PLAN, *self.folder.glob(".*.part")):
-            left.unlink(missing_ok=True)
+        """Take away what was needed on the way, and nothing else: what a person put there stays, and its folder.
 
-    def _sweep(self) -> None:
-        """Take away copies that a kill has left half written."""
-        if self.store == "zarr":
-            for draft in drafts_of(self.target):
-                shutil.rmtree(draft, ignore_errors=True)
+        The plan goes last: as long as it is there, a later call takes away what is left, such as drafts.
+        """
+        hidden = self.folder != self.target
+        for path in self.folder.iterdir() if hidden else ():
+            if _SHARD.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                disk.remove(path, inside=self.folder)
+        disk.sweep(self.folder.resolve())
+        if not hidden:
+            if self._has_own_plan():
+                disk.remove(self.folder / PLAN, inside=self.folder)
+        elif [path.name for path in self.folder.iterdir()] == [PLAN]:
+            disk.remove(self.folder / PLAN, inside=self.folder)
+            disk.remove_empty(self.folder)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """To the disk first, then to its name: a kill, of the machine too, leaves the whole file or none."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+def _take_states(plan: Any) -> list[Any]:
+    """The states of the data out of a plan, where it has them: those of version 1 do not."""
+    data = plan.get("data") if isinstance(plan, dict) else None
+    return (data.pop("state", None) or []) if isinstance(data, dict) else []
+
+
+def _shard(moments: Moments, found: list[Rows]) -> bytes:
+    from safetensors.numpy import save
+
+    if not found:
+        return save({}, {HEADER: json.dumps(sealed(moments.state()))})
+    latents = np.concatenate([some for some, _ in found])
+    labels = None
+    if moments.labelled:
+        labels = np.concatenate([np.asarray(some) for _, some in found]).astype(np.int64)
+    state = moments.state() | {"crc32": _sum_beside(row_sums(latents), labels)}
+    return shard_bytes(latents, labels, {HEADER: json.dumps(sealed(state))})
+
+
+def _sum_beside(sums: np.ndarray | None, labels: np.ndarray | None) -> int:
+    """CRC-32 of what a shard holds beside its rows."""
+    return zlib.crc32(b"" if labels is None else labels.tobytes(), zlib.crc32(b"" if sums is None else sums.tobytes()))

@@ -3,10 +3,8 @@
 For latents that take long to make, by many processes and with interruptions, see latents_shards.py.
 """
 
-import glob
 import json
-import shutil
-import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vitrail.data.latents_facts import VERSION
+from vitrail.disk import new_folder, told, write_whole
 from vitrail.errors import UserError
+from vitrail.sums import sealed
 
 FILE = 2**26  # bytes of a file of Zarr, at most: shards are put together in memory
 Rows = tuple[np.ndarray, np.ndarray | None]  # latents [n, C, *S], and their classes [n]
@@ -36,13 +37,8 @@ def write_latents(
     float64.
     """
     target = Path(path)
-    if target.exists():
-        raise UserError(f"{target} exists and is not overwritten; choose another path")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
     moments = Moments()
-    try:
-        draft.mkdir()
+    with told(target), new_folder(target) as draft:
         measured = _measured(batches, moments)
         shards = (_write_zarr if store == "zarr" else _write_shards)(draft, measured, rows)
         if not moments.count:
@@ -53,26 +49,18 @@ def write_latents(
 
             from vitrail.data.sources.latents import ATTRIBUTE
 
-            zarr.open_group(str(draft), mode="r+").attrs[ATTRIBUTE] = facts
+            zarr.open_group(str(draft), mode="r+").attrs[ATTRIBUTE] = facts = sealed(facts)
         else:
-            facts["shards"] = shards
-            (draft / "index.json").write_text(json.dumps(facts, indent=1))
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+            facts = sealed(facts | {"shards": shards})
+            write_whole(draft / "index.json", json.dumps(facts, indent=1))
     return facts
-
-
-def drafts_of(target: Path) -> list[Path]:
-    """What a kill has left of `write_latents`."""
-    return list(target.parent.glob(f".{glob.escape(target.name)}.*.part"))
 
 
 def describe(moments: "Moments", *, classes: Sequence[str], variables: Sequence[str] | None) -> dict[str, Any]:
     """The facts that every store of latents has."""
     mean, std = moments.result()
     return {
-        "version": 1,
+        "version": VERSION,
         "shape": list(moments.shape),
         "dtype": moments.dtype,
         "rows": moments.rows,
@@ -80,6 +68,7 @@ def describe(moments: "Moments", *, classes: Sequence[str], variables: Sequence[
         "mean": mean,
         "std": std,
         "classes": list(classes),
+        "labelled": moments.labelled,
     }
 
 
@@ -90,10 +79,11 @@ class Moments:
         self.count = self.rows = 0  # voxels of a channel; items
         self.shape: tuple[int, ...] = ()
         self.dtype = ""
+        self.labelled = False
 
-    def add(self, latents: np.ndarray) -> None:
-        """Take in [n, C, *S]."""
-        self._expect(tuple(latents.shape[1:]), str(latents.dtype))
+    def add(self, latents: np.ndarray, labels: np.ndarray | None = None) -> None:
+        """Take in [n, C, *S], and their classes [n]."""
+        self._expect(tuple(latents.shape[1:]), str(latents.dtype), labels is not None)
         values = np.moveaxis(latents, 1, 0).reshape(self.shape[0], -1).astype(np.float64)
         count, mean = values.shape[1], values.mean(axis=1)
         if not np.isfinite(mean).all():
@@ -105,22 +95,25 @@ class Moments:
         if not self.shape:
             return {"rows": 0}
         numbers = {"mean": self._mean.tolist(), "square": self._square.tolist()}
-        return {"rows": self.rows, "count": self.count, "shape": list(self.shape), "dtype": self.dtype, **numbers}
+        facts = {"shape": list(self.shape), "dtype": self.dtype, "labelled": self.labelled}
+        return {"rows": self.rows, "count": self.count, **facts, **numbers}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take in what others have measured."""
         if state["rows"]:
-            self._expect(tuple(state["shape"]), state["dtype"])
+            self._expect(tuple(state["shape"]), state["dtype"], state["labelled"])
             self._merge(state["count"], state["rows"], np.array(state["mean"]), np.array(state["square"]))
 
-    def _expect(self, shape: tuple[int, ...], dtype: str) -> None:
+    def _expect(self, shape: tuple[int, ...], dtype: str, labelled: bool) -> None:
         if not self.shape:
-            self.shape, self.dtype = shape, dtype
+            self.shape, self.dtype, self.labelled = shape, dtype, labelled
             self._mean, self._square = np.zeros(shape[0]), np.zeros(shape[0])
         if shape != self.shape or dtype != self.dtype:
             raise UserError(
                 f"latents of {list(shape)} {dtype} after those of {list(self.shape)} {self.dtype}; all must be alike"
             )
+        if labelled != self.labelled:
+            raise UserError("some latents have classes and others have none; give all of them one, or none")
 
     def _merge(self, count: int, rows: int, mean: np.ndarray, square: np.ndarray) -> None:
         total = self.count + count
@@ -141,12 +134,12 @@ def _measured(batches: Iterable[Rows], moments: Moments) -> Iterator[Rows]:
                 f"a batch of {list(latents.shape)} is none of latents [n, C, *S] with a class a row; mend it"
             )
         if len(latents):
-            moments.add(latents)
+            moments.add(latents, labels)
             yield latents, labels
 
 
 def _write_shards(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict[str, Any]]:
-    from safetensors.numpy import save_file
+    from vitrail.data.sources.latents import open_shard
 
     shards: list[dict[str, Any]] = []
     waiting: list[Rows] = []
@@ -154,8 +147,8 @@ def _write_shards(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict
     def flush() -> None:
         latents, labels = _take(waiting, rows)
         name = f"latents-{len(shards):05d}.safetensors"
-        save_file({"latents": latents, **({} if labels is None else {"labels": labels})}, folder / name)
-        shards.append({"file": name, "rows": len(latents)})
+        write_whole(folder / name, shard_bytes(latents, labels))
+        shards.append({"file": name, "rows": len(latents), "crc32": open_shard(str(folder / name)).head})
 
     for batch in batches:
         waiting.append(batch)
@@ -166,9 +159,25 @@ def _write_shards(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict
     return shards
 
 
+def row_sums(latents: np.ndarray) -> np.ndarray:
+    """CRC-32 of each row as it is stored."""
+    stored = latents.astype(latents.dtype.newbyteorder("<"), copy=False)
+    return np.array([zlib.crc32(row.tobytes()) for row in stored], np.uint32)
+
+
+def shard_bytes(latents: np.ndarray, labels: np.ndarray | None, metadata: dict[str, str] | None = None) -> bytes:
+    """A safetensors file of rows, their classes, and the CRC-32 of each row."""
+    from safetensors.numpy import save
+
+    return save(
+        {"latents": latents, "sums": row_sums(latents), **({} if labels is None else {"labels": labels})}, metadata
+    )
+
+
 def _write_zarr(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict[str, Any]]:
     """A chunk a row, which is what is read, and a file for many of them."""
     import zarr
+    from zarr.codecs import ZstdCodec
 
     arrays: dict[str, Any] = {}
     waiting: list[Rows] = []
@@ -176,7 +185,9 @@ def _write_zarr(folder: Path, batches: Iterable[Rows], rows: int) -> list[dict[s
         if not arrays:
             # Rows of zeros are written too: to a reader, a chunk that is absent is a row that was lost.
             make = partial(
-                zarr.create_group(str(folder), overwrite=True).create_array, config={"write_empty_chunks": True}
+                zarr.create_group(str(folder)).create_array,
+                config={"write_empty_chunks": True},
+                compressors=ZstdCodec(level=0, checksum=True),
             )
             one = latents.shape[1:]
             rows = max(1, min(rows, FILE // latents[:1].nbytes))

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from vitrail.data.augment import Augmenter, Raw, window
-from vitrail.data.bad import BadData, Policy, SlowRead, Tally
+from vitrail.data.bad import Policy, SlowRead, Tally
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.buffers import Buffers
 from vitrail.data.pool import PATIENCE, Job, Pool, Several, Stopped
 from vitrail.data.reader import Place, Reader
 from vitrail.data.sampler import Order, Sample, choose
 from vitrail.draws import sent
+from vitrail.errors import BadData
 from vitrail.layers.parts import Slab
 from vitrail.recipe.sections import Augment
 

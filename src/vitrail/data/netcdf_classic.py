@@ -4,6 +4,7 @@ import struct
 from typing import BinaryIO
 
 SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}  # bytes of each type
+MOST = 2**31  # bytes of a name or an attribute
 STREAMING = 2**32 - 1  # for the number of records: it was never filled in
 
 
@@ -25,6 +26,8 @@ class _Header:
         return self.number(">Q" if self.wide else ">I")
 
     def skip(self, size: int) -> None:
+        if size > MOST:
+            raise EOFError(f"the header says that something in it has {size:,} bytes")
         self.file.seek(_padded(size), 1)
 
     def name(self) -> None:
@@ -32,7 +35,7 @@ class _Header:
 
     def entries(self) -> range:
         self.number(">I")  # what the list is of
-        return range(self.count())
+        return range(self.count())  # each of them has bytes of its own, so that the file's end ends a false one
 
     def attributes(self) -> None:
         for _ in self.entries():

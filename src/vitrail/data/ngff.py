@@ -5,14 +5,17 @@
 - a path in the metadata never leads out of its group
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vitrail.data.places import Place, find_place
+from vitrail import disk, foreign
+from vitrail.data.places import Place, find_folders, find_place, read_facts
 from vitrail.errors import UserError
+from vitrail.foreign import check_plain
+
+METADATA = ("zarr.json", ".zgroup", ".zattrs", ".zarray")
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,17 @@ class Multiscale:
 def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
     """("group" or "array", attributes) of a zarr node of either format, or None where there is no zarr metadata."""
     try:
-        if (node / "zarr.json").is_file():
+        if _is_there(node / "zarr.json"):
             document = _load_json(node / "zarr.json")
-            return str(document.get("node_type", "group")), document.get("attributes") or {}
+            attributes = document.get("attributes") or {}
+            if not isinstance(attributes, dict):
+                raise UserError(f"{node / 'zarr.json'} has attributes that are no JSON object; rewrite the file")
+            return str(document.get("node_type", "group")), attributes
         for name, kind in ((".zgroup", "group"), (".zarray", "array")):
-            if (node / name).is_file():
-                attributes = node / ".zattrs"
-                return kind, _load_json(attributes) if attributes.is_file() else {}
-        if (node / ".zattrs").is_file():  # some writers leave .zgroup out
+            if _is_there(node / name):
+                beside = node / ".zattrs"
+                return kind, _load_json(beside) if _is_there(beside) else {}
+        if _is_there(node / ".zattrs"):  # some writers leave .zgroup out
             return "group", _load_json(node / ".zattrs")
     except OSError as error:
         raise UserError(
@@ -88,9 +94,18 @@ def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
+def _is_there(file: Place) -> bool:
+    """Whether a file of metadata is there; what is there but no plain file is not passed over as if it were not."""
+    if isinstance(file, Path):
+        check_plain(file)
+    return file.is_file()
+
+
 def _load_json(path: Place) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_facts(path)
+    except UserError:
+        raise
     except ValueError as error:  # broken JSON, or bytes that are not text
         raise UserError(f"{path} is not valid JSON ({error}); restore or rewrite the file") from error
     if not isinstance(document, dict):
@@ -108,6 +123,8 @@ def read_multiscale(path: str | Place) -> Multiscale:
         raise UserError(
             f"{group} is not a zarr group: it has neither zarr.json nor .zgroup; give the path of an OME-Zarr image"
         )
+    if isinstance(group, Path):
+        check_written(group)
     kind, attributes = found
     block = attributes.get("ome") or attributes
     if not isinstance(block, dict) or not block.get("multiscales"):
@@ -123,6 +140,22 @@ def read_multiscale(path: str | Place) -> Multiscale:
         ) from error
 
 
+def check_written(group: Path) -> None:
+    """Refuse metadata that are others than vitrail wrote, where it wrote the volume: no reader could tell otherwise."""
+    for root, inner in ((group, ""), (group.parent.parent, f"{group.parent.name}/{group.name}/")):
+
+        def wanted(name: str, inner: str = inner) -> bool:
+            level, _, file = name.removeprefix(inner).rpartition("/")
+            return name.startswith(inner) and "/" not in level and file in METADATA
+
+        wrong = disk.first_changed(root / "s0" / disk.MARK, root, METADATA, wanted, most=foreign.METADATA)
+        if wrong is not None:
+            raise UserError(
+                f"{root / wrong} has changed since vitrail wrote it: it was damaged or edited; restore it, or remove "
+                f"{root / 's0' / disk.MARK} if the change is meant"
+            )
+
+
 def _explain_no_image(group: Place, kind: str) -> str:
     """Why there is no image here, and where one is."""
     if kind == "array":
@@ -136,19 +169,16 @@ def _explain_no_image(group: Place, kind: str) -> str:
     return f"{group} has no `multiscales` metadata, so it is no OME-Zarr image; give an image group (NGFF 0.4 or 0.5)"
 
 
-def find_images(group: Place, depth: int = 4) -> list[Place]:
+def find_images(group: Place) -> list[Place]:
     """OME-Zarr images below a group of a bigger hierarchy, without looking into arrays."""
-    images: list[Place] = []
-    children = sorted((child for child in group.iterdir() if child.is_dir()), key=str) if depth else []
-    for child in children[:200]:
-        found = load_attributes(child)
+
+    def judge(place: Place) -> bool | None:
+        found = load_attributes(place)
         if found is None or found[0] == "array":
-            continue
-        if (found[1].get("ome") or found[1]).get("multiscales"):
-            images.append(child)
-        else:
-            images += find_images(child, depth - 1)
-    return images
+            return False
+        return True if (found[1].get("ome") or found[1]).get("multiscales") else None
+
+    return find_folders(group, judge, depth=4, most=200)
 
 
 def _parse(group: Place, block: dict[str, Any]) -> Multiscale:

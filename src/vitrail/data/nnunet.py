@@ -4,13 +4,12 @@
 - Decathlon (and plain pairs of folders): one file a case; dataset.json may name modalities and labels, or be absent
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.data.files import file_type, join, list_files, read_bytes
+from vitrail.data.files import file_type, join, list_files, read_json
 from vitrail.data.formats import stem
 from vitrail.errors import UserError
 
@@ -40,6 +39,8 @@ def read_layout(path: str, suffixes: Sequence[str], *, colours: bool = False) ->
     described = _describe(path)
     names = described.get("channel_names")  # nnU-Net's word; the Decathlon says modality
     modality = described.get("modality")
+    if names is not None and not isinstance(names, dict):
+        raise UserError(f"{path}/dataset.json: channel_names = {names!r} must map numbers to names; mend it")
     ending = described.get("file_ending")
     if ending is not None and ending not in suffixes:
         raise UserError(
@@ -90,7 +91,9 @@ def _describe(path: str) -> dict[str, Any]:
     if file_type(place) is None:
         return {}
     try:
-        found = json.loads(read_bytes(place).decode("utf-8"))
+        found = read_json(place)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{place} is not valid JSON ({error}); restore or rewrite the file") from error
     if not isinstance(found, dict):
@@ -117,7 +120,7 @@ def _label_names(path: str, labels: Any) -> dict[int, str]:
     by_value = all(str(key).isdecimal() for key in labels)
     try:
         named = {int(k): str(v) for k, v in labels.items()} if by_value else {int(v): k for k, v in labels.items()}
-    except (TypeError, ValueError):
+    except (ArithmeticError, TypeError, ValueError):
         named = {}
     if sorted(named) != list(range(len(labels))):
         raise UserError(

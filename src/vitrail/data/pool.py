@@ -13,6 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from vitrail.data.bad import SlowRead
+from vitrail.errors import UserError
 
 PATIENCE = 2.0  # seconds that threads get to end by themselves
 
@@ -105,8 +106,15 @@ class Pool:
         self._closed = False
         names = [f"{name}-{number}" for number in range(threads)]
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for thread in self._threads:
-            thread.start()
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:  # the system, or a limit of the user, allows no more
+                self._threads = self._threads[:number]
+                self.close()
+                raise UserError(
+                    f"data.workers: only {number} of {threads} threads could be started; set fewer"
+                ) from None
 
     def submit(self, call: Callable[[], Any], name: Callable[[], str]) -> Job:
         return self.put(Job(call, name))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.bad import BadData, ShortRead, read_again
+from vitrail.data.bad import ShortRead, read_again
 from vitrail.data.batch import Labelling
 from vitrail.data.buffers import Buffers
 from vitrail.data.chunk_layers import Layer, find_layers
@@ -31,7 +31,7 @@ from vitrail.data.chunks import copy_part
 from vitrail.data.sampler import Sample
 from vitrail.data.shrink import fit_image, pool, pool_factors, whole_image_factors
 from vitrail.data.source import Item, ManySource, Source
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 
 # PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
 _HOST_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32", "bool": "uint8"}

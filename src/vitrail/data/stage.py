@@ -4,8 +4,13 @@
 - of a stored array the files of the region and level that are read are copied, with the metadata around them; of other
   data the files that the source or its arrays tell of (masks, headers, parts and shards too), or all files of the
   folder; URLs, and entries with `stage: false`, are read where they are
-- a file is copied under another name and renamed when it is whole; one with the size and time of its original is kept,
-  so that a copy which was interrupted goes on
+- a file is copied under another name and renamed when it is whole; one that this user made, with the size and time of
+  its original, is kept, so that a copy which was interrupted goes on
+- the copies are this user's own, and nobody else may read them, whoever may read the originals; where others may write
+  to the folder, they lie in one below it, `vitrail-` and the number of the user; each has a record in the lock's file,
+  see cache.py, and one without is made anew
+- a link that leads out of the data is followed only where their source says that it reads there; others are left out,
+  or refused where the source does not say what it reads
 - processes of a node take turns by a lock that ends with them: the first copies, the others find everything there
 - nothing is deleted but unfinished copies of its own
 """
@@ -13,26 +18,31 @@
 import dataclasses
 import errno
 import fcntl
+import json
 import math
 import os
 import shutil
+import stat
 import sys
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from vitrail import disk
+from vitrail.data.cache import is_as_recorded, is_own, record_of
 from vitrail.data.files import is_url, local_path
 from vitrail.data.pool import Job, Pool
 from vitrail.data.stage_files import needed_files
 from vitrail.errors import UserError
+from vitrail.foreign import open_plain
 
 LOCK = ".vitrail-stage.lock"
-PART = ".vitrail-part-"  # how the name of an unfinished copy begins
 THREADS = 8
 PIECE = 8 * 2**20  # bytes that are copied at once
 STALLED = 300.0  # seconds without a byte, after which copying counts as stuck
@@ -48,12 +58,14 @@ class Copy:
     size: int
     time: int  # of the last change, in nanoseconds
 
-    def is_done(self) -> bool:
+    def is_done(self, record: Any) -> bool:
+        """Whether the copy that there is a record of is there, and of the original as it is now."""
         try:
-            found = os.stat(self.target)
+            found = os.lstat(self.target)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return found.st_size == self.size and abs(found.st_mtime_ns - self.time) < SAME_TIME
+        same = found.st_size == self.size and abs(found.st_mtime_ns - self.time) < SAME_TIME
+        return same and is_as_recorded(self.target, record)
 
 
 def as_opened(
@@ -85,18 +97,18 @@ def stage(
     tick: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Copy what these sources read to the folder, at most `limit` bytes; gives the sources of the copies."""
-    folder = folder.absolute()
-    staged, copies = [], {}
+    folder, given = _own_folder(folder.absolute()), folder.absolute()
+    staged, copies, links = [], {}, set[Path]()
     for config in configs:
         if not _can_stage(config):
             staged.append(config)
             continue
         path, colons, key = config.path.partition("::")
         whole = local_path(path).absolute()
-        if folder == whole or whole in folder.parents:
-            raise UserError(f"data.stage.dir: {str(folder)!r} lies inside the data of {path}; give a folder elsewhere")
+        if any(each == whole or whole in each.parents for each in (folder, given)):
+            raise UserError(f"data.stage.dir: {str(given)!r} lies inside the data of {path}; give a folder elsewhere")
         try:
-            files = needed_files(config, whole)
+            files, left_out = needed_files(config, whole)
         except UserError:
             if whole.exists():
                 raise
@@ -104,6 +116,7 @@ def stage(
         if not files:  # nothing is there: opening it explains what is wrong
             staged.append(config)
             continue
+        links |= left_out
         for file in files:
             found = _look(file)
             target = _below(folder, file)
@@ -116,9 +129,75 @@ def stage(
                 changes["labels"] = f"{labelled}{colons}{key}"
         staged.append(dataclasses.replace(config, **changes))
     if copies:
-        with _turn(folder, tell, tick):
-            _copy_all(list(copies.values()), folder, limit, tell, tick)
+        _check_free(copies, folder)
+        with _turn(folder, tell, tick) as records:
+            _check_folders(copies, folder)
+            if _copy_all(list(copies.values()), folder, limit, records, tell, tick) and links:
+                tell(
+                    f"staging: links out of the data to what is not read are left out, {len(links)} of them, such as "
+                    f"{min(links)}"
+                )
     return staged
+
+
+def _own_folder(folder: Path) -> Path:
+    """Where copies go: the folder, or one below it for this user alone where others may write there too."""
+    try:
+        found = os.stat(folder)
+    except OSError:  # it is made, or refused, later
+        return folder
+    if is_own(found):
+        return folder
+    return folder / f"vitrail-{os.geteuid()}"
+
+
+def _check_free(copies: Mapping[Path, "Copy"], folder: Path) -> None:
+    """Refuse a folder that was never used so, where files lie that copies would replace: a backup, or the data."""
+    if not os.path.lexists(folder / LOCK):
+        for target in filter(os.path.lexists, copies):
+            raise UserError(
+                f"data.stage.dir: {str(target)!r} lies there already, and vitrail has not put it there; "
+                "give a folder for copies alone"
+            )
+
+
+def _check_folders(copies: Mapping[Path, "Copy"], folder: Path) -> None:
+    """Refuse links on the way to a copy, and folders that others may change: they would decide what is read."""
+    below = {each for target in copies for each in target.parents if folder in (each, *each.parents)}
+    for each in sorted(below):
+        try:
+            found = os.stat(each) if each == folder else os.lstat(each)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(found.st_mode) or not is_own(found):
+            raise UserError(
+                f"data.stage.dir: {str(each)!r} is not a folder that you alone may write; remove it, or give another"
+            )
+
+
+class _Records:
+    """What is known of copies, a line each, in the file that is the lock; the last line of a copy counts."""
+
+    def __init__(self, file: BinaryIO, folder: Path) -> None:
+        self._file, self._folder, self._lock = file, folder, threading.Lock()
+        self._found: dict[str, Any] = {}
+        file.seek(0)
+        line = b"\n"
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):  # a line that a kill has cut, or that was damaged
+                one = json.loads(line)
+                self._found[one["name"]] = one
+        if not line.endswith(b"\n"):
+            file.write(b"\n")  # so that the next line is one of its own
+
+    def of(self, copy: "Copy") -> Any:
+        return self._found.get(str(copy.target.relative_to(self._folder)))
+
+    def add(self, copy: "Copy", total: int) -> None:
+        name = {"name": str(copy.target.relative_to(self._folder))}
+        with self._lock:
+            self._file.write(json.dumps(name | record_of(copy.target, total)).encode() + b"\n")
+            self._file.flush()
 
 
 def _can_stage(config: Any) -> bool:
@@ -141,11 +220,13 @@ def _look(file: Path) -> os.stat_result:
 
 
 @contextmanager
-def _turn(folder: Path, tell: Callable[[str], None], tick: Callable[[], None]) -> Iterator[None]:
+def _turn(folder: Path, tell: Callable[[str], None], tick: Callable[[], None]) -> Iterator[_Records]:
     """One process of a node at a time; a process that dies has had its turn."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)  # whatever the mask: nobody else may read or write copies
+        handle = disk.appending(folder / LOCK)
+        os.fchmod(handle.fileno(), 0o600)
     except OSError as error:
         raise UserError(
             f"data.stage.dir: {str(folder)!r} cannot be written ({error.strerror}); give a folder on a disk of the node"
@@ -163,17 +244,27 @@ def _turn(folder: Path, tell: Callable[[str], None], tick: Callable[[], None]) -
                     tell(f"staging: another process copies to {folder}; waiting for it ({waited:.0f} s)")
                 tick()
                 time.sleep(0.1)
-        yield
+        yield _Records(handle, folder)
     finally:
-        os.close(handle)
+        handle.close()
 
 
 def _copy_all(
-    copies: list[Copy], folder: Path, limit: int, tell: Callable[[str], None], tick: Callable[[], None]
-) -> None:
-    todo = [copy for copy in copies if not copy.is_done()]
+    copies: list[Copy],
+    folder: Path,
+    limit: int,
+    records: _Records,
+    tell: Callable[[str], None],
+    tick: Callable[[], None],
+) -> bool:
+    """Make the copies that are not there; whether there were any."""
+    todo = []
+    for copy in copies:
+        tick()  # one that was touched is read as a whole
+        if not copy.is_done(records.of(copy)):
+            todo.append(copy)
     if not todo:
-        return
+        return False
     needed, others = sum(copy.size for copy in copies), _tidy(folder, {copy.target for copy in copies})
     if needed + others > limit:
         there = f", and {_gib(others)} of others are there already" if others else ""
@@ -190,7 +281,7 @@ def _copy_all(
             "free some space or choose another disk"
         )
     tell(f"staging: copying {_gib(left)} in {len(todo)} files to {folder}")
-    began, moved = time.monotonic(), _Moved()
+    began, moved = time.monotonic(), _Moved(records)
     pool = Pool(THREADS)
     try:
         jobs = deque(pool.submit(partial(_copy, copy, moved), lambda: "") for copy in todo)
@@ -214,13 +305,14 @@ def _copy_all(
     finally:
         pool.close()
     tell(f"staging: {_gib(left)} copied in {time.monotonic() - began:.0f} s")
+    return True
 
 
 class _Moved:
-    """Bytes that all threads have copied."""
+    """Bytes that all threads have copied, and where copies are recorded."""
 
-    def __init__(self) -> None:
-        self.bytes, self._lock = 0, threading.Lock()
+    def __init__(self, records: _Records) -> None:
+        self.bytes, self.records, self._lock = 0, records, threading.Lock()
 
     def add(self, number: int) -> None:
         with self._lock:
@@ -239,17 +331,16 @@ def _ended(job: Job) -> bool:
 
 
 def _copy(copy: Copy, moved: _Moved) -> None:
-    part = copy.target.with_name(f"{PART}{os.getpid()}-{copy.target.name}"[:255])
     try:
-        copy.target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            _copy_bytes(copy.original, part, moved)
-            if part.stat().st_size != copy.size:
+        _make_folders(copy.target.parent)
+        with disk.replacing(copy.target, durable=False) as part:
+            os.fchmod(part.fileno(), 0o600)  # before there is anything to read
+            total = _copy_bytes(copy.original, part, moved)
+            part.flush()
+            if part.tell() != copy.size:
                 raise UserError(f"data.stage: {copy.original} changes while it is copied; wait until it is complete")
-            os.utime(part, ns=(copy.time, copy.time))
-            os.replace(part, copy.target)
-        finally:
-            part.unlink(missing_ok=True)
+            os.utime(part.fileno(), ns=(copy.time, copy.time))
+        moved.records.add(copy, total)
     except OSError as error:
         why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
         raise UserError(
@@ -258,11 +349,21 @@ def _copy(copy: Copy, moved: _Moved) -> None:
         ) from None
 
 
-def _copy_bytes(original: Path, target: Path, moved: _Moved) -> None:
-    with open(original, "rb", buffering=0) as source, open(target, "wb", buffering=0) as out:
+def _make_folders(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _copy_bytes(original: Path, out: BinaryIO, moved: _Moved) -> int:
+    """Copy a file; its CRC-32."""
+    total = 0
+    with open_plain(original) as source:
         while piece := source.read(PIECE):
             out.write(piece)
+            total = zlib.crc32(piece, total)
             moved.add(len(piece))
+    return total
 
 
 def _tidy(folder: Path, needed: set[Path]) -> int:
@@ -271,8 +372,8 @@ def _tidy(folder: Path, needed: set[Path]) -> int:
     for place, _, names in os.walk(folder):
         for name in names:
             path = Path(place) / name
-            if name.startswith(PART):
-                path.unlink(missing_ok=True)
+            if disk.meant_by(path) in needed:  # nobody else copies now
+                disk.remove(path, inside=folder)
             elif path not in needed and name != LOCK:
                 total += path.lstat().st_size
     return total

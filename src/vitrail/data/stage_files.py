@@ -1,33 +1,37 @@
 """Which files a source reads: those of the arrays, regions and levels that it has chosen."""
 
 import itertools
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vitrail.data.files import is_url, local_path
 from vitrail.data.stored import Stored, Window
+from vitrail.errors import UserError
+from vitrail.foreign import is_trusting, read_json
 
 METADATA = (".zgroup", ".zattrs", ".zarray", ".zmetadata", "zarr.json", "attributes.json")
 ARRAY = (".zarray", "zarr.json", "attributes.json")
+FACTS = (*METADATA, "dataset.json", "index.json")
 
 
-def needed_files(config: Any, path: Path) -> set[Path]:
-    """Files that the source of a config reads; `path` is its local one.
+def needed_files(config: Any, path: Path) -> tuple[set[Path], set[Path]]:
+    """Files that the source of a config reads, and links out of the data that it does not; `path` is its local one.
 
     A source tells them by its own `files()`, or each of its arrays does; else it is what lies at the path.
     """
     source = config.open()
     if callable(declared := getattr(source, "files", None)):
-        return {file for name in declared() for file in _walk(_absolute(name))}
+        names = [_absolute(name) for name in declared()]
+        through = _Through(names)
+        return {file for name in names for file in _walk(name, through)}, through.left_out
     root, windows = _hierarchy(path), getattr(source, "stored_window", None)
     files: set[Path] = set()
-    if root is None or windows is None:
-        files |= {*_walk(path), *_told_beside(path)}
-    else:
-        files |= set(_metadata(root, path))
+    read: set[Path] = set()  # files and folders
+    around: set[Path] = set()  # arrays of labels: they may lie elsewhere in the hierarchy, or in another
     known: set[int] = set()  # arrays that many items share, as moments do, are listed once
     for number, entry in enumerate(getattr(source, "entries", ())):
         for stored in (*entry.images, entry.labels):
@@ -35,13 +39,70 @@ def needed_files(config: Any, path: Path) -> set[Path]:
                 continue
             if stored.files or stored.chunk_reader is None:
                 known.add(id(stored))
-                names = stored.files or (stored.name.partition("::")[0],)
-                files |= {file for name in names for file in _walk(_absolute(name))}
+                read |= {_absolute(name) for name in stored.files or (stored.name.partition("::")[0],)}
             elif windows is not None:
                 files |= set(_chunk_files(stored, windows(number, stored)))
-            if stored is entry.labels:  # they may lie elsewhere in the hierarchy, or in another
-                files |= set(_metadata_around(_absolute(stored.name)))
-    return files
+    named = set(read)
+    # Of the items that the entry's share leaves out, too: the copy's shares are counted by what is there.
+    for stored, is_labels in getattr(source, "listed", ()):
+        if is_url(stored.name.partition("::")[0]):
+            continue
+        told = {_absolute(name) for name in stored.files or (stored.name.partition("::")[0],)}
+        named |= told | {_absolute(level.name.partition("::")[0]) for level in stored.levels}
+        if is_labels:
+            around.add(_absolute(stored.name))
+            if stored.files or stored.chunk_reader is None:
+                read |= told
+    through = _Through(files | named | around)
+    files |= {file for name in read for file in _walk(name, through)}
+    for array in around:
+        files |= set(_metadata_around(array, through))
+    if root is None or windows is None:
+        files |= {*_walk(path, through), *_told_beside(path)}
+    else:
+        files |= set(_metadata(root, path, through))
+    return files, through.left_out
+
+
+class _Through:
+    """What a source says that it reads, with the folders around it; and links out of the data that it does not read."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.known: set[Path] = set()
+        self.left_out: set[Path] = set()
+        for path in paths:
+            for each in (path, *path.parents):
+                if each in self.known:
+                    break
+                self.known.add(each)
+
+    def may_follow(self, link: Path, top: Path) -> bool:
+        """Whether to copy what is behind a link: it may be anybody's, so not where it leads out and is not read."""
+        if link in self.known or link.name in FACTS or is_trusting():
+            return True
+        if link.suffix == ".json" and str(link) in self._beside:
+            return True
+        target = Path(os.path.realpath(link))
+        if target.is_relative_to(os.path.realpath(top)):
+            return True
+        if top not in self._folders:
+            raise UserError(
+                f"data.stage: {link} is a link to {target}, which lies outside of the data, and their source does not "
+                "say what it reads; remove it, set `stage: false` for the entry, or give --trust if you know who made "
+                "it"
+            )
+        self.left_out.add(link)
+        return False
+
+    @cached_property
+    def _folders(self) -> set[Path]:
+        return {each.parent for each in self.known}
+
+    @cached_property
+    def _beside(self) -> set[str]:
+        """JSON that may tell of what is read, see `_told_beside`."""
+        names = ((str(each.parent), each.name) for each in self.known)
+        return {f"{folder}/{name[:end]}.json" for folder, name in names for end, c in enumerate(name) if c in "._"}
 
 
 def _told_beside(path: Path) -> Iterator[Path]:
@@ -66,31 +127,19 @@ def _hierarchy(path: Path) -> Path | None:
     return root
 
 
-def _metadata(root: Path, path: Path) -> Iterator[Path]:
+def _metadata(root: Path, path: Path, through: _Through) -> Iterator[Path]:
     """Files that describe groups and arrays: of the folders above a path, and of all below it."""
     above = [folder for folder in path.parents if folder == root or root in folder.parents]
     for folder in above:
         yield from (folder / name for name in METADATA if (folder / name).is_file())
-    yield from _metadata_below(path)
+    yield from _walk(path, through, facts=True)
 
 
-def _metadata_around(array: Path) -> Iterator[Path]:
+def _metadata_around(array: Path, through: _Through) -> Iterator[Path]:
     """Metadata of an array and the other levels of its pyramid."""
     root = _hierarchy(array)
     if root is not None:
-        yield from _metadata(root, array if root == array else array.parent)
-
-
-def _metadata_below(folder: Path) -> Iterator[Path]:
-    found = [folder / name for name in METADATA if (folder / name).is_file()]
-    yield from found
-    # Below an array there are only chunks; what else a chunk's folder may hold is none of ours.
-    if _is_array(folder):
-        return
-    with os.scandir(folder) as entries:
-        below = [Path(entry.path) for entry in entries if entry.is_dir()]
-    for each in below:
-        yield from _metadata_below(each)
+        yield from _metadata(root, array if root == array else array.parent, through)
 
 
 def _is_array(folder: Path) -> bool:
@@ -98,9 +147,9 @@ def _is_array(folder: Path) -> bool:
         return True
     for name, mark in (("zarr.json", "shape"), ("attributes.json", "dimensions")):
         try:
-            if mark in json.loads((folder / name).read_text(encoding="utf-8")):
+            if mark in read_json(folder / name):
                 return True
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             continue
     return False
 
@@ -119,13 +168,37 @@ def _chunk_files(stored: Stored, window: Window | None) -> Iterator[Path]:
             yield file
 
 
-def _walk(path: Path) -> Iterator[Path]:
-    """All files below a folder, or the file itself; links are followed, but in no circle."""
+def _walk(path: Path, through: _Through, *, facts: bool = False) -> Iterator[Path]:
+    """All files below a folder, or the file itself; `facts`: those alone that describe groups and arrays.
+
+    Links are followed, each folder once; those that lead out of the path only where the source reads there.
+    """
     if path.is_file():
         yield path
-    seen = {os.path.realpath(path)}
-    for place, folders, names in os.walk(path, followlinks=True):
-        real = {folder: os.path.realpath(os.path.join(place, folder)) for folder in sorted(folders)}
-        folders[:] = [folder for folder, where in real.items() if where not in seen]
-        seen |= set(real.values())
-        yield from (Path(place) / name for name in sorted(names))
+        return
+    seen: set[str] = set()
+    todo = [path] if path.is_dir() else []
+    while todo:
+        folder = todo.pop()
+        if (real := os.path.realpath(folder)) in seen:
+            continue
+        seen.add(real)
+        if facts:
+            yield from (folder / name for name in METADATA if (folder / name).is_file())
+            # Below an array there are only chunks; what else a chunk's folder may hold is none of ours.
+            if _is_array(folder):
+                continue
+        entries: list[os.DirEntry[str]] = []
+        with suppress(OSError), os.scandir(folder) as found:
+            entries = list(found)
+        for entry in entries:
+            place, is_link = Path(entry.path), entry.is_symlink()
+            is_folder = place.is_dir() if is_link else entry.is_dir()
+            if facts and not is_folder:
+                continue
+            if is_link and not through.may_follow(place, path):
+                continue
+            if is_folder:
+                todo.append(place)
+            else:
+                yield place

@@ -5,32 +5,25 @@
 - what was measured is kept by a fingerprint of the data and the settings, and in every checkpoint
 """
 
-import hashlib
-import itertools
 import json
 import logging
 import math
-import os
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitrail.data.bad import BadData, Policy
+from vitrail.data.bad import Policy
 from vitrail.data.batch import Statistics
-from vitrail.data.files import cache_folder
+from vitrail.data.cache import keep
 from vitrail.data.pool import timed
 from vitrail.data.reader import Reader
 from vitrail.data.sampler import Order, Sample
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 
 SAMPLES, VOXELS = 128, 2**27  # that are looked at, at most
 SPREAD = 2**23  # values of all crops and variables that percentiles are taken from
-MOST_FILES = 200_000  # whose age is part of a fingerprint, each by itself
 ATTEMPTS = 10  # to find a sample that can be read, with bad: skip
 FEWEST = 4  # samples that statistics are measured on
 
@@ -106,74 +99,22 @@ def _read(order: Order, reader: Reader, counter: int, policy: Policy, told: set[
     return None
 
 
-def fingerprint(configs: Sequence[Any], settings: dict[str, Any], sources: Sequence[Any] = ()) -> str | None:
-    """Names sources and settings, and changes with the files: their names, sizes and ages. None: they are not known.
-
-    `sources` are those of the configs, where they are open: they know files, such as labels, that lie elsewhere.
-    """
-    facts = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16)
-    for number, c in enumerate(configs):
-        place = _local(getattr(c, "path", ""))
-        if not is_dataclass(c) or isinstance(c, type) or not getattr(c, "path", "") or not place.exists():
-            return None
-        others = _files_beside(place, c, sources[number] if sources else None)
-        facts.update(f"\n{type(c).__qualname__}{asdict(c)}".encode())
-        for fact in itertools.chain(_ages(place), *map(_ages, others)):
-            facts.update(f"\n{fact}".encode(errors="surrogateescape"))
-    return facts.hexdigest()
-
-
-def _local(path: Any) -> Path:
-    return Path(os.path.expanduser(str(path).partition("::")[0]))
-
-
-def _files_beside(place: Path, config: Any, source: Any) -> list[Path]:
-    """What is read that does not lie at the path: other fields that are paths, and labels that a source found."""
-    names = {value for key, value in vars(config).items() if key != "path" and isinstance(value, str) and value}
-    for entry in getattr(source, "entries", ()):
-        if (labels := getattr(entry, "labels", None)) is not None:
-            names |= {*(labels.files or (labels.name,))}
-    own = place.absolute()
-    found = {_local(name).absolute() for name in names if "\0" not in name}
-    return sorted(path for path in found if own not in (path, *path.parents) and path.exists())
-
-
-def _ages(place: Path) -> Iterator[str]:
-    """Of each file; beyond so many, folders by their number of entries and the time when one came or went."""
-    yield _age(place.resolve())
-    number = 0
-    for folder, names, files in os.walk(place):
-        names.sort()
-        number += len(names) + len(files)
-        if number > MOST_FILES:
-            yield f"{_age(Path(folder))} {len(names)} {len(files)}"
-        else:
-            yield from (_age(Path(folder, name)) for name in sorted([*names, *files]))
-
-
-def _age(path: Path) -> str:
-    try:
-        found = path.stat()
-    except OSError:
-        return str(path)
-    return f"{path} {found.st_size} {found.st_mtime_ns}"
-
-
-def remembered(name: str | None, make: Callable[[], Any]) -> Any:
-    """A JSON value from the cache, or made now and kept there; a cache that cannot be used is done without."""
+def remembered(name: str | None, make: Callable[[], Any], check: Callable[[Any], Any] = lambda value: value) -> Any:
+    """What `check` makes of a JSON value from the cache, or of one made now and kept there; it may raise ValueError."""
     if name is None:
-        return make()
-    try:
-        file = cache_folder("statistics") / f"{name}.json"
-        return json.loads(file.read_text())
-    except UserError:
-        return make()
-    except (OSError, ValueError):
-        value = make()
-        draft = file.with_name(f".{name}.{uuid.uuid4().hex[:8]}")
-        try:
-            draft.write_text(json.dumps(value))
-            draft.replace(file)
-        except OSError:
-            draft.unlink(missing_ok=True)
-        return value
+        return check(make())
+    return keep(
+        "statistics", name, lambda: json.dumps(make()).encode(), lambda kept: check(json.loads(kept)), wait=False
+    )
+
+
+def checked(number: int) -> Callable[[Any], Statistics]:
+    """Statistics of so many variables out of a JSON value; ValueError where they are none."""
+
+    def check(value: Any) -> Statistics:
+        mean, std = (tuple(float(v) for v in part) for part in value)
+        if len(mean) != number or len(std) != number or not np.isfinite([*mean, *std]).all() or min(std) <= 0:
+            raise ValueError(f"no statistics of {number} variables")
+        return Statistics(mean, std)
+
+    return check

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.bad import BadData
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 
 TOLERANCE = 0.01  # spacings and places that differ by less, in parts of a voxel, are the same
 NOT_SPACE = ("c", "t")

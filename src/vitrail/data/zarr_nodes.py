@@ -4,18 +4,21 @@ What an array's own metadata tell of axes and places is read here too: `transfor
 kin (x, y, z in N5), names of dimensions as xarray and zarr 3 keep them. NGFF metadata are in ngff.py.
 """
 
-import json
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitrail.data.bad import BadData, MissingData
-from vitrail.data.chunks import REMEDY, open_chunks, shared
+from vitrail.data.chunk_layout import read_names
+from vitrail.data.chunks import REMEDY, largest_file, open_chunks, parts, shared
 from vitrail.data.ngff import load_attributes
-from vitrail.data.places import Place, Remote
+from vitrail.data.places import Place, Remote, as_folder, find_folders, is_longer, read_facts
 from vitrail.data.stored import Stored, Window, plain_unit
-from vitrail.errors import UserError
+from vitrail.errors import BadData, MissingData, UserError
+from vitrail.foreign import check_plain, check_room
 from vitrail.launch.world import find_world, share_of_cores
 
 USUAL_AXES = {2: "yx", 3: "zyx", 4: "czyx", 5: "tczyx"}
@@ -36,8 +39,10 @@ def open_array(place: Place, axes: Sequence[str] | None = None, *, fill: bool, *
         shape, dtype = tuple(int(n) for n in store.shape), np.dtype(store.dtype.numpy_dtype)
         sizes = store.chunk_layout.read_chunk.shape or shape
         chunk = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
+        check = _chunk_checker(place, store, shape, dtype)
 
         def read(window: Window) -> np.ndarray:
+            check(window)
             try:
                 return np.asarray(store[window].read().result())
             except READ_ERRORS as error:
@@ -71,10 +76,13 @@ def _open_store(place: Place, fill: bool) -> Any:
             f"{place} has a codec that can be read from local folders, http(s), s3 and gs alone; copy it to one of them"
         )
     driver = "zarr3" if (place / "zarr.json").is_file() else "zarr" if (place / ".zarray").is_file() else "n5"
+    if isinstance(place, Path):
+        check_plain(place / "attributes.json")
     threads = share_of_cores(find_world())
+    local = {"driver": "file", "path": f"{place.resolve()}/"}
     spec = {
         "driver": driver,
-        "kvstore": f"{place}/" if isinstance(place, Remote) else {"driver": "file", "path": f"{place.resolve()}/"},
+        "kvstore": as_folder(str(place)) if isinstance(place, Remote) else local,
         "fill_missing_data_reads": fill,
         "recheck_cached_data": "open",
         "context": {
@@ -91,6 +99,39 @@ def _open_store(place: Place, fill: bool) -> Any:
         raise UserError(
             f"{place} cannot be opened as {driver.rstrip('3')} ({_first_line(error)}); restore or rewrite it"
         ) from error
+
+
+def _chunk_checker(place: Place, store: Any, shape: Sequence[int], dtype: np.dtype) -> Callable[[Window], None]:
+    """Refuses files that tensorstore would wait for, or take into memory though they are too large."""
+    sizes = store.chunk_layout.write_chunk.shape or shape
+    grid = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
+    size = math.prod(grid) * dtype.itemsize
+    check_room(f"a chunk of {place}", size)
+    name = read_names(place)
+    asked: set[str] = set()  # of a server, once each
+
+    def check(window: Window) -> None:
+        if name is None or len(window) < len(grid):  # of an empty array nothing is read
+            return
+        for part in parts(grid, window):
+            file = name(part.chunk)
+            if isinstance(place, Path):
+                check_file(f"{place}/{file}", size)
+            elif file not in asked and is_longer(place.joinpath(*file.split("/")), largest_file(size)):
+                raise BadData(f"{place}/{file} has more bytes than a chunk can need; {REMEDY}")
+            asked.add(file)
+
+    return check
+
+
+def check_file(file: str, size: int) -> bool:
+    """Whether the file of a chunk of so many bytes is there; it is refused where it is no plain file, or too large."""
+    check_plain(file)
+    if not os.path.exists(file):
+        return False
+    if os.path.getsize(file) > largest_file(size):
+        raise BadData(f"{file} has {os.path.getsize(file):,} bytes, more than a chunk can need; {REMEDY}")
+    return True
 
 
 def _explain(place: Place, problem: str) -> BadData:
@@ -116,7 +157,9 @@ def attributes_of(place: Place) -> tuple[str, dict[str, Any]] | None:
     if found is not None or not (place / "attributes.json").is_file():
         return found
     try:
-        document = json.loads((place / "attributes.json").read_text(encoding="utf-8"))
+        document = read_facts(place / "attributes.json")
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"{place / 'attributes.json'} is not valid JSON ({error}); restore or rewrite the file"
@@ -134,7 +177,7 @@ def told_axes(place: Place, attributes: dict[str, Any]) -> tuple[str, ...] | Non
     if names is None and isinstance(attributes.get("axes"), list) and "dimensions" in attributes:
         names = attributes["axes"][::-1]  # of N5: x first
     if names is None and (place / "zarr.json").is_file():
-        names = json.loads((place / "zarr.json").read_text(encoding="utf-8")).get("dimension_names")
+        names = read_facts(place / "zarr.json").get("dimension_names")
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return None
     return tuple(KNOWN_AXES.get(str(name).lower(), str(name)) for name in names)
@@ -205,15 +248,11 @@ def _placed(
     }
 
 
-def list_arrays(group: Place, depth: int = 6, most: int = 50) -> list[Place]:
+def list_arrays(group: Place, most: int = 50) -> list[Place]:
     """Arrays of a hierarchy, without looking into them."""
-    found: list[Place] = []
-    for child in sorted((child for child in group.iterdir() if child.is_dir()), key=str) if depth else []:
-        node = attributes_of(child)
-        if node is not None and node[0] == "array":
-            found.append(child)
-        else:
-            found += list_arrays(child, depth - 1, most - len(found))
-        if len(found) >= most:
-            break
-    return found
+
+    def judge(place: Place) -> bool | None:
+        node = attributes_of(place)
+        return True if node is not None and node[0] == "array" else None
+
+    return find_folders(group, judge, depth=6, most=most)

@@ -5,7 +5,6 @@ once before any comes twice, whatever the weights of a recipe's entries: the hal
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from vitrail.data.stored import TOLERANCE, unit_ratio
 from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.infer.kind import Kind, stored_type
+from vitrail.infer.plan import MANIFEST, check_sample, read_manifest, sample_path
 from vitrail.infer.write import read_sample
 from vitrail.layers.patches import per_axis
 from vitrail.recipe import kinds
@@ -35,7 +35,6 @@ from vitrail.recipe.find import find_recipe
 from vitrail.training.evaluate import count_once
 
 THREADS = 4
-MANIFEST = "manifest.json"
 
 
 class Some(NamedTuple):
@@ -54,8 +53,7 @@ class Generated:
     def __init__(self, folder: str | Path, *, seed: int):
         self.folder = Path(folder)
         try:
-            self.manifest: dict[str, Any] = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-            facts = self.manifest
+            self.manifest = facts = read_manifest(self.folder)
             files = [(str(file["path"]), file.get("class")) for file in facts["files"]]
             self.kind = Kind(
                 dtype=np.dtype(facts["dtype"]),
@@ -65,6 +63,8 @@ class Generated:
                 unit=facts["unit"],
                 format=facts["format"],
             )
+        except UserError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.folder}: its {MANIFEST} cannot be read ({type(error).__name__}: {error}); give a folder that "
@@ -72,7 +72,7 @@ class Generated:
             ) from None
         if not files:
             raise UserError(f"{self.folder}: its {MANIFEST} names no samples; make some with `vitrail sample`")
-        missing = [name for name, _ in files if not (self.folder / name).exists()]
+        missing = [name for name, _ in files if not sample_path(self.folder, name).exists()]
         if missing:
             raise UserError(
                 f"{self.folder}: {len(missing)} of {len(files)} samples are missing, {missing[0]} the first; make them "
@@ -86,7 +86,8 @@ class Generated:
         self.labelled = all(name is not None for _, name in files)
 
     def _read(self, number: int) -> np.ndarray:
-        path = self.folder / self.files[number][0]
+        path = sample_path(self.folder, self.files[number][0])
+        check_sample(self.folder, self.files[number][0], self.manifest)
         try:
             if self.kind.format == "ome-zarr":  # by the source, to which a chunk that is not there is a loss
                 return OmeZarrConfig(path=str(path)).open().read(0, (slice(None),) * len(self.kind.axes))

@@ -3,6 +3,7 @@
 - the data of a recipe with a `codec`, or those that an autoencoder was trained on, encoded by itself
 - samples are data.crop large; items that are larger give several, tiles as data.tiles says
 - rank r takes every so many of the shards that are missing; batches within a shard are the same at every world size
+- the plan tells the state of the data's files: where these have changed, old latents are never taken for theirs
 - a shard is whole or not there, so that a second call with the same settings goes on where the first was stopped
 """
 
@@ -16,15 +17,17 @@ import numpy as np
 
 from vitrail.codecs import Codec, open_codec
 from vitrail.codecs.codec import Range
-from vitrail.data.bad import BadData, Policy
+from vitrail.data.bad import Policy
 from vitrail.data.batch import Labelling
 from vitrail.data.dataset import Dataset
+from vitrail.data.fingerprint import data_states
 from vitrail.data.in_order import InOrder, open_in_order
 from vitrail.data.latents_shards import ShardedLatents
 from vitrail.data.latents_write import Rows
 from vitrail.data.loader import Loader
 from vitrail.data.stage import as_opened
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import trusted
 from vitrail.recipe import Recipe
 from vitrail.recipe.find import find_recipe
 from vitrail.recipe.sections import Parallel, Precision
@@ -32,8 +35,8 @@ from vitrail.training.checkpoint import list_checkpoints
 from vitrail.training.collective import on_chief, together
 from vitrail.training.progress import Progress
 from vitrail.training.run import joined
-from vitrail.training.setup import Place, reading_threads, sizes_of, use_cache
-from vitrail.training.waiting import OPENING
+from vitrail.training.setup import Place, check_data, reading_threads, sizes_of, use_cache
+from vitrail.training.waiting import OPENING, on_chief_for_long
 
 Split = Literal["train", "valid"]
 Store = Literal["safetensors", "zarr"]
@@ -64,7 +67,8 @@ def encode(
     # The layout of a training says nothing here: every rank encodes, whatever their number.
     data = recipe.data.model_copy(update={"batch": "1/rank", "micro_batch": None})
     plain = {"parallel": Parallel(), "precision": Precision(), "data": data}
-    with joined(recipe.model_copy(update=plain)) as (place, watchdog):
+    asked = {"out": str(out), "split": split, "batch": batch, "rows": rows, "store": store, "trust": trust}
+    with trusted(trust), joined(recipe.model_copy(update=plain), **asked) as (place, watchdog):
 
         def beat() -> None:
             watchdog.beat(0, "encoding", allowance=OPENING)
@@ -72,6 +76,7 @@ def encode(
         beat()
         use_cache(recipe.data.cache_mib << 20)
         opened = {name: together(partial(open_split, recipe, name, beat), place.control) for name in splits}
+        check_data([dataset for dataset, _ in opened.values()], place)
         first = next(iter(opened.values()))[0]
         codec = together(partial(open_for, config, first, place, trust), place.control)
         shown = place.world.chief and not quiet
@@ -139,16 +144,30 @@ class Work:
         """All ranks together; each round, every rank writes a shard, so that none waits for long."""
         group, total, rows = self.place.control, order.epoch, self.rows
         self.codec.check((len(dataset.variables), *dataset.crop))
-        plan = {
+        entries = getattr(self.recipe.data, name)
+
+        def states(tick: Callable[[], None]) -> list[dict[str, Any] | None]:
+            return data_states(entries, dataset.sources, tick)
+
+        state = on_chief_for_long(states, group, self.beat)
+        plan: dict[str, Any] = {
             "codec": self.codec.facts(),
-            "data": data_facts(self.recipe, name, dataset),
+            "data": data_facts(self.recipe, name, dataset) | {"state": state},
             "encoding": {"samples": total, "rows": rows, "batch": self.batch},
         }
         latents = ShardedLatents(target, plan, store=self.store)
         if on_chief(latents.begin, group):
             return summary(target, on_chief(latents.facts, group))
         shards = [range(first, min(first + rows, total)) for first in range(0, total, rows)]
-        missing = on_chief(lambda: [n for n in range(len(shards)) if not latents.has(n)], group)
+
+        def find_missing(tick: Callable[[], None]) -> list[int]:
+            found = []
+            for number in range(len(shards)):
+                tick()
+                found += [] if latents.has(number) else [number]
+            return found
+
+        missing = on_chief_for_long(find_missing, group, self.beat)
         classes, policy = class_names(dataset), Policy.of(self.recipe.data)
         loader, lost = self.loader(dataset, order, classes, policy), Lost(policy)
         rank, ranks = self.place.world.rank, self.place.world.size
@@ -174,8 +193,12 @@ class Work:
         self.beat()
         variables = dataset.variables if self.codec.kind == "identity" else None
         least = total - policy.most if policy.on_bad == "skip" else total
-        finish = partial(latents.finish, len(shards), classes=classes, variables=variables, least=least)
-        return summary(target, on_chief(finish, group))
+
+        def finish(tick: Callable[[], None]) -> dict[str, Any]:
+            latents.check_states(states(tick))  # what changed on the way is in some shards and not in others
+            return latents.finish(len(shards), classes=classes, variables=variables, least=least, tick=tick)
+
+        return summary(target, on_chief_for_long(finish, group, self.beat))
 
     def loader(self, dataset: Dataset, order: InOrder, classes: tuple[str, ...], policy: Policy) -> Loader:
         labelling = Labelling("item", classes) if classes else None

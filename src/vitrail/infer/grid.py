@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.report.files import write_whole
+from vitrail.report.files import write_picture
 from vitrail.report.panels import encode, find_range, paint
 
 MOST_ROWS, MOST_COLUMNS = 20, 10
@@ -36,7 +36,7 @@ def draw_grid(
     for name, row in cuts:
         cells = [_resize(_strip([paint(cut, span) for cut in sample])) for sample in row]
         strips.append((name, _strip(cells)))
-    return write_whole(path, encode(_draw(strips, title, caption, heads), grey=False))
+    return write_picture(path, encode(_draw(strips, title, caption, heads), grey=False))
 
 
 def _cut(sample: np.ndarray, spacing: Sequence[float]) -> list[np.ndarray]:

@@ -3,7 +3,6 @@
 All of it is known without the data, from the run's recipe and from `data.json`, what its source said of itself.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.errors import UserError
+from vitrail.foreign import read_json
 
 SUFFIXES = {"png": ".png", "tiff": ".tif", "ome-zarr": ".ome.zarr", "npy": ".npy"}
 FORMATS = ("auto", *SUFFIXES)
@@ -55,7 +55,7 @@ class Kind:
 def read_facts(run: Path) -> dict[str, Any]:
     """What the training data of a run said of themselves; nothing, where that was not kept."""
     try:
-        facts = json.loads((run / DATA).read_text(encoding="utf-8"))
+        facts = read_json(run / DATA)
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -6,22 +6,28 @@
 - `settings.json` comes first and tells another call apart; `manifest.json` comes last, when all is there
 """
 
-import contextlib
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vitrail import disk
+from vitrail.contents import Layout, check_layout
+from vitrail.disk import write_whole
 from vitrail.errors import UserError
+from vitrail.foreign import check_plain, parse_json, read_json, read_plain
 from vitrail.recipe.kinds import nearest
-from vitrail.report.files import write_whole
+from vitrail.report.files import find_inside
+from vitrail.sums import sealed, sum_of, unsealed
+from vitrail.versions import check_version
 
+VERSION = 2  # of manifests; 1 has no checksums
 SETTINGS, MANIFEST = "settings.json", "manifest.json"
 SAMPLES = "samples"  # the folder of all samples
-OLD = 3600.0  # seconds after which a draft is not one of a call that is still writing
+LAYOUT = Layout("folder of samples", (SETTINGS, MANIFEST, "grid.png"), (SAMPLES, "condition", "truth"))
+LARGEST = 256 << 20  # bytes of a manifest, about 200 for each sample
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,9 @@ def folder_names(names: Sequence[str]) -> tuple[str, ...]:
 def read_settings(out: Path) -> dict[str, Any] | None:
     """What the samples of a folder were asked for with; None where there are none yet."""
     try:
-        if not out.exists() or all(_is_draft(path) for path in out.iterdir()):
+        if not out.exists() or all(map(disk.is_draft, out.iterdir())):
             return None
-        stored = json.loads((out / SETTINGS).read_text(encoding="utf-8"))
+        stored = read_json(out / SETTINGS)
         stored["number"], stored["batch"] = int(stored["number"]), int(stored["batch"])
         return stored
     except FileNotFoundError:
@@ -125,6 +131,8 @@ def open_folder(out: Path, settings: dict[str, Any], plan: Plan) -> int:
     """
     stored, number = read_settings(out), plan.number
     if stored is not None:
+        check_layout(out, LAYOUT)
+        _check_samples(out)
         before = stored.pop("number")
         settings = json.loads(_text(settings))
         changes = [f"{key}: {stored.get(key)!r} became {settings.get(key)!r}" for key in sorted({*stored, *settings})
@@ -139,7 +147,8 @@ def open_folder(out: Path, settings: dict[str, Any], plan: Plan) -> int:
         if number == before:
             return number
     try:
-        (out / MANIFEST).unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        disk.remove(out / MANIFEST, inside=out)
         write_whole(out / SETTINGS, _text(settings | {"number": number}))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); choose another folder with --out") from None
@@ -148,28 +157,67 @@ def open_folder(out: Path, settings: dict[str, Any], plan: Plan) -> int:
 
 def sweep(out: Path) -> None:
     """Take away drafts that a kill has left behind, not those of a call that is writing now."""
-    for pattern in (".*.part", "*/.*.part", f"{SAMPLES}/*/.*.part"):
-        for draft in out.glob(pattern):
-            with contextlib.suppress(FileNotFoundError):  # by now it has its name
-                if time.time() - draft.stat().st_mtime > OLD:
-                    remove(draft)
-
-
-def _is_draft(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(".part")
+    for folder in (out, *out.glob("*/"), *out.glob(f"{SAMPLES}/*/")):
+        disk.sweep(folder)
 
 
 def close_folder(out: Path, manifest: dict[str, Any]) -> None:
-    write_whole(out / MANIFEST, _text(manifest))
+    """Write what the folder holds, with a checksum of each file and one of its own."""
+    names = [entry[key] for entry in manifest["files"] for key in ("path", "condition", "truth") if key in entry]
+    manifest = {"version": VERSION, **manifest, "sums": {name: sum_of(out / name) for name in names}}
+    write_whole(out / MANIFEST, _text(sealed(manifest)))
 
 
-def remove(path: Path) -> None:
-    import shutil
+def read_manifest(out: Path) -> dict[str, Any]:
+    """What a folder of samples holds; ValueError where that is damaged. Version 1 has no checksums."""
+    found = parse_json(read_plain(out / MANIFEST, LARGEST))
+    check_version(found.get("version", 1), VERSION, str(out / MANIFEST))
+    manifest = unsealed(found) if "seal" in found else found
+    if manifest is None:
+        raise ValueError("it does not match its own checksum")
+    if not isinstance(manifest.get("sums", {}), dict):
+        raise ValueError("its checksums belong to no files")
+    return manifest
 
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+
+def sample_path(out: Path, name: Any) -> Path:
+    """Where a sample lies that a manifest names; refused where that is elsewhere, or can keep a reader waiting."""
+    path = find_inside(out, name)
+    if path is None:
+        raise UserError(
+            f"{out / MANIFEST} names {str(name)[:100]!r}, which does not lie in this folder; make them again with "
+            "`vitrail sample`"
+        )
+    if not path.is_dir():
+        check_plain(path)
+    return path
+
+
+def check_sample(out: Path, name: str, manifest: Mapping[str, Any]) -> None:
+    """Refuse a sample that is not as it was made."""
+    wanted = manifest.get("sums", {}).get(name)
+    if wanted is not None and sum_of(sample_path(out, name)) != wanted:
+        raise UserError(
+            f"{out / name} does not match its checksum in {MANIFEST}: it was damaged or changed; remove it, and make "
+            "it again with `vitrail sample`"
+        )
+
+
+def _check_samples(out: Path) -> None:
+    """Of a folder that was complete once: what is damaged is not taken for good by a second call."""
+    if not (out / MANIFEST).is_file():
+        return
+    try:
+        manifest = read_manifest(out)
+        for name in manifest.get("sums", {}):
+            if sample_path(out, name).exists():
+                check_sample(out, name, manifest)
+    except UserError:
+        raise
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{out / MANIFEST} cannot be read ({error}); choose another folder with --out, or remove this one"
+        ) from None
 
 
 def _text(tree: dict[str, Any]) -> bytes:

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from vitrail.disk import write_output
 from vitrail.errors import UserError
-from vitrail.report.files import embed_image, write_whole
+from vitrail.foreign import read_plain
+from vitrail.report.files import embed_image
 from vitrail.report.units import percent, plain
 
 SHARES = ("accuracy", "precision", "recall")
@@ -79,9 +81,9 @@ def write_page(found: dict[str, Any], path: Path) -> Path:
         heads=list(rows[0]),
         rows=[list(row.values()) for row in rows],
         classes=classes,
-        grid=embed_image(grid.read_bytes(), "image/png") if grid.is_file() else None,
+        grid=embed_image(read_plain(grid), "image/png") if grid.is_file() else None,
     )
     try:
-        return write_whole(path, text.encode())
+        return write_output(path, text.encode(), parents=True)
     except OSError as error:
         raise UserError(f"--page {path}: it cannot be written ({error.strerror}); choose another path") from error

@@ -23,6 +23,7 @@ import torch
 import vitrail
 from vitrail.codecs import Codec, codec_for, decode_all
 from vitrail.data.entries import stored as stored_statistics
+from vitrail.disk import told
 from vitrail.errors import UserError
 from vitrail.infer.kind import DATA, Kind, decoded_kind, kind_of, of_samples, read_facts
 from vitrail.infer.pages import draw_samples
@@ -36,18 +37,17 @@ from vitrail.parallel.pipeline import cut, num_parts
 from vitrail.recipe import Recipe
 from vitrail.recipe.changes import unsafe_changes
 from vitrail.recipe.find import find_recipe
-from vitrail.training.checkpoint import read_manifest
 from vitrail.training.collective import on_chief, together
 from vitrail.training.guards import Watchdog
 from vitrail.training.progress import Progress
 from vitrail.training.run import (
-    find_checkpoint,
     fitting,
     joined,
     list_or_refuse,
     load_weights,
     stored_recipe,
     which_weights,
+    with_checkpoint,
 )
 from vitrail.training.session import SLOW_PHASE
 from vitrail.training.setup import Place, build_model, make_evaluator, open_data
@@ -77,32 +77,36 @@ def sample_run(
         if value is not None and value < 1:
             raise UserError(f"{name}: {value} must be at least 1")
     list_or_refuse(run, checkpoint)
-    with joined(fitting(generating(find_recipe(run, overrides), run), overrides)) as (place, watchdog):
-        path = Path(on_chief(lambda: str(find_checkpoint(run, checkpoint)[0]), place.control))
-        manifest = read_manifest(path)
-        changed = stored_recipe(manifest, overrides)
-        recipe = fitting(generating(changed, run), overrides)
-        folder = Path(out) if out is not None else Path(run) / "samples" / wish.folder(manifest["step"])
-        if wish.batch is None:
-            before = on_chief(lambda: read_settings(folder), place.control) or {}
-            wish = dataclasses.replace(wish, batch=before.get("batch"))
-        changes = unsafe_changes(stored_recipe(manifest).to_tree(), changed.to_tree())
-        job = Job(Path(run), recipe, manifest, wish, place, trust, {key: new for key, _, new in changes})
-        todo = job.open(folder)
-        number = job.plan.number
-        made = sum(len([c for c in job.plan.counters(group) if c < number]) for group in todo)
-        files = job.make(path, folder, todo, watchdog, quiet=quiet)
-        versions = {"vitrail": vitrail.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        whole = job.asked | {
-            "number": number,
-            "run_dir": str(Path(run).resolve()),
-            "names": list(job.names),
-            "versions": versions,
-            "files": files,
-        }
-        on_chief(lambda: job.close(folder, whole), place.control)
-    seconds = time.monotonic() - began
-    return whole | {"out": str(folder), "made": made, "seconds": seconds, "notes": job.notes}
+    call = {"checkpoint": checkpoint, "out": out and str(out), "trust": trust, **dataclasses.asdict(wish)}
+    with joined(fitting(generating(find_recipe(run, overrides), run), overrides), **call) as (place, watchdog):
+
+        def make(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+            changed = stored_recipe(manifest, overrides)
+            recipe = fitting(generating(changed, run), overrides)
+            folder = Path(out) if out is not None else Path(run) / "samples" / wish.folder(manifest["step"])
+            asked = wish
+            if wish.batch is None:
+                before = on_chief(lambda: read_settings(folder), place.control) or {}
+                asked = dataclasses.replace(wish, batch=before.get("batch"))
+            changes = unsafe_changes(stored_recipe(manifest).to_tree(), changed.to_tree())
+            job = Job(Path(run), recipe, manifest, asked, place, trust, {key: new for key, _, new in changes})
+            todo = job.open(folder)
+            number = job.plan.number
+            made = sum(len([c for c in job.plan.counters(group) if c < number]) for group in todo)
+            files = job.make(path, folder, todo, watchdog, quiet=quiet)
+            versions = {"vitrail": vitrail.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            whole = job.asked | {
+                "number": number,
+                "run_dir": str(Path(run).resolve()),
+                "names": list(job.names),
+                "versions": versions,
+                "files": files,
+            }
+            on_chief(lambda: job.close(folder, whole), place.control)
+            return whole | {"out": str(folder), "made": made, "notes": job.notes}
+
+        whole = with_checkpoint(run, checkpoint, make, place.control)
+    return whole | {"seconds": time.monotonic() - began}
 
 
 class Job:
@@ -123,15 +127,15 @@ class Job:
         self.weights = which_weights(wish.weights, recipe)
         self.settings = wish.settings(objective.sampling)
         wish.refuse_idle(self.settings, codec=recipe.codec is not None)
-        told = on_chief(lambda: read_facts(run), place.control)
-        facts = of_samples(told, recipe.data.train[0])
+        known = on_chief(lambda: read_facts(run), place.control)
+        facts = of_samples(known, recipe.data.train[0])
         self.objective = objective.build(model, stored_statistics(manifest["statistics"]))
         self.objective.check_sampling(self.settings)
         self.objective.value_range = range_of(np.dtype(facts["dtype"])) if "dtype" in facts else None
         variables = objective.variables or [f"channel {c}" for c in range(model.channels)]
         self.codec: Codec | None = None
         if recipe.codec is not None and not wish.latents:
-            if not told:
+            if not known:
                 raise UserError(f"{run / DATA} is missing, and without it latents cannot be decoded; restore it")
             self.codec = together(lambda: codec_for(recipe, facts, place.device, trust), place.control)
         self.decode = None if self.codec is None else partial(decode_all, self.codec)
@@ -149,7 +153,7 @@ class Job:
         self.seed = recipe.run.seed if wish.seed is None else wish.seed
         self.changes = self.of_samples_alone(changes)
         self.notes: list[str] = []
-        if not told:
+        if not known:
             self.notes.append(
                 f"{run / DATA} is missing, which tells the type, the range and the voxel size of the data, so samples "
                 f"are written as {self.kind.dtype}; restore it"
@@ -264,8 +268,9 @@ class Job:
         missing = [entry["path"] for entry in manifest["files"] if not (folder / entry["path"]).exists()]
         if missing:
             raise UserError(f"{folder}: {missing[0]} has gone since it was written; call again to make it anew")
-        draw_samples(folder, manifest, self.kind, self.beside)
-        close_folder(folder, manifest)
+        with told(folder):
+            draw_samples(folder, manifest, self.kind, self.beside)
+            close_folder(folder, manifest)
 
 
 def generating(recipe: Recipe, run: str | Path) -> Recipe:

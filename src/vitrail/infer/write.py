@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.ngff_write import write_ome_zarr
+from vitrail.disk import write_whole
 from vitrail.errors import UserError
 from vitrail.infer.kind import Kind
-from vitrail.report.files import write_whole
 
 OME_UNITS = {  # of lengths, as OME-XML writes them; sizes in any other are left out, since readers would guess
     "angstrom": "Å",
@@ -57,7 +57,7 @@ def write_sample(path: Path, sample: np.ndarray, kind: Kind) -> Path:
             name=kind.variables[0],
         )
     encode = {"png": _png, "tiff": _tiff, "npy": _npy}[kind.format]
-    return write_whole(path, encode(sample, kind, path.name))
+    return write_whole(path, encode(sample, kind, path.name), parents=True)
 
 
 def read_sample(path: Path, kind: Kind) -> np.ndarray:

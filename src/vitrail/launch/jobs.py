@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -19,8 +20,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vitrail.credentials import VARIABLE, are_known, strip
+from vitrail.disk import check_plain, replacing
 from vitrail.errors import UserError
 from vitrail.launch.machine import describe_command
+from vitrail.launch.world import SECRET
 
 if TYPE_CHECKING:
     from vitrail.recipe import Recipe
@@ -238,10 +242,19 @@ def write_script(
                 "off": False,
             }
         )
+    if job.launcher != "torchrun" or job.nodes == 1:  # several nodes each run that script, and would draw several
+        environment.append(
+            {
+                "name": SECRET,
+                "value": "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
+                "why": "ranks find each other under keys of a store that begin with this, drawn by lot for each start",
+                "off": False,
+            }
+        )
     python = shlex.quote(job.python or ("python" if job.container else sys.executable))
     plugins = [word for plugin in job.plugins for word in ("--plugin", plugin)]
     training = ["vitrail", "train", job.recipe, *job.overrides, *plugins, *(["--trust"] if job.trust else [])]
-    arguments = shlex.join(job.words or training)
+    arguments = shlex.join(map(strip, job.words or training))
     here = folder or Path.cwd()
     outside = paths_outside(recipe, job, here) if kind else []
     prefix = container_prefix(job, kind, gpus, environment, outside)
@@ -270,6 +283,7 @@ def write_script(
         max_restarts=MAX_RESTARTS[job.launcher] if job.max_restarts is None else job.max_restarts,
         setup=[*machine.setup, *(machine.gpu_setup if gpus != "none" else ()), *job.env_setup],
         environment=environment,
+        credentials=VARIABLE if are_known() else "",
         python=python,
         prefix=prefix,
         find_infiniband=kind == "docker" and gpus != "none",
@@ -462,7 +476,8 @@ def container_prefix(
     }[gpus]
     if gpus != "none":
         devices += '"${infiniband[@]}" '  # an array of the script
-    variables = "".join(f"--env {item['name']} " for item in environment if not item["off"])
+    names = [item["name"] for item in environment if not item["off"]] + [VARIABLE] * are_known()
+    variables = "".join(f"--env {name} " for name in names)
     # The host's network and memory: ranks talk through both.
     shared = "--network host --ipc host --ulimit memlock=-1 "
     here = '--volume "$PWD:$PWD" --workdir "$PWD" --user "$(id -u):$(id -g)" '
@@ -487,13 +502,15 @@ def render(template: str, **values: Any) -> str:
 # ---------------------------------------------------------------- onto the machine
 
 
-def save(script: Script, path: Path) -> None:
-    """Write the script, but never over one that a person may have edited."""
+def save(script: Script, path: Path, *, replace: bool = False) -> None:
+    """Write the script, but never over one that a person may have edited, unless it lies in a folder of vitrail's."""
     try:
-        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script.text:
+        check_plain(path)
+        if not replace and path.exists() and path.read_text(encoding="utf-8", errors="replace") != script.text:
             raise UserError(f"--output {path}: it exists already and is different; remove it, or choose another path")
-        path.write_text(script.text, encoding="utf-8")
-        path.chmod(path.stat().st_mode | 0o111)
+        with replacing(path) as file:
+            file.write(script.text.encode("utf-8"))
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode | 0o111)
     except OSError as error:
         raise UserError(f"--output {path}: it cannot be written ({error.strerror}); choose another path") from None
 

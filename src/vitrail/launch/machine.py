@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vitrail
+from vitrail import disk
+from vitrail.credentials import strip
 from vitrail.launch.world import usable_cores
+from vitrail.memory import memory_bytes
 
 Check = dict[str, str]
 
@@ -82,10 +85,10 @@ def _run_git(folder: Path, *words: str) -> str | None:
 
 
 def describe_command(words: list[str]) -> str:
-    """The command line, with the name and password of a URL hidden."""
+    """The command line, without the passwords and tokens of URLs."""
     program = Path(words[0]).name if words else ""
     program = "python -m vitrail" if program == "__main__.py" else shlex.quote(program)
-    return re.sub(r"(\w://)[^/\s'\"]*@", r"\1***@", " ".join([program, *map(shlex.quote, words[1:])]))
+    return strip(" ".join([program, *map(shlex.quote, words[1:])]))
 
 
 def find_version(package: str) -> str | None:
@@ -98,15 +101,6 @@ def find_version(package: str) -> str | None:
 def cpu_model() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int:
-    """Memory of this machine, or of the container or job where that is less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = (
-        _read(path).strip() for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    )
-    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def list_devices() -> list[dict[str, Any]]:
@@ -378,7 +372,7 @@ def check_zarr() -> Check:
     values = np.arange(4**3, dtype=np.uint8).reshape(4, 4, 4)
     formats: tuple[tuple[Literal[2, 3], str], ...] = ((2, "zarr"), (3, "zarr3"))
     for version, driver in formats:
-        with tempfile.TemporaryDirectory() as folder:
+        with disk.scratch("vitrail-doctor-") as folder:
             stored = zarr.create_array(folder, shape=values.shape, chunks=(2, 2, 2), dtype="u1", zarr_format=version)
             stored[:] = values
             spec = {"driver": driver, "kvstore": {"driver": "file", "path": f"{folder}/"}}

@@ -13,10 +13,14 @@ wait for each other for ever, or train the same run several times.
 """
 
 import contextlib
+import errno
 import functools
+import hashlib
+import ipaddress
 import itertools
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -36,6 +40,10 @@ STOPPED = 75  # exit code of a training that was stopped and can be continued
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+LOCAL_ADDRESS, LOOPBACK = "127.0.0.1", "lo"  # reached from this host alone
+INTERFACE = "GLOO_SOCKET_IFNAME"
+SECRET = "VITRAIL_SECRET"  # variable: what launchers tell the processes of one job, and nobody else
+BACKLOG = 2048  # connections that wait to be taken: thousands of processes come at once
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 MEETING = timedelta(minutes=10)  # for all processes to start: imports from a busy file system take minutes
 SHORTEST, LONGEST = 0.01, 0.25  # seconds between two looks at the store
@@ -197,12 +205,12 @@ def connect(world: World, device_type: str, *, timeout: timedelta) -> tuple[Any,
         store: Any = dist.HashStore()
         root: Any = store
     else:
-        tcp = _meet(world, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-        tcp.set_timeout(timeout)
-        root = dist.PrefixStore("vitrail", tcp)
+        root = _meet(world, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+        root.set_timeout(timeout)
         agree = agree_on_attempt if _shares_store() else count_attempt
         store = dist.PrefixStore(agree(root, world, timeout), root)
     store.add(_name_cores(), 1)
+    _choose_interface(world)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     _alike.append(store.add(_name_cores(), 0))  # all have been counted: none gets here before the last has come
     return store, root
@@ -255,7 +263,7 @@ def _agents_store() -> Any:
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     tcp = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
-    return dist.PrefixStore("vitrail", tcp)
+    return _keep_apart(tcp)
 
 
 # ---------------------------------------------------------------- where rank 0 listens
@@ -263,20 +271,44 @@ def _agents_store() -> Any:
 
 @functools.cache  # rank 0 listens as long as it lives: a second run in the same processes meets in the same place
 def _meet(world: World, _host: str | None, _port: str | None) -> Any:
-    """The store that all processes share: torchrun's, or one that rank 0 opens."""
+    """The store that all processes share: torchrun's, or one that rank 0 opens; with the keys of this job alone."""
     env = dict(os.environ)
     master = find_master(world, env)
     if master is None and (interface := mpi.load()) is not None:
-        listening = _open_store("", 0, world) if world.rank == 0 else None
-        told = f"{socket.gethostname()} {listening.port}" if listening is not None else ""
+        local = world.local_size == world.size
+        listening = _open_store(LOCAL_ADDRESS if local else "", 0, world) if world.rank == 0 else None
+        here = LOCAL_ADDRESS if local else socket.gethostname()
+        told = "" if listening is None else f"{here} {listening.port} {secrets.token_hex(16)}"
         answer = mpi.tell(interface, told, world.rank, world.size)
-        if answer is not None and listening is not None:
-            return listening
         if answer is not None:
-            host, port = answer.split()
-            return _open_store(host, int(port), world)
+            host, port, secret = answer.split()
+            return _keep_apart(listening or _open_store(host, int(port), world), secret)
     master = master or find_local_master(world, env)
-    return _open_store(*master, world, shared=_shares_store())
+    return _keep_apart(_open_store(*master, world, shared=_shares_store()))
+
+
+def _keep_apart(tcp: Any, told: str = "") -> Any:
+    """The store under a name made of what only the processes of this job were told, by MPI or in the environment.
+
+    Who reaches the port and guesses at keys finds none of them, and neither does a job that came to the wrong port.
+    torchrun --standalone draws its TORCHELASTIC_RUN_ID by lot; where a user names it, it is no secret and no harm.
+    """
+    import torch.distributed as dist
+
+    words = (os.environ.get(SECRET, ""), os.environ.get("TORCHELASTIC_RUN_ID", ""), told)
+    mark = hashlib.blake2b("\n".join(words).encode(), digest_size=16).hexdigest()
+    return dist.PrefixStore(f"vitrail/{mark}", tcp)
+
+
+def _choose_interface(world: World) -> None:
+    """Have gloo listen where no other host reaches it, if no other host has a part in this."""
+    if world.local_size < world.size:
+        if os.environ.get(INTERFACE) == LOOPBACK:  # of a process that began this one and was alone
+            del os.environ[INTERFACE]
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if int(Path("/sys/class/net", LOOPBACK, "flags").read_text(), 16) & 1:  # it is up
+            os.environ.setdefault(INTERFACE, LOOPBACK)
 
 
 def find_master(world: World, env: Environment) -> tuple[str, int] | None:
@@ -318,14 +350,17 @@ def _open_store(host: str, port: int, world: World, *, shared: bool = False) -> 
     import torch.distributed as dist
 
     listens = world.rank == 0 and not shared
+    host = LOCAL_ADDRESS if host == "localhost" and not shared else host
+    options: dict[str, Any] = {"timeout": MEETING, "wait_for_workers": False}
     try:
         if not listens:
             _resolve(host, port)
             _wait_for_listener(host, port)
-        return dist.TCPStore(
-            host or "localhost", port, world.size, is_master=listens, timeout=MEETING, wait_for_workers=False
-        )
-    except (RuntimeError, TimeoutError) as error:
+        elif (own := _listen(host, port)) is not None:
+            port = own.getsockname()[1]
+            options["master_listen_fd"] = own.detach()
+        return dist.TCPStore(host or "localhost", port, world.size, is_master=listens, **options)
+    except (RuntimeError, TimeoutError, OSError) as error:
         text = str(error)
         if listens and ("EADDRINUSE" in text or "already in use" in text.lower()):
             raise UserError(
@@ -341,6 +376,28 @@ def _open_store(host: str, port: int, world: World, *, shared: bool = False) -> 
             "whether it failed to start, or whether a firewall is between the hosts; MASTER_ADDR and MASTER_PORT "
             "choose another address"
         ) from None
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """A socket on the one address that was named by its number; None where PyTorch listens on all that this host has.
+
+    A name may stand for another address here than on the other hosts, so that names are not enough.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    own = socket.socket(family)
+    try:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind((host, port))
+        own.listen(BACKLOG)
+    except OSError as error:
+        own.close()
+        if error.errno == errno.EADDRNOTAVAIL:  # of a gateway in front of this host
+            return None
+        raise
+    return own
 
 
 def _wait_for_listener(host: str, port: int) -> None:
@@ -444,5 +501,5 @@ def _get_all(store: Any, names: list[str]) -> list[str]:
 def _missing(world: World, timeout: timedelta) -> UserError:
     return UserError(
         f"rank {world.rank} waited {timeout.total_seconds():.0f} s for the {world.size} processes of this job; "
-        "look for one that failed to start"
+        f"look for one that failed to start, or that has another {SECRET}"
     )

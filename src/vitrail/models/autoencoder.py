@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
 from vitrail.layers.convolutions import (
     CONVOLUTIONS,
     channels_last,
@@ -27,6 +26,7 @@ from vitrail.layers.convolutions import (
     step_up,
     upsampling,
 )
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import Constant, initialise_here, mark
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import Model, Side, Stage

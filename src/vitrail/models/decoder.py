@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops, self_block_flops
 from vitrail.layers.block import Block, BlockConfig, make_norm
+from vitrail.layers.flops import Flops, self_block_flops
 from vitrail.layers.patches import num_voxels
 from vitrail.layers.sequence import WHOLE, TokenSequence
 from vitrail.layers.variables import VariableHead

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.modulation import TimeEmbed, check_times
 from vitrail.layers.patches import per_axis

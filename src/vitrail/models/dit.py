@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
 from vitrail.layers.block import BlockConfig, make_norm
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.modulation import (
     LabelEmbed,

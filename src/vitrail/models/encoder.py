@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops, self_block_flops
 from vitrail.layers.block import Block, BlockConfig, make_norm
 from vitrail.layers.constants import constants
+from vitrail.layers.flops import Flops, self_block_flops
 from vitrail.layers.init import Constant, Normal, Table, mark
 from vitrail.layers.mlp import swiglu_hidden
 from vitrail.layers.modulation import ModulatedBlock

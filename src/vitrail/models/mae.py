@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops, cross_block_flops, self_block_flops
 from vitrail.layers.block import Block, CrossBlock
+from vitrail.layers.flops import Flops, cross_block_flops, self_block_flops
 from vitrail.layers.init import Constant, Normal, initialise_here, mark
 from vitrail.layers.masks import MaskConfig, RandomMask, make_mask
 from vitrail.layers.patches import gather_tokens, grid_of, num_voxels, per_axis

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
+from vitrail.layers.flops import Flops
 from vitrail.layers.sequence import WHOLE, TokenSequence
 from vitrail.models.inputs import make_inputs
 from vitrail.recipe.kinds import nearest

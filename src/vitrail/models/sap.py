@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels, per_axis
 from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
 from vitrail.layers.convolutions import (
     ConvBlock,
     Join,
@@ -31,6 +30,7 @@ from vitrail.layers.convolutions import (
     step_up,
     upsampling,
 )
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import grid_of, per_axis
 from vitrail.layers.tokens import UniformTokens

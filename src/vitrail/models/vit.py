@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Flops
 from vitrail.layers.attention import CrossAttention
 from vitrail.layers.block import BlockConfig
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import Normal, initialise_here, mark
 from vitrail.layers.patches import per_axis
 from vitrail.layers.sequence import mask_of

@@ -23,10 +23,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
+from vitrail.layers.flops import Flops
 from vitrail.layers.parts import WHOLE, Part, Slab, cut, mark_copies, real_rows
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import Exchange, Tokens, UniformTokens, tokenize

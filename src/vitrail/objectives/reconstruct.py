@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.cost.flops import Flops
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
+from vitrail.layers.flops import Flops
 from vitrail.layers.parts import WHOLE, Part, Slab, cut, join, mark_copies, part_size, real_rows
 from vitrail.layers.patches import num_voxels
 from vitrail.layers.tokens import Exchange, Tokens, tokenize

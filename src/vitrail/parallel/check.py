@@ -97,7 +97,7 @@ class Case:
             unknown = {key: value for key, value in guess.items() if key in names and getattr(c, key) is None}
             with torch.device("meta"):
                 return dataclasses.replace(c, **unknown).build()
-        except ValueError:
+        except (ValueError, RuntimeError):  # RuntimeError: numbers that PyTorch cannot count with
             return None
 
     def key(self, module: str, name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitrail.cost.flops import Again
+from vitrail.layers.flops import Again
 from vitrail.layers.parts import WHOLE, Part
 from vitrail.models.model import Model
 from vitrail.parallel import shard

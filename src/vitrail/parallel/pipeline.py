@@ -33,8 +33,8 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from vitrail.cost.flops import Flops
 from vitrail.errors import UserError
+from vitrail.layers.flops import Flops
 from vitrail.models.model import Model, Stage
 from vitrail.parallel import shard
 from vitrail.parallel.mesh import Mesh, layout_of

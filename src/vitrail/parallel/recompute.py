@@ -25,10 +25,10 @@ from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from vitrail.cost.flops import Again
 from vitrail.errors import UserError
 from vitrail.layers.attention import CrossAttention, SelfAttention
 from vitrail.layers.block import Scale
+from vitrail.layers.flops import Again
 from vitrail.layers.mlp import MLP, SwiGLU
 from vitrail.recipe.sections import Recompute
 

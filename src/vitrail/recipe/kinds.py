@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -110,11 +111,22 @@ def find(slot: str, name: str, *, key: str | None = None) -> type:
     raise UserError(_unknown(slot, name, key))
 
 
+def guess_source(path: str) -> str:
+    """The kind of source that data at a path look like."""
+    guess: Callable[[str], str] = importlib.import_module("vitrail.data.sources").guess_kind
+    return guess(path)
+
+
 def known(slot: str) -> list[str]:
     """Every name of a slot, sorted; nothing is imported for it."""
     _check_slot(slot)
     installed = (point.name for point in metadata.entry_points(group=f"vitrail.{slot}"))
     return sorted({*BUILT_IN[slot], *_registered[slot], *installed})
+
+
+def registered() -> list[type]:
+    """The config classes that plugins have added."""
+    return [cls for classes in _registered.values() for cls in classes.values()]
 
 
 def load_plugin(module: str) -> None:

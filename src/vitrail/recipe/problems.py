@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail.recipe.kinds import nearest
+from vitrail.recipe.sizes import absurd
 from vitrail.recipe.trees import Key, dotted, show
 
 if TYPE_CHECKING:
@@ -222,8 +223,8 @@ def _kinds_of(place: dict[str, Any]) -> list[str]:
 
 
 def check_across(recipe: Recipe) -> list[str]:
-    """What is wrong between keys that are each right alone."""
-    problems = []
+    """What is wrong between keys that are each right alone, and what is too large for any machine."""
+    problems = absurd(recipe)
     parallel, normalize = recipe.parallel, recipe.data.normalize
     strategy = parallel.strategy or "FULL_SHARD"
     if parallel.group is not None and strategy != "HYBRID_SHARD":

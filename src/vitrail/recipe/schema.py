@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union
 
 from pydantic import Field, ValidationError, create_model
 
+from vitrail.credentials import clash, hide
 from vitrail.errors import UserError
 from vitrail.recipe import kinds, yaml
 from vitrail.recipe.problems import check_across, explain
@@ -95,7 +96,7 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
 
     A key in `cleared` that is null goes back to its default where null is no value of it.
     """
-    whole = plain(tree)
+    whole = hide_credentials(plain(tree))
     problems = non_finite(whole)
     if problems:
         raise _refusal(problems)
@@ -120,6 +121,26 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
     if found := found or check_across(recipe):
         raise _refusal(found)
     return recipe
+
+
+def hide_credentials(tree: Any) -> Any:
+    """A plain tree whose URLs have no passwords and tokens: a recipe is stored, and shown."""
+    urls: list[str] = []
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [walk(inner) for inner in value]
+        if not isinstance(value, str) or "://" not in value:
+            return value
+        urls.append(value)
+        return hide(value)
+
+    shown = walk(tree)
+    if (why := clash(urls)) is not None:
+        raise UserError(why)
+    return shown
 
 
 def _refusal(problems: list[str]) -> UserError:
@@ -190,10 +211,8 @@ def _guess(item: dict[str, Any], slot: str, where: str) -> str:
     if not isinstance(item.get("path"), str):
         problem = f"expected text, got {show(item['path'])}" if "path" in item else "missing; expected text"
         raise UserError(f"{where}.path: {problem}")
-    from vitrail.data.sources import guess_kind
-
     try:
-        return guess_kind(item["path"])
+        return kinds.guess_source(item["path"])
     except UserError as error:
         raise UserError(f"{where}.path: {error}") from error
 

@@ -305,7 +305,7 @@ class Data(Section):
     )
     lanes: PositiveInt | None = Field(default=None, description="super-blocks sampled from in turn")
     block: Sizes | None = Field(default=None, description="size of a super-block in voxels")
-    workers: Annotated[int, Field(ge=0)] | None = Field(default=None, description="reading threads per rank")
+    workers: Annotated[int, Field(ge=0, le=4096)] | None = Field(default=None, description="reading threads per rank")
     prefetch: PositiveInt = Field(default=2, description="batches read ahead")
     cache_mib: Annotated[int, Field(ge=0)] = Field(
         default=512, description="memory for read blocks, or for the batches of a visit to them, in MiB per rank"
@@ -454,7 +454,8 @@ class Log(Section):
     """What a run shows, and how often."""
 
     every: Every = 10
-    pictures: Every = "25%"
+    pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
     tensorboard: Switch = "auto"
+    report: bool = Field(default=True, description="a page at the end; `vitrail report RUN` makes one at any time")
     profile: Literal["off"] = "off"

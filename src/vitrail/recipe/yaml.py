@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from vitrail.errors import UserError
+from vitrail.foreign import open_plain
 from vitrail.recipe.trees import plain
 
 MAX_BYTES = 1 << 20
@@ -39,12 +40,16 @@ def read(path: str | Path) -> Any:
     """The tree in a YAML file."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        if path.is_dir():
+            raise IsADirectoryError
+        with open_plain(path) as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
     except IsADirectoryError as error:
         raise UserError(f"{path}: expected a YAML file, but it is a folder") from error
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"{str(path)!r}: the file cannot be read: {getattr(error, 'strerror', None) or error}."

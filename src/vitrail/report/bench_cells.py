@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +14,15 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from vitrail.contents import BENCH, check_layout
 from vitrail.errors import UserError
-from vitrail.report.metrics import read_json
+from vitrail.foreign import read_plain
+from vitrail.report.metrics import parse_line, read_json
 from vitrail.report.units import number_of
+from vitrail.versions import check_version
+
+SWEEP_VERSION = 1  # of sweep.json
+LARGEST = 256 << 20  # bytes of results.jsonl
 
 FEW = 4  # windows from which there are quartiles; of fewer the slowest and the fastest are told
 STATUSES = ("ok", "oom", "failed", "skipped")
@@ -97,16 +102,24 @@ def open_bench(folder: str | Path) -> Path:
             f"{str(path)!r} is not a bench folder, it holds neither sweep.json nor results.jsonl; "
             "give the folder that `vitrail bench` made, for example runs/bench-NAME."
         )
+    check_layout(path, BENCH)
     return path
+
+
+def read_log(path: Path) -> bytes:
+    """All of results.jsonl, a line of a few KiB for each result."""
+    return read_plain(path, LARGEST)
 
 
 def read_bench(folder: str | Path) -> tuple[dict[str, Any], list[Cell], list[str]]:
     """The sweep as it was asked for, its cells in the order of the file, and sentences on what could not be read."""
     path = open_bench(folder)
     sweep, complaint = read_json(path / "sweep.json")
+    if isinstance(sweep, dict):
+        check_version(sweep.get("version", 1), SWEEP_VERSION, str(path / "sweep.json"))
     notes = [complaint] if complaint else []
     try:
-        text = (path / "results.jsonl").read_bytes().decode("utf-8", errors="replace")
+        text = read_log(path / "results.jsonl").decode("utf-8", errors="replace")
     except FileNotFoundError:
         text = ""
     except OSError as error:
@@ -124,18 +137,7 @@ def _parse_lines(text: str) -> tuple[list[dict[str, Any]], int]:
         raw = raw.strip("\x00\r\t ")  # a power cut can leave zeros where the line was to be
         if not raw:
             continue
-        line, whole = None, True
-        while raw and line is None:
-            try:
-                found = json.loads(raw)
-            except (ValueError, RecursionError):
-                found = None
-            if isinstance(found, dict) and isinstance(found.get("name"), str):
-                line = found
-            else:  # behind a torn half a whole result may follow
-                whole = False
-                start = raw.find('{"schema"', 1)
-                raw = raw[start:] if start > 0 else ""
+        line, whole = parse_line(raw, first="schema", named="name")
         torn += not whole
         if line is not None:
             lines.append(line)

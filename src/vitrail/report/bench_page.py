@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from vitrail import disk
+from vitrail.disk import is_ours, remove, write_output
 from vitrail.errors import UserError
 from vitrail.report.bench_cells import WORDS, name_spread, plural, read_bench
 from vitrail.report.bench_facts import summarize_bench
@@ -15,7 +17,7 @@ from vitrail.report.bench_study import split_studies
 from vitrail.report.bench_style import save_picture
 from vitrail.report.bench_words import signed
 from vitrail.report.facts import describe_time
-from vitrail.report.files import embed_image, write_whole
+from vitrail.report.files import embed_image
 from vitrail.report.units import MISSING, compact, number_of, percent, plain
 
 Row = tuple[str, ...]
@@ -28,11 +30,13 @@ def write_bench_report(folder: str | Path, *, now: float | None = None) -> Path:
     studies = split_studies(cells, sweep.get("tree"))
     facts = summarize_bench(path, sweep, studies, notes)
     pictures = []
+    for place in (path, path / "plots"):
+        disk.sweep(place)
     try:
         for picture in draw_all(facts, studies, facts["warnings"]):
             svg, png = save_picture(picture.figure)
-            write_whole(path / "plots" / f"{picture.name}.svg", svg.encode())
-            write_whole(path / "plots" / f"{picture.name}.png", png)
+            write_output(path / "plots" / f"{picture.name}.svg", svg.encode(), parents=True)
+            write_output(path / "plots" / f"{picture.name}.png", png)
             pictures.append(
                 {
                     "name": picture.name,
@@ -43,7 +47,7 @@ def write_bench_report(folder: str | Path, *, now: float | None = None) -> Path:
             )
         _clear(path / "plots", {picture["name"] for picture in pictures})
         html = _render(facts, pictures, time.time() if now is None else now)
-        return write_whole(path / "report.html", html.encode("utf-8", errors="replace"))
+        return write_output(path / "report.html", html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(
             f"{path / 'report.html'} cannot be written: {error.strerror}; make the folder writable."
@@ -54,9 +58,9 @@ def _clear(folder: Path, kept: set[str]) -> None:
     """Remove pictures of an earlier report that this one does not have: they show fewer cells."""
     for path in folder.glob("*.svg"):
         twin = path.with_suffix(".png")
-        if path.stem not in kept and path.stem.startswith(KINDS) and twin.is_file():
-            path.unlink()
-            twin.unlink()
+        if path.stem not in kept and path.stem.startswith(KINDS) and is_ours(path) and is_ours(twin):
+            remove(path, inside=folder)
+            remove(twin, inside=folder)
 
 
 def _render(facts: dict[str, Any], pictures: list[dict[str, str]], now: float) -> str:

@@ -30,13 +30,14 @@ from vitrail.report.units import compact, count, number_of, percent, plain
 
 _QUIET = 300.0  # seconds without a line after which a run without an end is taken for dead
 _SPEEDS = ("step_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "hfu", "data_wait")
+MOST_LINES = 50_000  # of training that a summary is made from; a longer log is thinned
 _SLOW_DATA = 0.2  # share of the step spent waiting for data from which a warning is due
 
 
 def summary(run_dir: str | Path, *, now: float | None = None) -> dict[str, Any]:
     """Read a run folder and sum it up; `now` is the time to judge a silent run by (default: the clock)."""
     run = open_run(run_dir)
-    raw, torn = read_lines(run)
+    raw, torn = read_lines(run, most=MOST_LINES)
     recipe, _, complaint = read_recipe(run)
     warnings = ([complaint] if complaint else []) + warn_of_torn(torn)
     return summarize(run, raw, recipe, warnings, time.time() if now is None else now)

@@ -1,35 +1,18 @@
-"""Files of a run folder: whole or not at all when written, never outside the folder when read."""
+"""Files that go into a page: never from outside the run folder; and places of pictures."""
 
 from __future__ import annotations
 
 import base64
-import os
 import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vitrail.errors import UserError
+from vitrail.disk import check_output, mark, write_whole
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import read_plain
 
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 _LARGEST = 8 * 2**20  # bytes of one picture that goes into the page
-
-
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write beside the file and rename over it, so that a reader sees the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        # mkstemp makes the file private; the page is for everybody who may read the folder.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.fchmod(handle, 0o666 & ~mask)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def check_picture(path: str | Path) -> Path:
@@ -47,7 +30,13 @@ def check_picture(path: str | Path) -> Path:
             pass
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({folder}: {error.strerror}); choose another place") from None
+    check_output(path)
     return path
+
+
+def write_picture(path: str | Path, picture: bytes) -> Path:
+    """Write a PNG with vitrail's mark, so that a later call may replace it."""
+    return write_whole(path, mark(picture), durable=False, parents=True)
 
 
 def embed_image(content: bytes, kind: str) -> str:
@@ -88,7 +77,9 @@ def read_picture(run: Path, name: Any) -> tuple[str | None, str | None]:
     try:
         if path.stat().st_size > _LARGEST:
             return None, f"The picture {shown} was left out: it is larger than {_LARGEST // 2**20} MiB."
-        content = path.read_bytes()
+        content = read_plain(path, _LARGEST)
+    except BadData:
+        return None, f"The picture {shown} was left out: it is not a plain file."
     except OSError as error:
         return None, f"The picture {shown} cannot be read: {error.strerror}."
     for signature, kind in _SIGNATURES.items():

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vitrail.contents import check_contents, check_name
+from vitrail.credentials import strip
 from vitrail.errors import UserError
+from vitrail.foreign import open_plain, parse_json, read_plain
 from vitrail.report.units import number_of
 
 Line = dict[str, Any]
+_LONGEST = 4 * 2**20  # bytes of a line; what is longer was not written by a run
+_MOST_HALVES = 16  # torn lines before a whole one that are tried
 _REPEATED = {"train", "eval", "picture", "checkpoint", "skip"}  # events that belong to a step
 
 _NAMES = {
@@ -30,15 +36,17 @@ _NAMES = {
 def open_run(run_dir: str | Path) -> Path:
     """The run folder as a path; refuses what is not one."""
     run = Path(run_dir)
+    check_name(run, "run folder")
     if not run.exists():
         raise UserError(f"run folder {str(run)!r} does not exist; give the folder of a run, for example runs/<name>.")
     if not run.is_dir():
         raise UserError(f"{str(run)!r} is a file, not a run folder; give the folder of a run, for example runs/<name>.")
-    if not (run / "recipe.yaml").is_file() and not (run / "metrics.jsonl").is_file():
+    if not any(os.path.lexists(run / name) for name in ("recipe.yaml", "metrics.jsonl")):
         raise UserError(
             f"{str(run)!r} is not a run folder, it holds neither recipe.yaml nor metrics.jsonl; "
             "give the folder that `vitrail train` made, for example runs/<name>, or that of a sweep by `vitrail bench`."
         )
+    check_contents(run, reading=True)
     return run
 
 
@@ -47,39 +55,86 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     return merge_lines(read_lines(run_dir)[0])
 
 
-def read_lines(run_dir: str | Path) -> tuple[list[Line], int]:
-    """All events ever written, in order, and the number of lines that could not be read."""
+def read_lines(run_dir: str | Path, *, most: int | None = None) -> tuple[list[Line], int]:
+    """All events ever written, in order, and the number of lines that could not be read.
+
+    Of a log with more lines than `most`, about so many training lines are kept: those with the smallest and the largest
+    loss of every stretch, and the first and the last of a session, so that no spike and no end is lost.
+    """
     path = open_run(run_dir) / "metrics.jsonl"
     if not path.is_file():
         return [], 0
+    torn = 0
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        with open_plain(path) as file:
+            stretch = 1
+            if most is not None:
+                stretch = math.ceil(2 * sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b"")) / most)
+                file.seek(0)
+            keep = _Thinned(stretch)
+            for raw in iter(lambda: file.readline(_LONGEST), b""):
+                raw = raw.strip(b"\x00\r\n\t ")  # a power cut can leave zeros where the line was to be
+                if not raw:
+                    continue
+                line, whole = parse_line(raw.decode("utf-8", errors="replace"))
+                torn += not whole
+                if line is not None:
+                    keep.add(line)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions.") from error
-    lines: list[Line] = []
-    torn = 0
-    for raw in text.split("\n"):
-        raw = raw.strip("\x00\r\t ")  # a power cut can leave zeros where the line was to be
-        if not raw:
-            continue
-        line, whole = _parse(raw)
-        torn += not whole
-        if line is not None:
-            lines.append(line)
-    return lines, torn
+    return keep.lines(), torn
 
 
-def _parse(raw: str) -> tuple[Line | None, bool]:
-    """The event of a line, and whether the line was whole; behind a torn half a complete event may follow."""
+class _Thinned:
+    """Lines in their order; of the training lines of a stretch only the extremes, where a stretch is longer than 2."""
+
+    def __init__(self, stretch: int):
+        self.stretch = stretch
+        self.kept: dict[int, Line] = {}  # by their place in the log
+        self.part: list[tuple[int, Line]] = []
+        self.place, self.first = 0, True
+
+    def add(self, line: Line) -> None:
+        self.place += 1
+        if line["event"] in ("start", "end"):
+            self._close(*self.part[-1:])
+        if line["event"] != "train" or self.first or self.stretch <= 2:
+            self.kept[self.place] = line
+        else:
+            self.part.append((self.place, line))
+            if len(self.part) == self.stretch:
+                self._close()
+        self.first = line["event"] == "start"
+
+    def _close(self, *also: tuple[int, Line]) -> None:
+        if self.part:
+            # What is not finite counts as the largest.
+            losses = [loss if math.isfinite(loss := number_of(line.get("loss"))) else math.inf for _, line in self.part]
+            extremes = (self.part[losses.index(min(losses))], self.part[losses.index(max(losses))])
+            self.kept.update((*extremes, *also))
+            self.part = []
+
+    def lines(self) -> list[Line]:
+        self._close(*self.part[-1:])
+        return [self.kept[place] for place in sorted(self.kept)]
+
+
+def parse_line(raw: str, *, first: str = "event", named: str = "event") -> tuple[Line | None, bool]:
+    """The object of a line, and whether the line was whole; behind a torn half a complete one may follow.
+
+    `first` is the key that objects begin with, `named` the one that none may lack.
+    """
     start = 0
-    while start >= 0:
+    for _ in range(_MOST_HALVES):
         try:
             line = json.loads(raw[start:])
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and isinstance(line.get("event"), str):
+        if isinstance(line, dict) and isinstance(line.get(named), str):
             return line, start == 0
-        start = raw.find('{"event"', start + 1)
+        start = raw.find(f'{{"{first}"', start + 1)
+        if start < 0:
+            break
     return None, False
 
 
@@ -135,10 +190,10 @@ def split_sessions(lines: Sequence[Line]) -> list[list[Line]]:
 def read_json(path: Path) -> tuple[Any, str | None]:
     """The content of a JSON file (None where there is no file), and a sentence when it cannot be read."""
     try:
-        return json.loads(path.read_text("utf-8")), None
+        return parse_json(strip(read_plain(path).decode("utf-8"))), None
     except FileNotFoundError:
         return None, None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return None, f"{path.name} cannot be read: {_first_line(error)}."
 
 
@@ -147,7 +202,7 @@ def read_recipe(run: Path) -> tuple[dict[str, Any], str, str | None]:
     from vitrail.recipe import yaml
 
     try:
-        text = (run / "recipe.yaml").read_text("utf-8")
+        text = strip(read_plain(run / "recipe.yaml").decode("utf-8"))  # runs of old kept passwords
     except FileNotFoundError:
         return {}, "", "recipe.yaml is missing, so the number of steps is not known."
     except (OSError, ValueError) as error:

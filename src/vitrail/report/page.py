@@ -9,11 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.disk import sweep, write_output
 from vitrail.errors import UserError
 from vitrail.report import plots, sections
 from vitrail.report.defaults import list_changes
-from vitrail.report.facts import describe_time, summarize, warn_of_torn
-from vitrail.report.files import embed_image, write_whole
+from vitrail.report.facts import MOST_LINES, describe_time, summarize, warn_of_torn
+from vitrail.report.files import embed_image
 from vitrail.report.metrics import merge_lines, open_run, read_json, read_lines, read_recipe
 from vitrail.report.units import count
 
@@ -26,8 +27,9 @@ def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
     run = open_run(run_dir)
     html = render_report(run, now=time.time() if now is None else now)
     path = run / "report.html"
+    sweep(run)
     try:
-        return write_whole(path, html.encode("utf-8", errors="replace"))
+        return write_output(path, html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; make the run folder writable.") from error
 
@@ -48,7 +50,7 @@ def _load_template() -> Template:
 
 def _gather(run: Path, now: float) -> dict[str, Any]:
     """Everything that the template shows."""
-    raw, torn = read_lines(run)
+    raw, torn = read_lines(run, most=MOST_LINES)
     recipe, recipe_text, complaint = read_recipe(run)
     data, data_complaint = read_json(run / "data.json")
     environment, environment_complaint = read_json(run / "environment.json")

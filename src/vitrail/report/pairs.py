@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.report.files import write_whole
+from vitrail.report.files import write_picture
 from vitrail.report.panels import _draw_grid, _viewable, encode, find_range, paint
 
 MOST = 8  # rows
@@ -31,4 +31,4 @@ def pairs_panel(
         cells += [(paint(image, (low, high)), "") for image in (original, again, difference)]
     heads = ("original", "reconstruction", "difference")
     picture = _draw_grid(cells, columns=3, heads=heads, keys=(), title=title, caption=caption, aspect=1.0)
-    return write_whole(Path(path), encode(picture, grey=all(original.shape[0] == 1 for original, _ in cut)))
+    return write_picture(path, encode(picture, grey=all(original.shape[0] == 1 for original, _ in cut)))

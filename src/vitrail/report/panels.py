@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.report.files import write_whole
+from vitrail.report.files import write_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,7 +76,7 @@ def reconstruction_panel(
     top = float(np.percentile(errors, 99)) if errors.size else 0.0
     top = top if top > 0 else (hi - lo) or 1.0
     image = _draw(tiles, (lo, hi), top, title, caption, aspect)
-    return write_whole(Path(path), encode(image, grey=all(target.shape[0] == 1 for target, _, _, _ in tiles)))
+    return write_picture(path, encode(image, grey=all(target.shape[0] == 1 for target, _, _, _ in tiles)))
 
 
 def segmentation_panel(
@@ -134,7 +134,7 @@ def segmentation_panel(
         caption=caption,
         aspect=aspect,
     )
-    return write_whole(Path(path), encode(picture, grey=False))
+    return write_picture(path, encode(picture, grey=False))
 
 
 def classification_panel(
@@ -168,7 +168,7 @@ def classification_panel(
     picture = _draw_grid(
         cells, columns=columns, marks=marks, keys=keys, title=title, caption=caption, aspect=aspect, tile=1.15
     )
-    return write_whole(Path(path), encode(picture, grey=False))
+    return write_picture(path, encode(picture, grey=False))
 
 
 def _viewable(image: np.ndarray) -> np.ndarray:

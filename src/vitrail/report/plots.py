@@ -49,7 +49,7 @@ def loss_curve(lines: Sequence[Line]) -> str | None:
         if long:
             ax.plot(*_thin(steps, _smooth(losses)), color=BLUE, linewidth=1.7, label="train, smoothed")
     if eval_steps:
-        ax.plot(eval_steps, eval_losses, "o", color=ORANGE, markersize=4, label="evaluation", zorder=4)
+        ax.plot(*_thin(eval_steps, eval_losses), "o", color=ORANGE, markersize=4, label="evaluation", zorder=4)
     _scale_losses(ax, losses + eval_losses)
     broken = [number_of(line.get("step")) for line in train if not math.isfinite(number_of(line.get("loss")))]
     for step in broken[:200]:
@@ -70,14 +70,13 @@ def eval_against_mean(lines: Sequence[Line]) -> str | None:
         steps, errors = series(some, "mse")
         if steps:
             name = "averaged weights" if weights == "ema" else "weights"
-            ax.plot(
-                steps, errors, "o-", color=colour, markersize=3.5, linewidth=1.6, label=f"mean squared error, {name}"
-            )
+            label = f"mean squared error, {name}"
+            ax.plot(*_thin(steps, errors), "o-", color=colour, markersize=3.5, linewidth=1.6, label=label)
             values += errors
     steps, variances = series(_unfold(evals), "variance")
     if not values or not steps:
         return None
-    ax.plot(steps, variances, "--", color=FAINT, linewidth=1.3, label="predicting the mean (variance)")
+    ax.plot(*_thin(steps, variances), "--", color=FAINT, linewidth=1.3, label="predicting the mean (variance)")
     if len(steps) == 1:
         ax.axhline(variances[0], linestyle="--", color=FAINT, linewidth=1.3)
     ax.set_ylim(0, 1.45 * max(values + variances, default=1.0) or 1.0)

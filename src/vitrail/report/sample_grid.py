@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.report.files import write_whole
+from vitrail.report.files import write_picture
 from vitrail.report.panels import encode, find_range, paint
 
 _DPI = 150
@@ -115,4 +115,4 @@ def _write(
         warnings.simplefilter("ignore")  # a name may hold letters that the font lacks
         canvas.draw()
     drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-    return write_whole(Path(path), encode(drawn, grey=False))
+    return write_picture(path, encode(drawn, grey=False))

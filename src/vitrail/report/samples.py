@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.report.files import write_whole
+from vitrail.report.files import write_picture
 from vitrail.report.panels import encode, find_range, label_colour, overlay, paint
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def draw_page(
         warnings.simplefilter("ignore")  # a name may hold letters that the font lacks
         canvas.draw()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-    return write_whole(Path(path), encode(picture, grey=False))
+    return write_picture(path, encode(picture, grey=False))
 
 
 def _ratio(panel: Panel) -> float:

@@ -16,6 +16,7 @@ from vitrail.report.units import MISSING, compact, count, duration, number_of, p
 
 Row = tuple[str, ...]
 _MOST_PICTURES = 5
+_MOST_ROWS = 200  # of a table: the newest
 
 
 def list_tiles(facts: dict[str, Any]) -> list[Row]:
@@ -116,10 +117,16 @@ def list_evals(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
     evals = [line for line in select(lines, "eval") if isinstance(line.get("metrics"), dict)]
     names = list(dict.fromkeys(str(name) for line in evals for name in line["metrics"]))
     rows: list[Row] = []
-    for line in reversed(evals):
+    for line in evals[: -_MOST_ROWS - 1 : -1]:
         values = [plain(line["metrics"].get(name)) for name in names]
         rows.append((count(line.get("step")), str(line.get("weights") or MISSING), *values, count(line.get("samples"))))
-    return ["step", "weights", *map(name_metric, names), "samples"], rows
+    heads = ["step", "weights", *map(name_metric, names), "samples"]
+    return heads, rows + _leave_out(len(evals) - len(rows), len(heads))
+
+
+def _leave_out(number: int, columns: int) -> list[Row]:
+    """A row on those that the table has no room for."""
+    return [(f"… {count(number)} more in metrics.jsonl", *[""] * (columns - 1))] if number > 0 else []
 
 
 def list_groups(lines: Sequence[Line]) -> list[Row]:
@@ -164,14 +171,16 @@ def list_sessions(facts: dict[str, Any]) -> list[Row]:
 
 
 def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
-    """Checkpoints, the newest first, and whether they are still there."""
+    """Checkpoints, the newest first, and whether they are still there; of very many, old ones only if they are."""
     rows: list[Row] = []
-    for point in reversed(facts["checkpoints"]):
-        kept = "yes" if is_there(find_inside(run, point["path"])) else "no"
-        rows.append(
-            (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
-        )
-    return rows
+    for place, point in enumerate(reversed(facts["checkpoints"])):
+        there = is_there(find_inside(run, point["path"]))
+        if there or place < _MOST_ROWS:
+            kept = "yes" if there else "no"
+            rows.append(
+                (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
+            )
+    return rows + _leave_out(len(facts["checkpoints"]) - len(rows), 5)
 
 
 def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list[dict[str, str]]:
@@ -192,7 +201,9 @@ def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list
 
 def list_skips(facts: dict[str, Any]) -> list[Row]:
     """Steps whose update was not taken."""
-    return [(count(s["step"]), str(s["reason"] or ""), _show(s["counters"])) for s in facts["skipped"]]
+    newest = facts["skipped"][-_MOST_ROWS:]
+    rows = [(count(s["step"]), str(s["reason"] or ""), _show(s["counters"])) for s in newest]
+    return _leave_out(len(facts["skipped"]) - len(newest), 3) + rows
 
 
 def list_environment(tree: Any) -> list[Row]:

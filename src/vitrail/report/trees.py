@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.report.files import write_whole
+from vitrail.report.files import write_picture
 from vitrail.report.panels import encode, find_range, paint
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def tree_picture(
             pick = slice(None)
         boxes = np.stack([corner[shown, rows], corner[shown, columns], side[shown]], axis=1)
         views.append((name, pixels[pick], held[pick], boxes, scale[rows] / scale[columns]))
-    return write_whole(Path(path), _draw(views, find_range([pixels], None), title, _describe(tree, side)))
+    return write_picture(path, _draw(views, find_range([pixels], None), title, _describe(tree, side)))
 
 
 def _describe(tree: Tree, side: np.ndarray) -> str:

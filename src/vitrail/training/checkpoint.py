@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -24,16 +25,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from vitrail.errors import UserError
+from vitrail import disk
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import read_json
 from vitrail.report.facts import strict
 from vitrail.training.collective import gather_json, share_json
 from vitrail.training.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
+from vitrail.versions import check_version
 
-FORMAT = 1
+FORMAT = 2
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {  # of manifests, from each format to the next
+    1: lambda manifest: manifest | {"data": None},  # which did not tell what its data were
+}
 MANIFEST = "manifest.json"
+WRITTEN = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|\.manifest\.json\.[0-9a-f]{16}\.part")
 KEYS = {  # what a run needs to continue, and what it is made of
     "step": int,
     "samples": int,
@@ -62,6 +71,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
+def is_own(folder: Path) -> bool:
+    """Whether it is a folder, no link to one, that holds nothing but what a save writes; else it is not removed."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(WRITTEN.fullmatch(p.name) and p.is_file() and not p.is_symlink() for p in folder.iterdir())
+
+
 # ---------------------------------------------------------------- manifest and files
 
 
@@ -86,15 +102,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if not (folder / MANIFEST).is_file():
             raise BadCheckpoint(f"{MANIFEST} is missing")
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         seal = manifest.pop("seal")
         if seal != _seal(manifest)["seal"]:
             raise BadCheckpoint(f"{MANIFEST} does not match its own checksum")
-        if manifest["format"] != FORMAT:
-            raise BadCheckpoint(f"format {manifest['format']} is not {FORMAT}, the one this version reads")
+        manifest = _upgraded(folder, manifest)
         files = {name: (int(entry["bytes"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
         present = {p.name: p for p in folder.iterdir() if p.name != MANIFEST}
-    except BadCheckpoint:
+    except BadData as error:
+        raise BadCheckpoint(str(error)) from None
+    except (BadCheckpoint, UserError):
         raise
     except Exception as error:
         raise BadCheckpoint(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
@@ -114,6 +131,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _upgraded(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest in today's format. One of a newer vitrail is refused, not passed over: it is the newest state."""
+    found = manifest["format"]
+    try:
+        version = check_version(found, FORMAT, str(folder))
+    except UserError as error:
+        if isinstance(found, int) and found > FORMAT:
+            raise
+        raise BadCheckpoint(str(error)) from None
+    for number in range(version, FORMAT):
+        manifest = UPGRADES[number](manifest)
+    return manifest | {"format": FORMAT}
+
+
 def verify(folder: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> None:
     """Compare checksums of this rank's share of the files."""
     for name in sorted(manifest["files"])[rank::world]:
@@ -121,34 +152,22 @@ def verify(folder: Path, manifest: dict[str, Any], *, rank: int = 0, world: int 
             raise BadCheckpoint(f"{name} does not match its checksum")
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or whatever else lies there under its name."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # ---------------------------------------------------------------- saving
 
 
+class _Folder(FileSystem):
+    """Makes no folder: PyTorch would make all that lead to it again where a run was moved away during a save."""
+
+    def mkdir(self, path: Any) -> None:
+        pass
+
+
 class Checkpoints:
-    """The checkpoints of one run: saves in the background, keeps the last few and the best, finds the newest good."""
+    """The checkpoints of one run: saves in the background, keeps the last few and the best, finds the newest good.
+
+    Only the next step shows that a checkpoint is good, by its finite loss. So one is removed when there is a newer one
+    that was followed by such a step; with `keep=1` there are two until the run is done.
+    """
 
     def __init__(
         self,
@@ -164,6 +183,7 @@ class Checkpoints:
         self.larger_is_better = larger_is_better  # of the metric that the best is chosen by
         self.group, self.cpu_mesh = group, cpu_mesh  # planned over gloo, whatever computes
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.check: Callable[[], None] = lambda: None  # raises UserError where the folder is this run's no more
         self.best: tuple[float, int] | None = None  # metric and step
         self._best_before: tuple[float, int] | None = None  # what was best before the save under way
         self._failed = False  # the last save that ended
@@ -179,10 +199,10 @@ class Checkpoints:
         staged = {name: self._staged(tensor) for name, tensor in state.items()}
         if metric is not None and self.is_better(metric):
             self.best = (metric, step)
-        keep_step = self.best[1] if self.best else None
+        best = {pair[1] for pair in (self.best, self._best_before) if pair}
         if "metrics" in manifest:  # a score that does not exist, of a class that never occurs, is no number of JSON
             manifest = manifest | {"metrics": strict(manifest["metrics"])}
-        job = threading.Thread(target=self._write, args=(step, staged, manifest, keep_step), daemon=True)
+        job = threading.Thread(target=self._write, args=(step, staged, manifest, best), daemon=True)
         self._thread = job
         job.start()
         if not self.background:
@@ -201,32 +221,38 @@ class Checkpoints:
             )
         return tensor.detach().to("cpu", copy=True)
 
-    def _write(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], keep_step: int | None) -> None:
+    def _write(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], best: set[int]) -> None:
         began = time.monotonic()
         try:
-            size, error = self._write_together(step, state, manifest, keep_step)
+            size, error = self._write_together(step, state, manifest, best)
         except BaseException as caught:  # another rank is gone: there is nobody to agree with
             size, error = 0, _reason(caught)
         self._failed = error is not None
         self._outcome = {"step": step, "error": error, "seconds": time.monotonic() - began, "bytes": size}
 
     def _write_together(
-        self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], keep_step: int | None
+        self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], best: set[int]
     ) -> tuple[int, str | None]:
         """Every rank its tensors, rank 0 the rest; returns the bytes written and what went wrong, alike everywhere."""
-        partial = self.folder / f".partial-{checkpoint_name(step)}"
         # Agreed on before PyTorch's own collectives: a rank that stays away from those would leave the others waiting.
-        needed = sum(gather_json(sum(_local_bytes(t) for t in state.values()), self.group))
-        error = share_json(self._make_room(needed) if self.rank == 0 else None, self.group)
+        local = {name: _local(tensor) for name, tensor in state.items()}
+        mine = [sum(t.nbytes for t in local.values()), next((n for n, t in local.items() if not _is_finite(t)), None)]
+        sizes, broken = zip(*gather_json(mine, self.group), strict=True)
+        needed, bad = sum(sizes), next((name for name in broken if name), None)
+        if bad is not None:
+            return 0, f"{bad!r} has values that are not finite, so it would replace a good one by one of no use"
+        made, error = share_json(self._make_room(step, needed, best) if self.rank == 0 else None, self.group)
         if error is not None:
             return 0, error
+        partial = self.folder / made
         sums: dict[str, dict[str, int]] = {}
         try:
             writer = dcp.FileSystemWriter(partial, sync_files=True, thread_count=1)
+            writer.fs = _Folder()
             dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=False)
-            mine = [p for p in partial.iterdir() if p.name.startswith(f"__{self.rank}_")]
-            mine += [partial / ".metadata"] if self.rank == 0 else []
-            sums = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in mine}
+            files = [p for p in partial.iterdir() if p.name.startswith(f"__{self.rank}_")]
+            files += [partial / ".metadata"] if self.rank == 0 else []
+            sums = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in files}
         except (Exception, CheckpointException) as caught:
             error = _reason(caught)
         reports = gather_json({"error": error, "files": sums}, self.group)
@@ -235,48 +261,71 @@ class Checkpoints:
         if self.rank == 0:
             try:
                 if not errors:
-                    files = {name: entry for r in reports for name, entry in r["files"].items()}
-                    self._publish(step, partial, manifest | {"format": FORMAT, "step": step, "files": files})
+                    all_files = {name: entry for r in reports for name, entry in r["files"].items()}
+                    self._publish(step, partial, manifest | {"format": FORMAT, "step": step, "files": all_files})
             except Exception as caught:
                 errors = [_reason(caught)]
-            with contextlib.suppress(OSError):  # what is not removed now is removed before the next save
+            # What is not removed now is removed before the next save; the others wait to hear, whatever happens here.
+            with contextlib.suppress(OSError, UserError):
                 if errors:
                     free = shutil.disk_usage(self.folder).free
                     if free < needed:  # PyTorch may report a full disk in other words
                         errors[0] += f"; {_size(free)} are free, a checkpoint needs {_size(needed)}"
-                    _remove(partial)
+                    disk.remove(partial, inside=self.folder)
                 else:
-                    self._prune(keep_step)
+                    self._prune(max(2, self.keep))
         return size, share_json(errors[0] if errors else None, self.group)
 
-    def _make_room(self, needed: int) -> str | None:
-        """Remove what a kill has left and see that a checkpoint fits; returns what went wrong."""
+    def _make_room(self, step: int, needed: int, best: set[int]) -> tuple[str, str | None]:
+        """A hidden folder to write into, when there is room for a checkpoint; or what went wrong."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".partial-*"):
-                _remove(leftover)
+            self.check()
+            self.folder.mkdir(exist_ok=True)
+            for leftover in self.folder.glob(".partial-step-*"):  # by a kill
+                self._discard(leftover)
+            self._prune(self.keep, best)  # the newest of these was followed by the step that is saved now
             check_space(self.folder, needed)
+            partial = self.folder / f".partial-{checkpoint_name(step)}-{secrets.token_hex(4)}"
+            partial.mkdir()
+            return partial.name, None
         except (OSError, UserError) as caught:
-            return str(caught).partition("; ")[0] if isinstance(caught, UserError) else _reason(caught)
-        return None
+            return "", str(caught).partition("; ")[0] if isinstance(caught, UserError) else _reason(caught)
 
     def _publish(self, step: int, partial: Path, manifest: dict[str, Any]) -> None:
         missing = [name for name in manifest["files"] if not (partial / name).is_file()]
         if missing:
             raise OSError(f"rank 0 does not see {missing[0]}: run.dir must lie on a disk that all ranks share")
-        _write_durably(partial / MANIFEST, json.dumps(_seal(manifest), sort_keys=True))
-        _sync_folder(partial)
+        disk.write_whole(partial / MANIFEST, json.dumps(_seal(manifest), sort_keys=True))
+        disk.sync_folder(partial)
+        self.check()
         final = self.folder / checkpoint_name(step)
-        _remove(final)  # a checkpoint that failed verification, made again
-        partial.rename(final)
-        _sync_folder(self.folder)
+        self._discard(final)  # a checkpoint that failed verification, made again
+        disk.publish(partial, final)
+        with contextlib.suppress(OSError):  # it is there, so it has not failed; the next save flushes its name, too
+            disk.sync_folder(self.folder)
 
-    def _prune(self, keep_step: int | None) -> None:
-        for old in list_checkpoints(self.folder)[self.keep :]:
-            if int(old.name[5:]) != keep_step:
+    def _discard(self, folder: Path) -> None:
+        """Remove what a save has written, if that can be; anything else stays where it is."""
+        with contextlib.suppress(OSError, UserError):
+            if is_own(folder):
+                disk.remove(folder, inside=self.folder)
+
+    def _prune(self, keep: int, best: set[int] | None = None) -> None:
+        """Remove all but the newest and the best; folders of other things are not counted."""
+        best = {self.best[1]} if best is None and self.best else best or set()
+        saved = [p for p in list_checkpoints(self.folder) if is_own(p) and (p / MANIFEST).is_file()]
+        for old in saved[keep:]:
+            if int(old.name[5:]) not in best:
                 doomed = old.with_name(f".partial-{old.name}")
-                old.rename(doomed)  # so that a kill during removal leaves no half checkpoint under a good name
-                _remove(doomed)
+                with contextlib.suppress(OSError):  # a name that is taken: the next save tries again
+                    disk.publish(old, doomed)  # so that a kill leaves no half checkpoint under a good name
+                    self._discard(doomed)
+
+    def tidy(self) -> None:
+        """At a good end: keep no more than was asked for."""
+        with contextlib.suppress(OSError):  # a disk that does not answer: too many do no harm
+            self.check()
+            self._prune(self.keep)
 
     def wait(self) -> dict[str, Any] | None:
         """Let the save under way finish; returns its outcome once (step, error, seconds, bytes)."""
@@ -329,12 +378,16 @@ class Checkpoints:
         """Rename checkpoints after this step: they are unusable, and must not count among those that are kept."""
         for folder in list_checkpoints(self.folder):
             if int(folder.name[5:]) > step:
-                aside = folder.with_name(f"unusable-{folder.name}")
-                _remove(aside)
-                folder.rename(aside)
+                number, aside = 2, folder.with_name(f"unusable-{folder.name}")
+                self._discard(aside)
+                while os.path.lexists(aside):
+                    number, aside = number + 1, folder.with_name(f"unusable-{folder.name}-{number}")
+                disk.publish(folder, aside)
 
     def is_better(self, metric: float) -> bool:
-        """Whether a metric is better than the best so far."""
+        """Whether a metric is better than the best so far; one that is not a number never is."""
+        if not math.isfinite(metric):
+            return False
         return self.best is None or (metric > self.best[0] if self.larger_is_better else metric < self.best[0])
 
     def remember_best(self, metric_name: str) -> None:
@@ -342,14 +395,21 @@ class Checkpoints:
         for folder in list_checkpoints(self.folder):
             try:
                 value = (read_manifest(folder).get("metrics") or {}).get(metric_name)
-            except BadCheckpoint:
+            except (BadCheckpoint, UserError):
                 continue
-            if isinstance(value, int | float) and math.isfinite(value) and self.is_better(value):
+            if isinstance(value, int | float) and self.is_better(value):
                 self.best = (value, int(folder.name[5:]))
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are; in one pass that takes no memory."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 def _reason(error: BaseException) -> str:
@@ -370,12 +430,21 @@ def stored_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Si
 
 def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Any = None) -> None:
     """Fill the (sharded or plain) tensors in place from a verified checkpoint."""
-    stored = stored_tensors(folder, manifest)
+    check_tensors(stored_tensors(folder, manifest), state)
+    read_tensors(folder, manifest, state, group)
+
+
+def check_tensors(stored: dict[str, torch.Size], state: dict[str, Tensor]) -> None:
+    """Refuse a checkpoint that lacks some of these tensors, or has them in another shape."""
     for name, tensor in state.items():
         if name not in stored:
             raise BadCheckpoint(f"it has no tensor {name!r}, so it was made by a different model")
         if stored[name] != tensor.shape:
             raise BadCheckpoint(f"{name!r} has shape {list(stored[name])}, the model wants {list(tensor.shape)}")
+
+
+def read_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Any) -> None:
+    """Fill tensors that were checked; what cannot be read is a BadCheckpoint on every rank."""
     reader = TensorReader(folder, set(manifest["files"]))
     # Without a group PyTorch warns that it loads in a single process, which is what is asked for.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -32,6 +32,17 @@ def gather_json(value: Any, group: Any) -> list[Any]:
     return [json.loads(bytes(row[: int(size)].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
 
+def broadcast_json(value: Any, group: Any) -> Any:
+    """Rank 0's value on every rank, which takes as much memory as that value; rank 0 need not wait for the others."""
+    first = dist.get_rank(group) == 0
+    mine = _bytes(value if first else None)
+    size = torch.tensor([mine.numel()])
+    dist.broadcast(size, group=group, group_src=0)
+    text = mine if first else torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(text, group=group, group_src=0)
+    return json.loads(bytes(text.numpy()))
+
+
 def share_json(value: Any, group: Any) -> Any:
     """Rank 0's value on every rank."""
     return gather_json(value if dist.get_rank(group) == 0 else None, group)[0]
@@ -61,7 +72,7 @@ def together(action: Callable[[], T], group: Any) -> T:
     try:
         result = action()
     except (UserError, ValueError) as caught:
-        error = str(caught)
+        error = str(caught) or repr(caught)
     errors = [(rank, e) for rank, e in enumerate(gather_json(error, group)) if e]
     if errors:
         rank, message = errors[0]

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vitrail import disk
+from vitrail.credentials import strip
 from vitrail.errors import UserError
 
 # What the end of another rank looks like from here; anything else that a backend says is this rank's own trouble.
@@ -143,7 +145,7 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 
 def summary(error: BaseException) -> str:
     """An error in one line."""
-    text = " ".join(str(error).split())
+    text = strip(" ".join(str(error).split()))
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
@@ -170,7 +172,7 @@ def tell_launcher(message: str) -> None:
     if path and message and not os.path.exists(path):
         told = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(told), encoding="utf-8")
+            disk.write_whole(path, json.dumps(told), durable=False)
 
 
 # ---------------------------------------------------------------- the flight recorder
@@ -215,6 +217,6 @@ def dump_collectives(folder: Path, rank: int) -> bool:
         if held:
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True)
-                (folder / f"{prefix}_rank_{rank}").write_bytes(held)
+                disk.write_whole(folder / f"{prefix}_rank_{rank}", held, durable=False)
                 written = True
     return written

@@ -36,10 +36,21 @@ from vitrail.training.failures import (
 SILENT = "has fallen silent (stopped, swapped out or lost)"
 NO_STORE = "the process that holds the shared store does not answer"
 STORE_GONE = "is gone, and with it the store that all ranks share: it was killed, ran out of memory or crashed"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 FLIGHTS = "flight-recorder"  # folder of a run with the latest collectives of its ranks
 
 REQUEUE = 75  # exit code of a run that was stopped and can be continued
+
+
+def listen(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Have stop signals handled; returns what handled them before. A run under nohup goes on when its terminal ends."""
+    wanted = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in wanted}
+
+
+def put_back(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
@@ -50,12 +61,11 @@ def ready_to_stop() -> Iterator[None]:
         # A launcher ends the other ranks with SIGTERM when one has failed: that must not look like a wish to go on.
         os._exit(128 + number if number == signal.SIGTERM and _has_others() else REQUEUE)
 
-    previous = {number: signal.signal(number, leave) for number in STOP_SIGNALS}
+    previous = listen(leave)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        put_back(previous)
 
 
 def _has_others() -> bool:
@@ -74,12 +84,11 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            self._previous = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            self._previous = listen(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        put_back(self._previous)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:

@@ -14,8 +14,8 @@ from vitrail.training.runfolder import RunFolder
 
 
 class Journal:
-    def __init__(self, folder: RunFolder | None, progress: Progress, board: Any):
-        self.folder, self.progress, self.board = folder, progress, board
+    def __init__(self, folder: RunFolder | None, progress: Progress, board: Any, *, report: bool):
+        self.folder, self.progress, self.board, self.report = folder, progress, board, report
 
     def note(self, text: str) -> None:
         self.progress.note(text)
@@ -82,9 +82,15 @@ class Journal:
             self.board.close()
         if self.folder is None:
             return
+        self.log("end", step=step, reason=reason, seconds=seconds, message=message)
+        if not self.folder.is_there():
+            return
+        if not self.report:
+            if (self.folder.path / "report.html").exists():
+                self.note(f"report.html is that of an earlier step; renew it with: vitrail report {self.folder.path}")
+            return
         from vitrail.report.page import write_report
 
-        self.log("end", step=step, reason=reason, seconds=seconds, message=message)
         try:
             write_report(self.folder.path)
         except Exception as error:  # the run is what counts, and above all why it failed

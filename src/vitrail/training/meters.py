@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vitrail.cost.flops import Again, Flops, peak_tflops
+from vitrail.layers.flops import Again, Flops, peak_tflops
 
 WARM_UP_STEPS = 5  # after a start or resume: compilation, caches, autotuning, a recording (parallel/replay.py)
 

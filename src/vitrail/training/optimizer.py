@@ -194,10 +194,18 @@ def spread_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 
 def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: int) -> dict[str, torch.Tensor]:
-    """Make the state that a checkpoint has, moments by parameter name, ready to be loaded into."""
+    """Make the state that a checkpoint has, moments by parameter name, ready to be loaded into.
+
+    A parameter has all moments of this optimizer, or none where it was never updated; anything else is a ValueError.
+    """
     for group in optimizer.param_groups:
+        usual = ["exp_avg", "exp_avg_sq"] if isinstance(optimizer, torch.optim.AdamW) else ["momentum_buffer"]
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            state = {moment: torch.zeros_like(parameter) for moment in moments.get(name, [])}
+            found = sorted(moments.get(name, []))
+            if found and found != usual:
+                few = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
+                raise ValueError(f"{name!r} has the moments {few} in it, this optimizer has {', '.join(usual)}")
+            state = {moment: torch.zeros_like(parameter) for moment in found}
             if state and isinstance(optimizer, torch.optim.AdamW):
                 # Where fused kernels want it: on the device, as fp32.
                 state["step"] = torch.tensor(float(steps), device=parameter.device)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import sys
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from vitrail.errors import printable
 from vitrail.report.units import clock, compact, number_of, percent, plain
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _PLAIN_EVERY = 5.0  # seconds between plain lines
 _LIVE_EVERY = 0.1  # seconds between drawings of the live line
 _RATE_WINDOW = 32  # updates over which the time left is worked out
 _BAR = (8, 28)  # narrowest and widest bar, in characters
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Progress:
@@ -105,7 +104,7 @@ class Progress:
         """Print a line above the bar."""
         if not self._enabled:
             return
-        words = _CONTROL.sub("", text)
+        words = printable(text)
         if self._console is not None and self._live is not None:
             console = self._console
             self._guard(lambda: console.print(words, markup=False, highlight=False, emoji=False, soft_wrap=True))

@@ -1,16 +1,19 @@
 """A run from the outside: train(), evaluate() and load()."""
 
 import atexit
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from vitrail.contents import check_contents, check_name
 from vitrail.data.entries import stored as stored_statistics
 from vitrail.errors import UserError
+from vitrail.foreign import trusted
 from vitrail.launch.world import find_world
 from vitrail.models.model import Model
 from vitrail.parallel.check import refuse
@@ -20,9 +23,10 @@ from vitrail.recipe.find import find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.checkpoint import (
     BadCheckpoint,
+    check_tensors,
     list_checkpoints,
-    load_tensors,
     read_manifest,
+    read_tensors,
     stored_tensors,
     verify,
 )
@@ -35,28 +39,46 @@ from vitrail.training.waiting import OPENING
 
 __all__ = ["Outcome", "evaluate", "load", "train"]
 
+T = TypeVar("T")
+ATTEMPTS = 10  # to read a checkpoint of a run that goes on and removes them
+
+
+class CheckpointVanished(UserError):
+    """A checkpoint was removed while it was read; told by all ranks alike, so that together they try the next."""
+
 
 def train(
-    recipe: Any, *, overrides: Sequence[str] = (), fresh: bool = False, quiet: bool = False, trust: bool = False
+    recipe: Any,
+    *,
+    overrides: Sequence[str] = (),
+    fresh: bool = False,
+    quiet: bool = False,
+    trust: bool = False,
+    other_data: bool = False,
 ) -> Outcome:
     """Train as a recipe says: a Recipe, a file, a mapping, or the folder of a run to continue.
 
-    `trust` lets a codec run code that comes with its files; no recipe can say so.
+    `trust` lets a codec run code that comes with its files, and data files read what they name anywhere; `other_data`
+    continues a run on other data than it began with. No recipe can say so.
     """
     recipe = find_recipe(recipe, overrides)
-    with joined(recipe) as (place, watchdog), StopRequest() as stop:
-        return Session(recipe, place, stop, watchdog, fresh=fresh, quiet=quiet, trust=trust).run()
+    call = {"fresh": fresh, "trust": trust, "other_data": other_data}
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop:
+        return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 
 
 def load(run: str | Path, *, checkpoint: str | int | None = None, weights: str | None = None) -> Model:
     """The trained model of a run, on the CPU and ready to be called; averaged weights where the run has them."""
-    path, manifest = find_checkpoint(run, checkpoint)
-    recipe = stored_recipe(manifest)
-    with torch.device("meta"):
-        model = recipe.model.build()
-    model.to_empty(device="cpu")
-    load_weights(model, path, manifest, which_weights(weights, recipe), None)
-    return model.eval()
+
+    def read(path: Path, manifest: dict[str, Any]) -> Model:
+        recipe = stored_recipe(manifest)
+        with torch.device("meta"):
+            model: Model = recipe.model.build()
+        model.to_empty(device="cpu")
+        load_weights(model, path, manifest, which_weights(weights, recipe), None)
+        return model.eval()
+
+    return with_checkpoint(run, checkpoint, read)
 
 
 def evaluate(
@@ -71,36 +93,40 @@ def evaluate(
     if samples is not None and samples < 1:
         raise UserError(f"samples: {samples} must be at least 1")
     list_or_refuse(run, checkpoint)
-    with joined(fitting(find_recipe(run, overrides), overrides)) as (place, watchdog):
-        # Rank 0 chooses: a run that goes on may save and remove checkpoints meanwhile.
-        path = Path(on_chief(lambda: str(find_checkpoint(run, checkpoint)[0]), place.control))
-        manifest = read_manifest(path)
-        recipe = fitting(stored_recipe(manifest, overrides), overrides)
-        weights = which_weights(weights, recipe)
-        if not recipe.data.valid:
-            raise UserError(f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]")
-        data = open_data(
-            recipe,
-            place,
-            stored_statistics(manifest["statistics"]),
-            beat=lambda: watchdog.beat(0, "opening the data", allowance=OPENING),
-        )
-        watchdog.beat(0, "start", allowance=SLOW_PHASE)
-        recipe = complete(recipe, data)
-        objective = recipe.objective.build(recipe.model, data.statistics)
-        flow = build_model(recipe, place, data, objective).flow
-        load_weights(flow.model, path, manifest, weights, place.saving)
-        evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
-        metrics = evaluator.metrics(
-            flow, tick=lambda: watchdog.beat(manifest["step"], "validation", allowance=SLOW_PHASE)
-        )
-    return {
-        "run": str(run),
-        "step": manifest["step"],
-        "weights": weights,
-        "samples": evaluator.samples,
-        "metrics": metrics,
-    }
+    call = {"checkpoint": checkpoint, "samples": samples, "weights": weights}
+    with joined(fitting(find_recipe(run, overrides), overrides), **call) as (place, watchdog):
+
+        def measure(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+            recipe = fitting(stored_recipe(manifest, overrides), overrides)
+            which = which_weights(weights, recipe)
+            if not recipe.data.valid:
+                raise UserError(
+                    f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]"
+                )
+            data = open_data(
+                recipe,
+                place,
+                stored_statistics(manifest["statistics"]),
+                beat=lambda: watchdog.beat(0, "opening the data", allowance=OPENING),
+            )
+            watchdog.beat(0, "start", allowance=SLOW_PHASE)
+            recipe = complete(recipe, data)
+            objective = recipe.objective.build(recipe.model, data.statistics)
+            flow = build_model(recipe, place, data, objective).flow
+            load_weights(flow.model, path, manifest, which, place.saving)
+            evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
+            metrics = evaluator.metrics(
+                flow, tick=lambda: watchdog.beat(manifest["step"], "validation", allowance=SLOW_PHASE)
+            )
+            return {
+                "run": str(run),
+                "step": manifest["step"],
+                "weights": which,
+                "samples": evaluator.samples,
+                "metrics": metrics,
+            }
+
+        return with_checkpoint(run, checkpoint, measure, place.control)
 
 
 # ---------------------------------------------------------------- what they share
@@ -135,13 +161,15 @@ def stored_recipe(manifest: dict[str, Any], overrides: Sequence[str] = ()) -> Re
 
 
 @contextmanager
-def joined(recipe: Recipe) -> Iterator[tuple[Place, Watchdog]]:
+def joined(recipe: Recipe, **call: Any) -> Iterator[tuple[Place, Watchdog]]:
     """Take part in the process group for the time of the block, watched over from the start.
+
+    Ranks that have other recipes, software or words of a call than the first are refused.
 
     A rank of several that fails leaves the group as it is: NCCL may wait for the others when it is shut down, with
     nobody watching any more and the error not yet shown. Such a process can but end.
     """
-    place = find_place(recipe)
+    place = find_place(recipe, **call)
     world = place.world
     in_order = False
     try:
@@ -156,8 +184,33 @@ def joined(recipe: Recipe) -> Iterator[tuple[Place, Watchdog]]:
             dist.destroy_process_group()
 
 
+def with_checkpoint(
+    run: str | Path, checkpoint: str | int | None, use: Callable[[Path, dict[str, Any]], T], group: Any = None
+) -> T:
+    """What `use` makes of a verified checkpoint and its manifest; tried with the next if the run removes it meanwhile.
+
+    Rank 0 chooses, since a run that goes on saves and removes checkpoints. What else one rank refuses, a broken image
+    say, ends it at once: the others are computing, and would not hear a question.
+    """
+
+    def choose() -> tuple[str, dict[str, Any]]:
+        path, manifest = find_checkpoint(run, checkpoint)
+        return str(path), manifest
+
+    for _ in range(ATTEMPTS):
+        path, manifest = choose() if group is None else on_chief(choose, group)
+        try:
+            return use(Path(path), manifest)
+        except CheckpointVanished:
+            continue
+    raise UserError(
+        f"{run}: its checkpoints are removed faster than they can be read; try again when the run has ended"
+    )
+
+
 def list_or_refuse(run: str | Path, checkpoint: str | int | None) -> list[Path]:
     """Checkpoints of a run that were asked for, newest first."""
+    check_name(Path(run), "run folder")
     folder = Path(run) / "checkpoints"
     found = list_checkpoints(folder)
     if checkpoint is not None:
@@ -173,15 +226,19 @@ def list_or_refuse(run: str | Path, checkpoint: str | int | None) -> list[Path]:
 
 def find_checkpoint(run: str | Path, checkpoint: str | int | None) -> tuple[Path, dict[str, Any]]:
     """A verified checkpoint of a run: the one of a step, or the newest good one."""
-    problems = []
-    for path in list_or_refuse(run, checkpoint):
-        try:
-            manifest = read_manifest(path)
-            verify(path, manifest)
-            stored_tensors(path, manifest)
-            return path, manifest
-        except (BadCheckpoint, UnsafeCheckpoint, OSError) as error:
-            problems.append(f"{path.name}: {error}")
+    for _ in range(ATTEMPTS):
+        problems, listed = [], list_or_refuse(run, checkpoint)
+        check_contents(Path(run), reading=True)
+        for path in listed:
+            try:
+                manifest = read_manifest(path)
+                verify(path, manifest)
+                stored_tensors(path, manifest)
+                return path, manifest
+            except (BadCheckpoint, UnsafeCheckpoint, OSError) as error:
+                problems.append(f"{path.name}: {error}")
+        if list_or_refuse(run, checkpoint) == listed:  # otherwise the run has saved and removed some meanwhile
+            break
     raise UserError(f"{run}: no usable checkpoint ({'; '.join(problems)})")
 
 
@@ -194,17 +251,32 @@ def which_weights(weights: str | None, recipe: Recipe) -> str:
 
 
 def load_weights(model: Model, path: Path, manifest: dict[str, Any], weights: str, group: Any) -> None:
-    """Fill a model, of which each rank of the group may have a part; all that is stored must have a place in it."""
+    """Fill a model, of which each rank of the group may have a part; all that is stored must have a place in it.
+
+    Ends alike on all ranks, whichever of them finds what is wrong.
+    """
     prefix = "ema" if weights == "ema" else "model"
     state = {f"{prefix}.{name}": p.detach() for name, p in model.named_parameters()}
+    told: dict[str, Any] = {"names": list(state), "problem": None}
+    stored: list[str] = []
     try:
-        stored = [name for name in stored_tensors(path, manifest) if name.startswith(f"{prefix}.")]
-        taken = {
-            name for names in ([list(state)] if group is None else gather_json(list(state), group)) for name in names
-        }
-        unused = next((name for name in stored if name not in taken), None)
-        if unused is not None:
-            raise BadCheckpoint(f"it has a tensor {unused!r} that the model lacks, so it was made by a different model")
-        load_tensors(path, manifest, state, group)
-    except (BadCheckpoint, UnsafeCheckpoint) as error:
-        raise UserError(f"checkpoint {path} was not loaded: {error}; try another one of this run") from None
+        known = stored_tensors(path, manifest)
+        stored = [name for name in known if name.startswith(f"{prefix}.")]
+        check_tensors(known, state)
+    except (BadCheckpoint, UnsafeCheckpoint, OSError) as error:
+        told["problem"] = str(error)
+    ranks = [told] if group is None else gather_json(told, group)
+    problem = next((rank["problem"] for rank in ranks if rank["problem"]), None)
+    taken = {name for rank in ranks for name in rank["names"]}
+    unused = next((name for name in stored if name not in taken), None)
+    if problem is None and unused is not None:
+        problem = f"it has a tensor {unused!r} that the model lacks, so it was made by a different model"
+    try:
+        if problem is not None:
+            raise BadCheckpoint(problem)
+        read_tensors(path, manifest, state, group)
+    except BadCheckpoint as error:
+        there = os.path.exists(path)
+        gone = not all([there] if group is None else gather_json(there, group))
+        kind = CheckpointVanished if gone else UserError
+        raise kind(f"checkpoint {path} was not loaded: {error}; try another one of this run") from None

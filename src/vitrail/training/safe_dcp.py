@@ -2,17 +2,18 @@
 
 Two parts of that format can: the pickled `.metadata`, and entries that are not tensors. So tensors are all that is
 saved, the metadata goes through an unpickler that knows just the names which such metadata is made of, and the load
-planner refuses byte entries. Always on: checksums prove that a file is what was written, not who wrote it.
+planner refuses byte entries. Always on: checksums prove that a file is what was written, not who wrote it. Parts
+of metadata are seen to be plain before they are hashed, compared or shown: records may share others many times over.
 """
 
 import io
 import itertools
 import math
-import pickle
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
@@ -20,7 +21,12 @@ from torch.distributed.checkpoint import metadata as parts
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import _get_layout
+
+from vitrail.errors import BadData
+from vitrail.foreign import read_plain
+from vitrail.pickled import Unpickler, check_saved, largest
 
 
 class UnsafeCheckpoint(ValueError):
@@ -59,6 +65,8 @@ class _Stub:
         self._call = call
 
     def __call__(self, *arguments: Any) -> Any:
+        if not all(isinstance(one, str | int | type | PosixPath | _Stub) or _is_shape(one) for one in arguments):
+            raise UnsafeCheckpoint("its metadata calls something with what no checkpoint needs")
         return self._call(*arguments)
 
 
@@ -78,7 +86,22 @@ def _member(owner: Any, name: Any) -> Any:
     return parts._MEM_FORMAT_ENCODING[name]
 
 
-class _Unpickler(pickle.Unpickler):
+def _is_shape(found: Any) -> bool:
+    return isinstance(found, tuple) and all(isinstance(part, int) for part in found)
+
+
+def _is_index(found: Any) -> bool:
+    """Whether it says which part of which tensor is meant."""
+    if not isinstance(found, parts.MetadataIndex) or not isinstance(found.fqn, str):
+        return False
+    return isinstance(found.offset, torch.Size | None) and isinstance(found.index, int | None)
+
+
+class _Unpickler(Unpickler):
+    def check_key(self, key: Any) -> None:
+        if not isinstance(key, str) and not _is_index(key):
+            raise UnsafeCheckpoint("its metadata has a key that no checkpoint needs")
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
@@ -103,7 +126,10 @@ class TensorReader(FileSystemReader):
         self.files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        raw = Path(self.path, ".metadata").read_bytes()
+        try:
+            raw = read_plain(Path(self.path, ".metadata"), largest())
+        except BadData as error:
+            raise UnsafeCheckpoint(str(error)) from None
         members = {member: dict(vars(member)) for member in parts._MEM_FORMAT_ENCODING}
         try:
             metadata = _Unpickler(io.BytesIO(raw)).load()
@@ -126,31 +152,83 @@ class TensorReader(FileSystemReader):
     def _check(self, metadata: Any) -> None:
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_meta, StorageMeta | None):
             raise UnsafeCheckpoint("its metadata is not that of a checkpoint")
+        for index, info in metadata.storage_data.items():
+            plain = _is_index(index) and isinstance(info, _StorageInfo) and isinstance(info.relative_path, str)
+            if not plain or not _is_shape((info.offset, info.length)):
+                raise UnsafeCheckpoint("its metadata does not say where its parts are")
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-                raise UnsafeCheckpoint(f"its entry {name!r} is not a tensor")
-            if not isinstance(entry.size, torch.Size):
+                shown = repr(name) if isinstance(name, str) else "without a name"
+                raise UnsafeCheckpoint(f"its entry {shown} is not a tensor")
+            shapes = [entry.size, *(shape for chunk in entry.chunks for shape in (chunk.offsets, chunk.sizes))]
+            if not all(isinstance(shape, torch.Size) for shape in shapes):
                 raise UnsafeCheckpoint(f"its entry {name!r} has no shape")
             if not _tiles(entry):  # PyTorch would leave the rest of the tensor as it was, without a word
                 raise UnsafeCheckpoint(f"its entry {name!r} is not covered by what is stored of it")
             for chunk in entry.chunks:
-                if parts.MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                found = metadata.storage_data.get(parts.MetadataIndex(name, chunk.offsets))
+                if found is None:
                     raise UnsafeCheckpoint(f"its entry {name!r} has a part that no file holds")
+                if chunk.sizes.numel() * entry.properties.dtype.itemsize > found.length:
+                    raise UnsafeCheckpoint(f"its entry {name!r} is larger than what is stored of it")
         for info in metadata.storage_data.values():
             if info.relative_path not in self.files or info.transform_descriptors:
                 raise UnsafeCheckpoint(f"its metadata names a file that is not part of it: {info.relative_path!r}")
+        sizes = {file: Path(self.path, file).stat().st_size for file in self.files}
+        # Two parts that lie in the same bytes: one of them would silently be read as the other.
+        places = sorted((info.relative_path, info.offset, info.length) for info in metadata.storage_data.values())
+        for (file, start, length), (other, begin, _) in itertools.pairwise(places):
+            if start < 0 or length < 0 or (file == other and start + length > begin):
+                raise UnsafeCheckpoint(f"its parts overlap in {file}")
+        for file, start, length in places:
+            if start + length > sizes[file]:
+                raise UnsafeCheckpoint(f"its parts reach beyond the end of {file}")
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        """What PyTorch is about to load."""
+        part = cast(IO[bytes], _Part(file, sinfo.offset, sinfo.length))
+        check_saved(part, sinfo.length)
+        part.seek(0)
+        return part
+
+
+class _Part(_ReaderView):
+    """A part of a file that counts from its end as files do; PyTorch's own counts beyond it."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = self.len + offset, os.SEEK_SET
+        return super().seek(offset, whence)
 
 
 def _tiles(entry: TensorStorageMetadata) -> bool:
     """Whether the stored parts of a tensor fill it: inside, without overlap, and of its volume together."""
     boxes = [tuple(zip(c.offsets, c.sizes, strict=True)) for c in entry.chunks]
     inside = all(o >= 0 and o + s <= whole for box in boxes for (o, s), whole in zip(box, entry.size, strict=True))
-    # Shards are slabs along the first axis, and there may be thousands: then neighbours are all that can meet.
-    slabs = all(span == (0, whole) for box in boxes for span, whole in zip(box[1:], entry.size[1:], strict=True))
-    pairs = itertools.pairwise(sorted(boxes)) if slabs else itertools.combinations(boxes, 2)
-    apart = all(any(a + b <= c or c + d <= a for (a, b), (c, d) in zip(one, two, strict=True)) for one, two in pairs)
     filled = sum(math.prod(s for _, s in box) for box in boxes) == entry.size.numel()
+    apart = inside and filled and _apart(boxes)
     return inside and filled and (apart or entry.size.numel() == 0)
+
+
+def _apart(boxes: list[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether no two meet: cut where no box lies across, again and again. There may be thousands, too many for pairs.
+
+    Whatever is sharded can be cut so; boxes around a hole that turns like a pinwheel cannot, and count as not apart.
+    """
+    if len(boxes) < 2:
+        return True
+    for axis in range(len(boxes[0])):
+        groups: list[list[Any]] = []
+        reach = 0
+        for box in sorted(boxes, key=lambda box: box[axis]):
+            start, size = box[axis]
+            if not groups or start >= reach:
+                groups.append([])
+            groups[-1].append(box)
+            reach = max(reach, start + size)
+        if len(groups) > 1:
+            return all(map(_apart, groups))
+    return False
 
 
 class TensorPlanner(DefaultLoadPlanner):

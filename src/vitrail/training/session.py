@@ -3,20 +3,23 @@
 The trainer knows one step. The session knows the folder, pictures, validation, checkpoints, signals and the end.
 """
 
+import dataclasses
 import errno
 import itertools
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vitrail import disk
+from vitrail.contents import FORMAT, check_name
 from vitrail.data.batch import Batch
 from vitrail.data.checks import check_mixing
 from vitrail.data.entries import stored as stored_statistics
@@ -35,6 +38,7 @@ from vitrail.training.journal import Journal, check_tensorboard, open_tensorboar
 from vitrail.training.meters import Meter
 from vitrail.training.progress import Progress
 from vitrail.training.runfolder import RunFolder, beside
+from vitrail.training.same_data import compare_data, data_facts
 from vitrail.training.setup import (
     Place,
     build_model,
@@ -46,7 +50,7 @@ from vitrail.training.setup import (
     open_data,
 )
 from vitrail.training.trainer import Progressed, Timed, Trainer
-from vitrail.training.waiting import OPENING
+from vitrail.training.waiting import OPENING, on_chief_for_long
 from vitrail.weights import Report, load_initial
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -62,6 +66,12 @@ class Outcome:
     run_dir: Path
     step: int
     reason: str
+    report: bool = True  # whether one was asked for
+
+    @property
+    def page(self) -> Path:
+        """What to look at."""
+        return self.run_dir / "report.html" if self.report else self.run_dir
 
 
 class Session:
@@ -75,8 +85,10 @@ class Session:
         fresh: bool,
         quiet: bool,
         trust: bool = False,  # let a codec run code that comes with its files
+        other_data: bool = False,  # go on although the data are not those that the run began with
     ):
         self.began = time.monotonic()
+        self.other_data = other_data
         self.place, self.stop, self.watchdog, self.quiet = place, stop, watchdog, quiet
         watchdog.beat(0, "start", allowance=SLOW_PHASE)
         check_tensorboard(recipe)
@@ -91,6 +103,7 @@ class Session:
             None if known is None else stored_statistics(known),
             beat=lambda: watchdog.beat(0, "opening the data", allowance=OPENING),
         )
+        self.data = dataclasses.replace(self.data, facts=self.know_data(recipe))
         watchdog.beat(0, "start", allowance=SLOW_PHASE)
         check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
         self.recipe = recipe = complete(recipe, self.data)
@@ -144,10 +157,46 @@ class Session:
         for configs in (recipe.data.train, recipe.data.valid):
             as_opened(recipe.data, configs, tick=tick)
 
+    def know_data(self, recipe: Recipe) -> dict[str, Any]:
+        datasets = {"train": self.data.train, "valid": self.data.valid}
+        configs = {"train": recipe.data.train, "valid": recipe.data.valid}
+
+        def find(tick: Callable[[], None]) -> dict[str, Any]:
+            before = (newest_manifest(self.run_dir) or {}).get("data")
+            return data_facts(datasets, configs, before, self.run_dir, tick)
+
+        def beat() -> None:
+            self.watchdog.beat(0, "opening the data", allowance=OPENING)
+
+        return on_chief_for_long(find, self.place.control, beat)
+
+    def refuse_other_data(self) -> None:
+        """A run goes on with the data that it began with, unless it is told otherwise."""
+        manifest = newest_manifest(self.run_dir)
+        if manifest is None:
+            return
+        if manifest.get("data") is None:
+            self.notes.append(
+                "this run was begun by an older vitrail, which did not write down what its data were: whether they are "
+                "still the same is not known"
+            )
+            return
+        assert self.data.facts is not None
+        others, notes = compare_data(manifest["data"], self.data.facts)
+        self.notes += notes
+        if others and not self.other_data:
+            raise UserError(
+                f"{self.run_dir} was begun with other data ({'; '.join(others[:5])}); bring those back, start beside "
+                "it with --fresh, or continue it on the new ones with --other-data"
+            )
+        self.notes += [f"continued on other data: {other}" for other in others]
+
     def open_folder(self) -> None:
         self.folder = RunFolder(self.run_dir)
+        self.checkpoints.check = self.folder.check
         try:
             refuse_changes(self.run_dir, self.recipe)
+            self.refuse_other_data()
         except UserError:
             self.folder.discard_if_new()
             raise
@@ -170,14 +219,15 @@ class Session:
         self.watchdog.keep_traces(self.run_dir)
         with Progress(trainer.total, first, enabled=chief and not self.quiet) as progress:
             board = open_tensorboard(self.recipe, self.run_dir, first) if chief else None
-            self.journal = Journal(self.folder, progress, board)
+            self.journal = Journal(self.folder, progress, board, report=self.recipe.log.report)
             try:
                 self.introduce(resumed)
                 reason = self.loop()
                 self.finish(reason)
             except BaseException as error:
                 raise self.fail(error, begun=trainer.done > first) from error
-        return Outcome(0 if reason == "done" else REQUEUE, self.run_dir, trainer.done, reason)
+        report = self.recipe.log.report
+        return Outcome(0 if reason == "done" else REQUEUE, self.run_dir, trainer.done, reason, report)
 
     def resume(self) -> bool:
         manifest = self.checkpoints.load_newest(self.trainer.restore, self.notes.append)
@@ -205,8 +255,9 @@ class Session:
         every = {
             "log": trainer.steps(recipe.log.every),
             "eval": trainer.steps(recipe.eval.every),
-            "picture": trainer.steps(recipe.log.pictures),
         }
+        if recipe.log.pictures != "off":
+            every["picture"] = trainer.steps(recipe.log.pictures)
         if recipe.checkpoint.every != "off":
             every["save"] = trainer.steps(recipe.checkpoint.every)
         watch_every = 0 if recipe.log.activations == "off" else trainer.steps(recipe.log.activations)
@@ -233,9 +284,10 @@ class Session:
         def due(what: str) -> bool:
             return what in every and (trainer.done % every[what] == 0 or trainer.done == trainer.total)
 
-        if trainer.done == 0:
+        if trainer.done == 0 and "picture" in every:
             self.look(picture=True, measure=False)
         rms: dict[str, float] | None = None
+        owed = False  # a save that was due in a step that was skipped
         with self.looking_ahead(loader) as batches:
             for batch, wait in batches:
                 began = time.perf_counter()
@@ -259,9 +311,13 @@ class Session:
                 if due("eval") or due("picture"):
                     self.look(picture=due("picture"), measure=due("eval"))
                 self.note_saved(self.checkpoints.finished())
-                if told.stop or due("save") or ("save" in every and self.is_new_best()):
+                owed = owed or due("save") or ("save" in every and self.is_new_best())
+                # While steps are skipped nothing is saved, nor is the run stopped: its state may be of no use, and
+                # would push out a good one. It goes on to a step that is not skipped, or fails after some.
+                if told.finite and (told.stop or owed):
                     self.save()
-                if told.stop and trainer.done < trainer.total:
+                    owed = False
+                if told.finite and told.stop and trainer.done < trainer.total:
                     return told.stop
                 self.rounds.append(time.perf_counter() - began + wait)
         return "done"
@@ -329,9 +385,11 @@ class Session:
         from vitrail.launch.machine import environment
 
         assert self.folder is not None
+        for place in (self.run_dir, self.run_dir / "pictures"):
+            disk.sweep(place)
         try:
             self.folder.write("recipe.yaml", self.recipe.to_yaml())
-            self.folder.write("environment.json", json.dumps(environment(), indent=1))
+            self.folder.write("environment.json", json.dumps({"format": FORMAT, **environment()}, indent=1))
             self.folder.write("data.json", json.dumps(self.data.train.sources[0].describe()))
         except OSError as error:
             raise UserError(
@@ -386,6 +444,8 @@ class Session:
 
     def draw(self, folder: RunFolder, batch: Batch, output: torch.Tensor, targets: Any) -> None:
         """On rank 0, when all ranks are done with computing."""
+        if not folder.is_there():  # the next save says so
+            return
         step = self.trainer.done
         name = f"pictures/{self.recipe.objective.kind}-{step:08d}.png"
         held_out = self.data.valid is not None
@@ -406,16 +466,25 @@ class Session:
     def is_new_best(self) -> bool:
         if self.last_metrics is None or self.last_metrics[0] != self.trainer.done:
             return False
-        value = self.last_metrics[1][self.metric_name]
-        return math.isfinite(value) and self.checkpoints.is_better(value)
+        return self.checkpoints.is_better(self.last_metrics[1][self.metric_name])
 
     def save(self) -> None:
         trainer = self.trainer
         self.watchdog.beat(trainer.done, "saving", allowance=SLOW_PHASE)
         self.note_saved(self.checkpoints.wait())
+        self.check_folder()
         metrics = self.last_metrics[1] if self.last_metrics and self.last_metrics[0] == trainer.done else None
-        value = (metrics or {}).get(self.metric_name)
-        trainer.save(self.checkpoints, metrics, value if value is not None and math.isfinite(value) else None)
+        trainer.save(self.checkpoints, metrics, (metrics or {}).get(self.metric_name))
+
+    def check_folder(self) -> None:
+        """End on all ranks where the run folder is no longer at its place."""
+
+        def look() -> None:
+            if self.folder is not None:
+                with suppress(OSError):  # a disk that does not answer now: the save looks again, and may fail
+                    self.folder.check()
+
+        on_chief(look, self.place.control)
 
     def note_saved(self, outcome: dict[str, Any] | None, *, final: bool = False) -> None:
         if outcome is not None:
@@ -433,6 +502,11 @@ class Session:
                 f"the last checkpoint (step {self.trainer.done}) could not be written to {self.checkpoints.folder}: "
                 f"{self.save_error}; free some space and continue from the one before it"
             )
+        self.check_folder()
+        if reason == "done":
+            self.trainer.refuse_skipped_end()
+            if self.last_metrics is None or math.isfinite(self.last_metrics[1][self.metric_name]):
+                on_chief(self.checkpoints.tidy, self.place.control)
         self.end(reason, "")
 
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
@@ -462,6 +536,7 @@ class Session:
 
 def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
     """The run's folder, or a new one beside it; a restart of the same job finds the one that was chosen first."""
+    check_name(recipe.run_dir, "run.dir")
     if not fresh:
         return recipe.run_dir
     name = f"fresh/{next(_sittings)}"
@@ -470,27 +545,29 @@ def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
     return Path(place.root_store.get(name).decode())
 
 
-def find_statistics(run_dir: Path) -> dict[str, Any] | None:
-    """Mean and std that a run to be continued was normalised with, and those of its entries."""
+def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
+    """That of the newest checkpoint of a run to be continued that looks whole."""
     for folder in list_checkpoints(run_dir / "checkpoints"):
         try:
-            found = read_manifest(folder)["statistics"]
-            stored_statistics(found)  # of a form that can be used
+            found = read_manifest(folder)
+            stored_statistics(found["statistics"])  # of a form that can be used
             return found
+        except UserError:
+            raise
         except (BadCheckpoint, AttributeError, KeyError, TypeError, ValueError):
             continue
     return None
 
 
+def find_statistics(run_dir: Path) -> dict[str, Any] | None:
+    """Mean and std that a run to be continued was normalised with, and those of its entries."""
+    manifest = newest_manifest(run_dir)
+    return None if manifest is None else manifest["statistics"]
+
+
 def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
     """A run goes on with the recipe that it began with; only what does not change its result may differ."""
-    stored = None
-    for folder in list_checkpoints(run_dir / "checkpoints"):
-        try:
-            stored = read_manifest(folder)["recipe"]
-            break
-        except BadCheckpoint:
-            continue
+    stored = (newest_manifest(run_dir) or {}).get("recipe")
     if stored is None and (run_dir / "recipe.yaml").is_file():
         stored = recipe_yaml.read(run_dir / "recipe.yaml")
     changes = unsafe_changes(in_words_of_today(stored), recipe.to_tree()) if stored else []

@@ -4,7 +4,6 @@ Everything here happens before the first step and before the run folder is made,
 """
 
 import dataclasses
-import hashlib
 import math
 import os
 from collections.abc import Callable
@@ -25,11 +24,12 @@ from vitrail.data.loader import Loader
 from vitrail.data.sampler import Order
 from vitrail.data.stage import as_opened
 from vitrail.draws import Draws, key
-from vitrail.errors import UserError
+from vitrail.errors import TooLarge, UserError
 from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
+from vitrail.memory import memory_bytes
 from vitrail.models.inputs import encoder_of
 from vitrail.models.model import Model
 from vitrail.objectives.generate import range_of
@@ -41,8 +41,9 @@ from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.parallelize import parallelize
 from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.parallel.replay import is_ours
-from vitrail.recipe import Recipe
-from vitrail.training.collective import gather_json, on_chief, together
+from vitrail.recipe import Recipe, sizes
+from vitrail.training import alike
+from vitrail.training.collective import on_chief, together
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.failures import record_collectives
 from vitrail.training.waiting import on_chief_for_long
@@ -64,8 +65,11 @@ class Place:
     saving: Any  # gloo group for the thread that writes checkpoints
 
 
-def find_place(recipe: Recipe) -> Place:
+def find_place(recipe: Recipe, **call: Any) -> Place:
+    """Meet the other ranks, which must be about to do the same; `call` is what was asked for beside the recipe."""
     world = find_world()
+    if impossible := absurd_here(recipe, world):
+        raise TooLarge(impossible)
     refuse(recipe, world.size)
     cuda = torch.cuda.is_available()
     if recipe.run.device == "cuda" and not cuda:
@@ -83,7 +87,25 @@ def find_place(recipe: Recipe) -> Place:
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else share_of_cores(world)
     torch.set_num_threads(threads)
     groups = [dist.new_group(backend="gloo", timeout=FIRST_TIMEOUT) for _ in range(2)]
-    return Place(world, device, threads, store, root_store, *groups)
+    place = Place(world, device, threads, store, root_store, *groups)
+    if world.size > 1:
+        alike.compare(alike.start_facts(recipe, device.type, call), place.control, alike.START)
+    return place
+
+
+def absurd_here(recipe: Recipe, world: World) -> str | None:
+    """Why a recipe cannot be run on this machine, as far as arithmetic tells before anything is opened or made."""
+    layout, host = layout_of(recipe.parallel, world.size), memory_bytes()
+    share = recipe.data.global_batch(layout.data) // layout.data
+    return sizes.beyond(recipe, share=share, ranks=world.size, host=host, device=memory_of_rank(recipe, world, host))
+
+
+def memory_of_rank(recipe: Recipe, world: World, host: int) -> int:
+    """Bytes for the parameters of a rank: of its device, or its share of the host."""
+    on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available() and not recipe.parallel.offload
+    if not on_gpu:
+        return host // world.local_size
+    return torch.cuda.get_device_properties(world.device_index(torch.cuda.device_count())).total_memory
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,7 @@ class DataParts:
     batch: int  # samples of a step, over all ranks
     train_entries: list[Statistics] | None = None  # of each entry, where they differ
     valid_entries: list[Statistics] | None = None
+    facts: dict[str, Any] | None = None  # by which a run that goes on knows its data again
 
 
 def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
@@ -136,8 +159,7 @@ def open_data(
     if c.filter is not None:  # the first process makes the maps, and the others find them
         on_chief_for_long(lambda tick: bool(open_all(tick)), place.control, beat)
     train, valid = together(lambda: open_all(beat), place.control)
-    if c.bad == "skip":
-        check_alike([train] if valid is None else [train, valid], place.control)
+    check_data([train] if valid is None else [train, valid], place)
     batch = c.global_batch(layout_of(recipe.parallel, place.world.size).data)
 
     places = entries.places_of(train, c.train)
@@ -159,24 +181,17 @@ def open_data(
     return DataParts(train, valid, entries.with_entries(_statistics(base), mine, places), batch, mine, theirs)
 
 
+def check_data(datasets: list[Dataset], place: Place) -> None:
+    """Refuse ranks that see other data: they would disagree on what each sample is."""
+    if place.world.size > 1:
+        alike.compare(alike.data_facts(datasets, datasets[0].policy), place.control, alike.DATA)
+
+
 def use_cache(size: int) -> None:
     """Keep at most so many bytes of decoded chunks, in all sources of this process."""
     chunks.shared.limit = size
     if chunks.shared.bytes > size:
         chunks.shared.clear()
-
-
-def check_alike(datasets: list[Dataset], group: Any) -> None:
-    """Refuse ranks that have left out different items: they would disagree on what each sample is."""
-    found = [hashlib.blake2b(repr([e[:3] for e in d.extents]).encode()).hexdigest() for d in datasets]
-    ranks = gather_json(found, group)
-    for rank, theirs in enumerate(ranks):
-        for dataset, mine, other in zip(datasets, ranks[0], theirs, strict=True):
-            if mine != other:
-                raise UserError(
-                    f"data.bad: rank {rank} can use other items of {dataset.where} than rank 0; check that every node "
-                    "sees the same files, and try again"
-                )
 
 
 def policy_of(recipe: Recipe, place: Place, layout: Layout) -> Policy:
@@ -381,7 +396,9 @@ def make_evaluator(
     recipe: Recipe, place: Place, data: DataParts, objective: Objective, flow: Flow, *, samples: int | None = None
 ) -> Evaluator:
     """Fixed samples: of data.valid, or (for pictures alone) of data.train where there is none."""
-    dataset = data.valid or data.train
+    dataset, number = data.valid or data.train, samples or recipe.eval.samples
+    if number * sizes.LEAST > memory_bytes():
+        raise UserError(f"eval.samples: {number} samples cannot even be listed in the memory here; ask for fewer")
     # Entries with different variables take turns sample by sample, so that which ones are measured depends on nothing.
     turns = 1 if dataset is data.valid and len(dataset.groups) > 1 else None
     sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1, batch=turns)
@@ -400,7 +417,7 @@ def make_evaluator(
             policy=policy_of(recipe, place, flow.layout),
         ),
         seed=recipe.run.seed,
-        samples=samples or recipe.eval.samples,
+        samples=number,
         batch=micro_batch(recipe, data, flow.layout),
     )
 
@@ -428,11 +445,18 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     use_backend(c.attention, device=place.device, key="parallel.attention")
     mesh = Mesh.make(layout, place.device.type)
     cpu_mesh = Mesh.make(layout, "cpu") if on_gpu else mesh
-    with torch.device("meta"):
-        model = recipe.model.build()
+    try:
+        with torch.device("meta"):
+            model = recipe.model.build()
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise UserError("model: it has more parameters than can be counted; make it smaller") from error
     if c.replay == "auto" and not is_ours(recipe.model, recipe.objective):
         c = c.model_copy(update={"replay": False})
     rules, parameters = init_rules(model), sum(p.numel() for p in model.parameters())
+    if many := sizes.too_many(parameters, place.world.size, memory_of_rank(recipe, place.world, memory_bytes())):
+        raise TooLarge(f"model: it has {many}")
     rates, names = model.drop_path_rates(), [name for name, _ in model.named_parameters()]
     compute = recipe.precision.compute
     if compute == "auto":

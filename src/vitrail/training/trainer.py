@@ -22,8 +22,8 @@ from vitrail.draws import Draws, key, sent
 from vitrail.errors import UserError
 from vitrail.objectives.objective import Loss, Objective, drop_path_table
 from vitrail.recipe import Recipe, steps_of
-from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, load_tensors, stored_tensors
-from vitrail.training.collective import gather_json
+from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_tensors, read_tensors, stored_tensors
+from vitrail.training.collective import gather_json, together
 from vitrail.training.ema import EMA
 from vitrail.training.optimizer import group_table, make_groups, named_state, restore_state, step
 from vitrail.training.setup import DataParts, Parts, Place
@@ -228,6 +228,16 @@ class Trainer:
                 "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
             )
 
+    def refuse_skipped_end(self) -> None:
+        """A run whose last steps were skipped is not done: what it ends with may be of no use."""
+        if self.skipped_in_a_row:
+            number = "step was" if self.skipped_in_a_row == 1 else f"{self.skipped_in_a_row} steps were"
+            raise TooManySkips(
+                f"the last {number} skipped, up to the end at step {self.done}, since loss or gradient was not finite, "
+                "and nothing was saved after them; look at these samples (metrics.jsonl, event 'skip'), go past them "
+                f"with run.steps={self.done + 1} or more, lower optimizer.lr or use precision.compute=fp32"
+            )
+
     # ------------------------------------------------------------ state
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -256,24 +266,35 @@ class Trainer:
             "world": self.place.world.size,
             "layout": self.flow.layout._asdict(),
             "statistics": self.data.statistics._asdict(),
+            "data": self.data.facts,
             "recipe": self.recipe.to_tree(),
         }
 
     def restore(self, folder: Any, manifest: dict[str, Any]) -> None:
         """Continue from a verified checkpoint, whatever layout it was saved in."""
+        # Agreed on first: stages of a pipeline differ, and a rank that stays away from the loading would be waited for.
+        together(lambda: self._make_ready(folder, manifest), self.place.control)
+        read_tensors(folder, manifest, self.tensors(), self.place.saving)
+        self.done, self.samples = manifest["step"], manifest["samples"]
+        self.optimizer_steps = manifest["optimizer_steps"]
+        self.skipped, self.skipped_in_a_row = manifest["skipped"], manifest["skipped_in_a_row"]
+
+    def _make_ready(self, folder: Any, manifest: dict[str, Any]) -> None:
+        """Make the state that a checkpoint has, or refuse one that is not of this training."""
         if manifest["statistics"] != {name: list(value) for name, value in self.data.statistics._asdict().items()}:
             raise BadCheckpoint("its data were normalised in another way than those of the newest checkpoint")
+        try:
+            stored = stored_tensors(folder, manifest)
+        except OSError as error:
+            raise BadCheckpoint(f"its tensors cannot be found ({error})") from None
         moments: dict[str, list[str]] = {}
-        for name in stored_tensors(folder, manifest):
+        for name in stored:
             kind, _, rest = name.partition(".")
             if kind == "optimizer":
                 parameter, _, moment = rest.rpartition(".")
                 moments.setdefault(parameter, []).append(moment)
         restore_state(self.optimizer, moments, manifest["optimizer_steps"])
-        load_tensors(folder, manifest, self.tensors(), self.place.saving)
-        self.done, self.samples = manifest["step"], manifest["samples"]
-        self.optimizer_steps = manifest["optimizer_steps"]
-        self.skipped, self.skipped_in_a_row = manifest["skipped"], manifest["skipped_in_a_row"]
+        check_tensors(stored, self.tensors())
 
     def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
         checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from vitrail import disk
 from vitrail.errors import RunFailed, UserError
 from vitrail.verbs.words import (
     Json,
@@ -165,7 +166,7 @@ def bench(
 def _measure_here(recipe: str, overrides: list[str], *, as_json: bool, **asked: Any) -> None:
     """On the ranks that a launcher has started."""
     from vitrail.bench.measure import measure
-    from vitrail.bench.trial import is_out_of_memory
+    from vitrail.errors import is_out_of_memory
 
     try:
         result = measure(recipe, overrides, name="as it is", **asked)
@@ -189,8 +190,6 @@ def _run(
     as_json: bool,
 ) -> None:
     """Cells in processes of their own, or in jobs."""
-    import tempfile
-
     from vitrail.bench.runner import LIMIT, Options, Stopped, plan_sweep
     from vitrail.recipe import seconds_of
 
@@ -210,7 +209,7 @@ def _run(
     if jobs is not None and options.start_with is not None:
         raise UserError("--start-with: job scripts say themselves how ranks are started; leave it or --jobs out")
     several = bool(grid["sweep"]) or jobs is not None
-    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as nowhere:
+    with disk.scratch("vitrail-bench-") as nowhere:
         grid = grid | ({} if grid["kept"] else {"out": nowhere})
         planned = plan_sweep(recipe, overrides, options=options, tell=note, **grid)
         if jobs is not None:

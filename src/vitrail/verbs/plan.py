@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.disk import check_output
 from vitrail.errors import UserError
 from vitrail.verbs.words import Json, Overrides, Plugins, load_plugins
 
@@ -88,6 +89,7 @@ def _check_plot(path: Path, numbers: list[int]) -> None:
         raise UserError(f"--plot {path}: expected a file that ends with .png, .svg or .pdf")
     if not path.resolve().parent.is_dir():
         raise UserError(f"--plot {path}: there is no folder {path.parent}; make it first")
+    check_output(path)
 
 
 def _one(

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.errors import UserError
+from vitrail.credentials import strip
+from vitrail.errors import UserError, printable
+
+
+def _trust(context: typer.Context, given: bool) -> bool:
+    """Let data be opened as `--trust` says, as long as the verb lasts."""
+    from vitrail.foreign import trusted
+
+    context.with_resource(trusted(given))
+    return given
+
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe; repeatable.", show_default=False)
@@ -17,7 +27,14 @@ Overrides = Annotated[
 Plugins = Annotated[
     list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Import a module that adds kinds; repeatable.")
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Let the codec run code that comes with its files.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=_trust,
+        help="Let the codec run code that comes with its files, and data files read what they name anywhere.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 
@@ -88,7 +105,7 @@ def _signed(message: str) -> str:
 
 
 def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(strip(line)), file=sys.stderr, flush=True)
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -101,7 +118,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     from vitrail.report.units import compact, count
 
     show = {"parameters": count, "flops": compact}
-    cells = [[show.get(name, str)(value) for name, value in row.items()] for row in rows]
+    cells = [[printable(show.get(name, str)(value)) for name, value in row.items()] for row in rows]
     widths = [max(map(len, column)) for column in zip(list(rows[0]), *cells, strict=True)]
     for line in [list(rows[0]), *cells]:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -130,10 +147,11 @@ def print_tree(tree: dict[str, Any], as_json: bool) -> None:
             if name == "histogram":  # for machines
                 continue
             rows = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
-            print(f"{indent}{name}:", end="\n" if rows or isinstance(value, dict) else f" {show(value)}\n")
+            shown = "" if rows or isinstance(value, dict) else f" {show(value)}"
+            print(printable(f"{indent}{name}:{shown}"))
             if isinstance(value, dict):
                 walk(value, indent + "  ")
             for row in rows or ():
-                print(f"{indent}  {show(row)}")
+                print(printable(f"{indent}  {show(row)}"))
 
     walk(tree, "")

@@ -4,7 +4,6 @@ Tensors are read one at a time, when they are asked for, so that no rank needs r
 """
 
 import argparse
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
+from vitrail.foreign import check_plain, open_plain, read_json
+from vitrail.pickled import Program, check_saved
 
 # Where training scripts put the weights in their files; averaged ones first, as they are the better ones.
 NESTED = (
@@ -63,6 +64,7 @@ def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
         if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir():
             return _open_run(path)
         return unwrapped(_open_folder(path))
+    check_plain(path)
     if path.suffix == ".safetensors":
         opened = _open_safetensors(path)
     elif path.name.endswith(".safetensors.index.json"):
@@ -89,7 +91,7 @@ def unwrapped(weights: Weights) -> Weights:
 
 def _settings(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = read_json(folder / "config.json")
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -112,13 +114,15 @@ def _open_safetensors(path: Path) -> Weights:
 def _open_index(path: Path) -> Weights:
     """A model in several safetensors files, and the list of what is where."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        table = read_json(path)["weight_map"]
         names = sorted(set(table.values()))
+        outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path}: it does not list which tensor is in which file; fetch it again") from None
-    outside = [name for name in names if Path(name).name != name]
     if outside:
         raise UserError(f"{path}: it names {outside[0]!r}, which does not lie beside it")
+    for name in names:
+        check_plain(path.parent / name)
     parts = {name: _open_safetensors(path.parent / name) for name in names}
     missing = [name for name, part in table.items() if name not in parts[part].shapes]
     if missing:
@@ -149,6 +153,8 @@ def _open_torch(path: Path) -> Weights:
             return torch.load(path, map_location="cpu", weights_only=True, **options)
 
     try:
+        with open_plain(path) as file:
+            check_saved(file, path.stat().st_size)
         try:
             tree = load(mmap=True)
         except (RuntimeError, ValueError):  # files of old versions cannot be mapped
@@ -160,10 +166,22 @@ def _open_torch(path: Path) -> Weights:
                 "alone where you trust the file: safetensors.torch.save_file(state_dict, 'weights.safetensors')"
             ) from None
         raise UserError(f"{path}: this is not a file of PyTorch weights; fetch it again") from None
+    except Program:
+        raise UserError(
+            f"{path}: it is a TorchScript program, which holds more than weights; save its state_dict where you trust "
+            "it: torch.save(torch.jit.load(path).state_dict(), 'weights.pt')"
+        ) from None
     except Exception as error:
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: it cannot be read ({words}); fetch it again") from None
-    return _from_tree(tree, str(path))
+    opened = _from_tree(tree, str(path))
+    for name in opened.shapes:
+        tensor = opened.read(name)
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        # Views may repeat the same few bytes without an end.
+        if not plain or tensor.numel() * tensor.itemsize > path.stat().st_size:
+            raise UserError(f"{path}: its tensor {name!r} is not stored as plain numbers, each of them; save a copy")
+    return opened
 
 
 def _from_tree(tree: Any, path: str) -> Weights:
@@ -178,9 +196,13 @@ def _from_tree(tree: Any, path: str) -> Weights:
         notes.append(f"taken from {inner!r} in the file")
     if not isinstance(tree, Mapping):
         raise UserError(f"{path}: a mapping of names to tensors was expected, not {type(tree).__name__}")
-    tensors = {str(name): value.detach() for name, value in tree.items() if isinstance(value, Tensor)}
+    tensors = {
+        str(name): value.detach()
+        for name, value in tree.items()
+        if isinstance(name, str | int) and isinstance(value, Tensor)
+    }
     if not tensors:
-        keys = ", ".join(repr(str(key)) for key in list(tree)[:8])
+        keys = ", ".join(repr(str(key)) for key in tree if isinstance(key, str | int))[:200]
         raise UserError(
             f"{path}: no tensors were found in it (keys: {keys}); expected a state dict, or one under 'model'"
         )

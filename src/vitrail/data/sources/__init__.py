@@ -1,12 +1,21 @@
 """Sources, one file a format. This file only tells which kind of source lies at a path, without opening it."""
 
-import json
 import re
 import struct
 from collections import Counter
 from typing import Any
 
-from vitrail.data.files import base_name, file_type, is_url, join, list_files, list_folders, read_bytes, split_key
+from vitrail.data.files import (
+    base_name,
+    file_type,
+    is_url,
+    join,
+    list_files,
+    list_folders,
+    read_bytes,
+    read_json,
+    split_key,
+)
 from vitrail.data.tiff_tags import read_tags
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
@@ -153,7 +162,7 @@ def _guess_zarr(path: str) -> str | None:
     tree = {name: _load(join(path, name)) for name in ("zarr.json", ".zattrs")}
     attributes: dict[str, Any] = {}
     for found in (tree["zarr.json"].get("attributes"), tree[".zattrs"]):
-        attributes |= found if isinstance(found, dict) else {}
+        attributes |= _tree(found)
     if "vitrail_latents" in attributes:
         return "latents"
     if {"ome", "multiscales", "plate", "bioformats2raw.layout"} & set(attributes):
@@ -167,11 +176,11 @@ def _guess_zarr(path: str) -> str | None:
 
 def _is_xarray(path: str, metadata: dict[str, Any]) -> bool:
     """Whether a Zarr store is a dataset of xarray: it holds an array with the name of its own only axis."""
-    arrays = (metadata.get("consolidated_metadata") or {}).get("metadata") or {}
-    axes = {name: found.get("dimension_names") for name, found in arrays.items() if isinstance(found, dict)}
-    for name, found in (_load(join(path, ".zmetadata")).get("metadata") or {}).items():
+    arrays = _tree(_tree(metadata.get("consolidated_metadata")).get("metadata"))
+    axes = {name: _tree(found).get("dimension_names") for name, found in arrays.items()}
+    for name, found in _tree(_load(join(path, ".zmetadata")).get("metadata")).items():
         if name.endswith("/.zattrs"):
-            axes[name.removesuffix("/.zattrs")] = found.get("_ARRAY_DIMENSIONS")
+            axes[name.removesuffix("/.zattrs")] = _tree(found).get("_ARRAY_DIMENSIONS")
     group = metadata.get("node_type") == "group" or file_type(join(path, ".zgroup")) == "file"
     if not axes and group:  # nothing is gathered at the top: the arrays themselves tell
         for name in _folders(path)[:_LOOK_AT]:
@@ -191,9 +200,14 @@ def _folders(path: str) -> list[str]:
 def _load(path: str) -> dict[str, Any]:
     """A JSON file; nothing where there is none, or where it is broken: its source will say so."""
     try:
-        found = json.loads(read_bytes(path))
+        found = read_json(path)
     except (OSError, ValueError):  # UserError is a ValueError
         return {}
+    return _tree(found)
+
+
+def _tree(found: Any) -> dict[str, Any]:
+    """What is found where keys and values belong; nothing where it is something else."""
     return found if isinstance(found, dict) else {}
 
 

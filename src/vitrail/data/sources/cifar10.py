@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.files import base_name, file_type, join, list_files, list_folders, local_copy, parent, read_bytes
 from vitrail.data.formats import decoding
 from vitrail.data.items import ItemsConfig, LazySequence, choose_channels, keep_share, whole_item
 from vitrail.data.source import normalize_window
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -1,5 +1,7 @@
-"""GeoTIFF and whatever else GDAL opens: bands are variables, CRS and transform are kept, nodata and alpha are masks.
+"""GeoTIFF and other scenes by GDAL: bands are variables, CRS and transform are kept, nodata and alpha are masks.
 
+- only drivers whose files hold their own pixels: others (VRT, WMS, ...) read what a file names, on disks and in
+  networks; with `--trust` GDAL may use all that it has
 - a block that was never written would read as zeros: unless nodata stands for it, `missing` decides
 - windows are read by blocks; each thread has a file handle of its own, as GDAL wants it; overviews are levels
 - scale and offset of bands are applied, as float32
@@ -10,19 +12,38 @@ import itertools
 import math
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData, MissingData
 from vitrail.data.files import local_copy
 from vitrail.data.formats import Handles, decoding, library, list_items, pair_labels
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.stored import Filling
+from vitrail.errors import BadData, MissingData
+from vitrail.foreign import check_plain, check_room, is_trusting, named_file, open_plain
 from vitrail.recipe import config
 
 Files = Handles[Any]
 SUFFIXES = (".tif", ".tiff", ".gtiff", ".jp2", ".vrt", ".img")
+# First bytes of files, and the driver that opens them; without --trust no other is asked.
+DRIVERS = {
+    b"II*\0": "GTiff",
+    b"MM\0*": "GTiff",
+    b"II+\0": "GTiff",
+    b"MM\0+": "GTiff",
+    b"\0\0\0\x0cjP": "JP2OpenJPEG",
+    b"\xff\x4f\xff\x51": "JP2OpenJPEG",
+    b"\x89PNG": "PNG",
+    b"\xff\xd8\xff": "JPEG",
+}
+# What GDAL looks for beside a file, by the name of that file and by the name without its suffix.
+# The first of them it opens by any driver, and what lies beside those, too. It opens .aux, which others write as well,
+# where that is of HFA.
+OPENED = (".ovr", ".msk")
+BESIDE = (*OPENED, ".aux", ".aux.xml")
+INSTEAD = (".aux", ".aux.xml", ".tfw", ".tifw", ".wld", ".hdr", ".tab", ".rpb", ".imd", ".rrd", ".sta", ".prj")
 
 
 @config
@@ -57,17 +78,90 @@ def open_files() -> Files:
     # Labels often come without a place of their own, and are then taken to lie on the image.
     warnings.filterwarnings("ignore", category=rasterio.errors.NotGeoreferencedWarning)
 
+    trust = is_trusting()  # now: threads open files later
+
     def open_raster(place: str, level: int | None) -> Any:
-        return rasterio.open(place) if level is None else rasterio.open(place, overview_level=level)
+        driver = None if trust else _driver(Path(place))
+        with rasterio.Env(GDAL_DISABLE_READDIR_ON_OPEN="TRUE"):  # else names in any mixture of cases are looked for
+            return rasterio.open(place, driver=driver, **({} if level is None else {"overview_level": level}))
 
     return Handles(open_raster, per_thread=True)
 
 
+def _driver(place: Path) -> str:
+    """The driver for a file that holds its own pixels."""
+    with open_plain(place) as file:
+        start = file.read(8)
+    driver = next((name for magic, name in DRIVERS.items() if start.startswith(magic)), None)
+    if driver is None and not start.lstrip().startswith(b"<"):
+        headers = (place.with_suffix(".hdr"), place.with_name(f"{place.name}.hdr"))
+        driver = next(("ENVI" for header in headers if header.is_file()), None)
+    if driver is None:
+        raise BadData(
+            f"{place} cannot be read: it is no GeoTIFF, JPEG 2000, PNG, JPEG or ENVI file; restore it, or give --trust "
+            "if it is of another kind that GDAL reads, which may read other files, and you know who made it"
+        )
+    return driver
+
+
+def _check_beside(place: Path, files: Files) -> None:
+    """Refuse what GDAL would wait for, or would open by a driver that reads what a file names."""
+    beside = [Path(f"{place}{name}") for suffix in BESIDE for name in (suffix, suffix.upper())]
+    beside += [place.with_suffix(name) for suffix in INSTEAD for name in (suffix, suffix.upper())]
+    for file in beside:
+        check_plain(file)
+    for file in beside:
+        kind = file.suffix.lower()
+        if not file.exists() or is_trusting():
+            continue
+        if kind == ".aux" and _is_hfa(file):
+            raise BadData(
+                f"{file} holds statistics of ERDAS or ArcGIS, which may name other files; move it away, or give "
+                "--trust if you know who made it"
+            )
+        if kind not in OPENED:
+            continue
+        if (driver := _driver(file)) != "GTiff":
+            raise BadData(f"{file} is of {driver}, which lies beside no scene; remove it, or give --trust")
+        _check_beside(file, files)
+        raster = files(str(file), None)
+        _check_named(str(file), file, raster)
+        _check_block(str(file), raster)
+
+
+def _is_hfa(file: Path) -> bool:
+    with open_plain(file) as opened:
+        return opened.read(15).upper() == b"EHFA_HEADER_TAG"  # in any mixture of cases, as GDAL does
+
+
+def _check_named(path: str, place: Path, raster: Any) -> None:
+    """Refuse overviews in other places: GDAL opens them by any driver, whatever opened the file itself."""
+    if not is_trusting() and (elsewhere := raster.tags(ns="OVERVIEWS").get("OVERVIEW_FILE")):
+        raise BadData(
+            f"{path} keeps its overviews in {elsewhere!r}; build them anew, or give --trust if you know who made it"
+        )
+    for file in raster.files:
+        if not (Path(file).is_absolute() and named_file(place, file).exists()) and not is_trusting():
+            # A name that GDAL alone understands, such as that of a page of another file.
+            raise BadData(f"{path} reads {file!r}, which is no file; save it anew, or give --trust")
+
+
+def _check_block(name: str, raster: Any) -> None:
+    """Refuse blocks that do not fit into memory; bands side by side in a pixel are decoded together."""
+    size = sum(np.dtype(kind).itemsize for kind in raster.dtypes)
+    check_room(f"a block of {name}", size * max(math.prod(block) for block in raster.block_shapes))
+
+
 def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[str, Any]]:
     """The bands, with the overviews as levels; and CRS, transform and tags."""
-    place = str(local_copy(path))
+    here = local_copy(path).absolute()
+    if ".." in here.parts:  # which names of files beside it must not have
+        here = here.parent.resolve() / here.name
+    place = str(here)
     with decoding(path):
+        _check_beside(here, files)
         raster = files(place, None)
+        _check_named(path, here, raster)
         alpha = [i for i, colour in enumerate(raster.colorinterp, 1) if colour.name == "alpha"]
         bands = [i for i in raster.indexes if i not in alpha]
         if not bands:
@@ -82,6 +176,7 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
         masked = any("all_valid" not in [flag.name for flag in raster.mask_flag_enums[i - 1]] for i in bands)
         names = [raster.descriptions[i - 1] or _colour(raster, i) or f"band{i}" for i in bands]
         block, transform, crs = raster.block_shapes[0], raster.transform, raster.crs
+        _check_block(path, raster)
         factors, beside = raster.overviews(bands[0]), tuple(raster.files)  # masks, headers and others
         # GDAL gives the mark of no data for blocks that were never written, or else zeros.
         sparse = raster.driver == "GTiff" and raster.nodata is None
@@ -100,6 +195,7 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
         shapes = [(raster.height, raster.width)]
         for number in range(len(factors)):
             overview = files(place, number)
+            _check_block(f"{path}, overview {number}", overview)
             shapes.append((overview.height, overview.width))
     a, b, c, d, e, f = transform[:6]
     spacing = {} if transform.is_identity else {"y": math.hypot(b, e), "x": math.hypot(a, d)}

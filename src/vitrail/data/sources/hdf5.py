@@ -5,26 +5,40 @@
   and axes from the dimension labels or an `axes` attribute; h5py reads under one lock, so threads take turns
 - a chunk that was never written reads as zeros in HDF5, and so do parts of a virtual dataset whose file is gone: here
   that is an error, unless `missing: fill`
+- links and parts in other files are those of the file's own folder, unless `--trust` is given (hdf5_links.py)
 """
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.bad import BadData, MissingData
 from vitrail.data.files import local_copy, split_key
 from vitrail.data.formats import Handles, decoding, default_axes, library, list_items, pair_labels
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit, split_axes
+from vitrail.data.hdf5_links import (
+    Found,
+    check_chunks,
+    check_dataset,
+    check_known,
+    check_parts,
+    external_files,
+    follow,
+    large_chunks,
+    open_here,
+    virtual_parts,
+    walk,
+)
 from vitrail.data.stored import Filling
-from vitrail.errors import UserError
+from vitrail.errors import BadData, MissingData, UserError
+from vitrail.foreign import parse_json
 from vitrail.recipe import config
 
 Files = Handles[Any]
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".ims", ".ilp")
+MOST_VALUES = 1000  # of an attribute that tells something here
 
 
 @config
@@ -70,35 +84,37 @@ def open_files() -> Files:
 def list_datasets(path: str, files: Files) -> list[str]:
     """Names of the arrays of numbers with two axes or more."""
     h5py = library("h5py", "hdf5")
-    found: list[str] = []
-
-    def visit(name: str, node: Any) -> None:
-        if isinstance(node, h5py.Dataset) and node.ndim >= 2 and node.dtype.kind in "biuf":
-            found.append(name)
-
     with decoding(path):
-        files(local_copy(path)).visititems(visit)
-    return found
+        return [
+            name
+            for name, node in walk(files(local_copy(path).resolve()))
+            if isinstance(node, h5py.Dataset)
+            and node.dtype.kind in "biuf"
+            # The shape of a virtual dataset may be asked of other files, so that it counts whatever that is.
+            and (node.is_virtual or node.ndim >= 2)
+        ]
 
 
 def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: str | None = None) -> Stored:
-    h5py = library("h5py", "hdf5")
-    place = local_copy(path)
     with decoding(path):
+        place = local_copy(path).resolve()
         if key is None:
             known = [name for name in list_datasets(path, files) if skip is None or name != skip.strip("/")]
             if len(known) != 1:
                 have = f"choose `key` from {', '.join(known)}" if known else "it holds no array of numbers"
                 raise UserError(f"{path}: which dataset to read is not said; {have}")
             key = known[0]
-        node = files(place).get(key)
-        if not isinstance(node, h5py.Dataset):
+        at = follow(files, place, key)
+        node = None if at is None else open_here(files, at)
+        if at is None or node is None:
             have = ", ".join(list_datasets(path, files)) or "none"
             raise UserError(f"key = {key!r} is no dataset of {path}; choose from {have}")
-        name, shape, dtype = f"{path}::{key}", tuple(node.shape), np.dtype(node.dtype)
+        name = f"{path}::{key}"
+        check_parts(files, node, at.file)
+        shape, dtype = tuple(node.shape), np.dtype(node.dtype)
         axes = _axes(node)
         spacing, unit, origin = _metadata(node, axes)
-        outside, problem = _outside(node, place)
+        outside, problem = _outside(files, node, at.file, place)
         if problem is not None and not fill:
             raise MissingData(f"{name}: {problem}; restore it, or set `missing: fill` if what it lacks is empty")
         chunk, lost = node.chunks or (1,) * len(shape), problem is not None or _missing(node)
@@ -106,11 +122,14 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
             raise MissingData(
                 f"{name}: none of its voxels was ever written; restore the file, or set `missing: fill` if it is empty"
             )
-    known_key, filling = key, Filling()
+        check_dataset(name, node)
+        check_known(name, node)
+        large = large_chunks(node)
+    found, filling = at, Filling()
 
     def read(window: Window) -> np.ndarray:
         with decoding(name):
-            dataset = files(place)[known_key]
+            dataset = open_here(files, found)
             if tuple(dataset.shape) != shape or dataset.dtype != dtype:
                 raise BadData(f"{name} has changed since it was opened; start again with the new file")
             gone = [part.file for part in outside if part.touches(window) and not part.file.exists()]
@@ -125,6 +144,7 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
                         "fill value"
                     )
                 filling.add(1)
+            check_chunks(name, dataset, large, window)
             return dataset[window]
 
     files_of = tuple(dict.fromkeys([str(place), *(str(part.file) for part in outside)])) if outside else ()
@@ -133,12 +153,13 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
 
 def _axes(node: Any) -> tuple[str, ...]:
     labels = tuple(dimension.label for dimension in node.dims)
-    told = node.attrs.get("axes", node.attrs.get("axistags"))
+    told = _attribute(node, "axes")
+    told = _attribute(node, "axistags") if told is None else told
     if isinstance(told, np.ndarray):
         labels = tuple(n.decode() if isinstance(n, bytes) else str(n) for n in told.ravel())
     elif isinstance(told, str) and told.startswith("{"):  # vigra's axis tags, as ilastik writes them
         try:
-            labels = tuple(axis["key"] for axis in json.loads(told)["axes"])
+            labels = tuple(str(axis["key"]) for axis in parse_json(told)["axes"])
         except (ValueError, KeyError, TypeError):
             labels = ()
     elif isinstance(told, str):
@@ -152,16 +173,26 @@ def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str |
     """Voxel size, unit and origin, given for the axes of space in their order."""
     space = [name for name in axes if name not in ("c", "t")]
     for attribute, unit in (("element_size_um", "micrometer"), ("resolution", "nanometer")):
-        values = np.ravel(node.attrs.get(attribute, ()))
+        told = _attribute(node, attribute)
+        values = np.ravel(() if told is None else told)
         if len(values) == len(space) and values.dtype.kind in "iuf" and (values > 0).all():
             spacing = {n: float(v) for n, v in zip(space, values, strict=True)}
             if attribute == "element_size_um":
                 return spacing, unit, {}
-            offset = np.ravel(node.attrs.get("offset", np.zeros(len(space))))
+            offset = _attribute(node, "offset")
+            offset = np.ravel(np.zeros(len(space)) if offset is None else offset)
             fits = len(offset) == len(space) and offset.dtype.kind in "iuf"
-            told = plain_unit(node.attrs.get("unit", node.attrs.get("units"))) or unit
+            told = _attribute(node, "unit")
+            told = plain_unit(_attribute(node, "units") if told is None else told) or unit
             return spacing, told, {n: float(v) for n, v in zip(space, offset, strict=True)} if fits else {}
     return {}, None, {}
+
+
+def _attribute(node: Any, name: str) -> Any:
+    """A small attribute, or None."""
+    if name not in node.attrs or np.prod(node.attrs.get_id(name).shape or (), dtype=object) > MOST_VALUES:
+        return None
+    return node.attrs[name]
 
 
 class _Part(NamedTuple):
@@ -175,49 +206,49 @@ class _Part(NamedTuple):
         return all(a < w.stop and w.start <= b for w, a, b in zip(window, self.start, self.last, strict=True))
 
 
-def _outside(node: Any, place: Path) -> tuple[list[_Part], str | None]:
-    """The other files that a dataset is read from, and what is wrong with them: HDF5 itself would give zeros."""
-    own = Path(node.file.filename)  # an external link may have led there
+def _outside(files: Files, node: Any, own: Path, place: Path) -> tuple[list[_Part], str | None]:
+    """The other files that a dataset is read from, and what is wrong with them: HDF5 itself would give zeros.
+
+    An external link may have led to its `own` file.
+    """
     whole = (0,) * node.ndim, tuple(n - 1 for n in node.shape)
-    parts = [] if own.resolve() == place.resolve() else [_Part(own, *whole)]
+    parts = [] if own == place else [_Part(own, *whole)]
     problems: list[str] = []
-
-    def find(name: str) -> Path:
-        beside = own.parent / name  # HDF5 looks there, and in the folder that the process is in
-        return next((file for file in (beside, Path(name)) if file.exists()), beside)
-
-    for name, offset, size in node.external or ():
-        parts.append(_Part(find(name), *whole))
+    for file, offset, size in external_files(node, own):
+        parts.append(_Part(file, *whole))
         bounded = size < 2**63  # or to the end of the file, whatever that is
         if not parts[-1].file.exists():
             problems.append(f"the file {parts[-1].file}, which holds a part of it, is gone")
         elif bounded and parts[-1].file.stat().st_size < offset + size:
             problems.append(f"the file {parts[-1].file}, which holds a part of it, is cut short")
+    judged: set[tuple[Path, str]] = set()
     mapped = 0
-    for source in node.virtual_sources() if node.is_virtual else ():
-        mapped += source.vspace.get_select_npoints()
-        if source.file_name == ".":
-            problems += _judge(node.file, source.dset_name)
-        elif "%b" not in source.file_name:  # a pattern of files, as many as there are
-            parts.append(_Part(find(source.file_name), *source.vspace.get_select_bounds()))
-            problems += _judge(parts[-1].file, source.dset_name)
-    if node.is_virtual and mapped < node.size:
+    pattern = False
+    for part, name, space in virtual_parts(node, own):
+        if space is None:
+            pattern = True
+            parts.append(_Part(part or own, *whole))
+            continue
+        mapped += space.get_select_npoints()
+        if part is not None:
+            parts.append(_Part(part, *space.get_select_bounds()))
+        if (part or own, name) not in judged:
+            judged.add((part or own, name))
+            problems += _judge(files, part or own, name)
+    if node.is_virtual and mapped < node.size and not pattern:
         problems.append(f"{node.size - mapped} of its voxels are in no file")
     return parts, problems[0] if problems else None
 
 
-def _judge(file: Any, name: str) -> list[str]:
+def _judge(files: Files, file: Path, name: str) -> list[str]:
     """What is wrong with a dataset that is a part of another."""
-    if isinstance(file, Path):
-        if not file.exists():
-            return [f"the file {file}, which holds a part of it, is gone"]
-        with library("h5py", "hdf5").File(file, "r", locking="best-effort") as opened:
-            return _judge(opened, name)
-    dataset = file.get(name)
-    if dataset is None:
-        return [f"{file.filename}::{name}, which is a part of it, is gone"]
-    lost = f"{file.filename}::{name}, which is a part of it, has chunks that were never written"
-    return [lost] if _missing(dataset) else []
+    if not file.exists():
+        return [f"the file {file}, which holds a part of it, is gone"]
+    at: Found | None = follow(files, file.resolve(), name)
+    if at is None:
+        return [f"{file}::{name}, which is a part of it, is gone"]
+    lost = f"{file}::{name}, which is a part of it, has chunks that were never written"
+    return [lost] if _missing(open_here(files, at)) else []
 
 
 def _missing(node: Any) -> bool:

@@ -70,7 +70,7 @@ class ImageFolderConfig(ImagesConfig):
             class_names=classes,
             state=self._state(names),
             title=lambda name: join(folder, name),
-            files=[self.path, *(beside or ())],
+            files=lambda: [self.path, *(join(folder, name) for name in names), *(beside or ())],
             **more,
         )
         if values and beside is not None:

@@ -3,34 +3,36 @@
 As safetensors, a folder with `index.json` and its shards; as Zarr, a group with the same facts as its attribute
 `vitrail_latents` and the arrays themselves:
 
-- facts: {shape: [C, *S], dtype, rows, variables, mean, std, classes, shards: [{file, rows}]}; no shards in Zarr; what
-  `vitrail data encode` wrote also has {codec, data, encoding}: what encoded it, out of what, and how
-- `latents` [N, C, *S] and, where there are classes, `labels` [N]
+- facts: {version, shape: [C, *S], dtype, rows, variables, mean, std, classes, labelled, shards: [{file, rows, crc32}],
+  seal}; no shards in Zarr; what `vitrail data encode` wrote also has {codec, data, encoding}: what encoded it, out of
+  what, and how
+- `latents` [N, C, *S] and, where there are classes, `labels` [N]; in a shard also `sums` [N], the CRC-32 of each row,
+  compared whenever one is read; in Zarr, the frames of zstd have theirs
 - mean and std of each channel are of all rows, in float64; `write_latents` measures them while it writes
 """
 
-import json
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.bad import BadData, MissingData
-from vitrail.data.files import base_name, file_type, join, local_copy, read_bytes, read_exactly
+from vitrail.data.files import file_type, join, local_copy, read_bytes, read_exactly, read_json
 from vitrail.data.formats import decoding
 from vitrail.data.items import ItemsConfig, LazySequence, choose_channels, keep_share, whole_item
+from vitrail.data.latents_facts import TYPES, check_facts, check_shards, compare_facts
 from vitrail.data.places import find_place
+from vitrail.data.protection import of_chunks
 from vitrail.data.source import normalize_window
 from vitrail.data.stored import Stored
 from vitrail.data.zarr_nodes import open_array
-from vitrail.errors import UserError
+from vitrail.errors import BadData, MissingData, UserError
+from vitrail.foreign import METADATA, check_room, parse_json
 from vitrail.recipe import config
 
 ATTRIBUTE = "vitrail_latents"
 PLAN = "plan.json"  # of latents that are still being encoded
-# Types of safetensors; bfloat16, which NumPy has not, is read as its upper half of float32.
-TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "I32": "int32"}
 
 
 @config
@@ -52,12 +54,21 @@ class Shard(NamedTuple):
     shape: tuple[int, ...]  # [N, C, *S]
     dtype: str
     labels: np.ndarray | None  # [N]
+    sums: np.ndarray | None  # [N], CRC-32 of each row
+    head: int  # CRC-32 of all else in the file
+
+    @property
+    def checksum(self) -> str | None:
+        """What tells that a row is damaged."""
+        return None if self.sums is None else "crc32"
 
     def row(self, row: int) -> np.ndarray:
         """One latent, [C, *S]."""
         kind = np.dtype(TYPES[self.dtype]).newbyteorder("<")
         size = math.prod(self.shape[1:]) * kind.itemsize
         found = read_exactly(self.place, self.offset + row * size, size, f"row {row}")
+        if self.sums is not None and zlib.crc32(found) != self.sums[row]:
+            raise BadData(f"{self.place}: row {row} does not match its checksum; restore the file, or encode it anew")
         return widen(np.frombuffer(found, kind).reshape(self.shape[1:]), self.dtype)
 
 
@@ -72,7 +83,12 @@ class ZarrRows:
         self.labels = None
         if has_labels:
             labels = self._open("labels")
-            self.labels = labels.read(tuple(slice(0, size) for size in labels.shape))
+            if labels.shape != self.shape[:1]:
+                raise BadData(
+                    f"{labels.name} has the shape {list(labels.shape)} for {self.shape[0]} rows; write it anew"
+                )
+            check_room(labels.name, self.shape[0] * labels.dtype.itemsize)
+            self.labels = labels.read((slice(0, self.shape[0]),))
 
     def row(self, row: int) -> np.ndarray:
         """One latent, [C, *S]."""
@@ -82,6 +98,11 @@ class ZarrRows:
             raise BadData(
                 f"{self._array.name}, row {row} cannot be read: its chunk is missing; restore it, or write all anew"
             ) from error
+
+    @property
+    def checksum(self) -> str | None:
+        """What tells that a row is damaged."""
+        return of_chunks(self._array.chunk_reader) if self._array.chunk_reader is not None else None
 
     def _open(self, name: str) -> Stored:
         # A missing chunk is a lost row, never a row of zeros.
@@ -93,13 +114,10 @@ class LatentsSource:
 
     def __init__(self, settings: LatentsConfig) -> None:
         self.config = settings
-        facts, self._shards = open_rows(settings.path)
+        facts, self.shards = open_rows(settings.path)
         codec, data = facts.get("codec"), facts.get("data")
         self.encoded = {"codec": codec | {"data": data}} if isinstance(codec, dict) else {}  # what they are latents of
-        first = self._shards[0]
-        for shard in self._shards:
-            if shard.shape[1:] != first.shape[1:] or shard.dtype != first.dtype:
-                raise BadData(f"{settings.path}: its shards differ in shape or type; write them anew")
+        first = self.shards[0]
         self.shape, count = first.shape[2:], first.shape[1]
         self.axes = ("z", "y", "x")[-len(self.shape) :]
         self.dtype = np.dtype("float32" if first.dtype == "BF16" else TYPES.get(first.dtype, first.dtype))
@@ -108,9 +126,9 @@ class LatentsSource:
         mean, std = facts.get("mean"), facts.get("std")
         # Of all rows, for those who need no fitting any more.
         self.statistics = None
-        if mean and std and len(mean) == len(std) == count:
+        if mean and std:
             self.statistics = {"mean": [mean[c] for c in self._channels], "std": [std[c] for c in self._channels]}
-        self._firsts = np.cumsum([0, *(shard.shape[0] for shard in self._shards)])
+        self._firsts = np.cumsum([0, *(shard.shape[0] for shard in self.shards)])
         self._labels, self.class_names = self._read_classes(facts.get("classes") or ())
         total = int(self._firsts[-1])
         self.kept = keep_share(settings, LazySequence(total, str))
@@ -123,7 +141,7 @@ class LatentsSource:
         window = tuple(slice(*bounds) for bounds in normalize_window(self.shape, region))
         number = int(self.kept[item])
         shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        row = self._shards[shard].row(number - int(self._firsts[shard]))
+        row = self.shards[shard].row(number - int(self._firsts[shard]))
         return np.ascontiguousarray(row[self._channels][(slice(None), *window)], self.dtype)
 
     def describe(self) -> dict[str, Any]:
@@ -147,9 +165,9 @@ class LatentsSource:
         return None if number < 0 else number
 
     def _read_classes(self, names: Sequence[str]) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        if any(shard.labels is None for shard in self._shards):
+        if any(shard.labels is None for shard in self.shards):
             return None, ()
-        labels = np.concatenate([shard.labels for shard in self._shards if shard.labels is not None])
+        labels = np.concatenate([shard.labels for shard in self.shards if shard.labels is not None])
         highest = int(labels.max(initial=-1))
         if names and highest >= len(names):
             raise BadData(f"{self.config.path}: class {highest} among the labels, but {len(names)} are named; mend it")
@@ -159,7 +177,7 @@ class LatentsSource:
 def open_rows(path: str) -> tuple[dict[str, Any], list[Any]]:
     """The facts of stored latents, and their shards."""
     if file_type(path) == "file":
-        return {}, [open_shard(path, None)]
+        return _checked({}, lambda: [open_shard(path)], path)
     if file_type(path) is None:
         raise UserError(f"data path {path!r} does not exist; check the spelling")
     for name in ("zarr.json", ".zattrs"):
@@ -168,51 +186,81 @@ def open_rows(path: str) -> tuple[dict[str, Any], list[Any]]:
             facts = (attributes.get("attributes") or attributes).get(ATTRIBUTE)
             if not isinstance(facts, dict):
                 raise UserError(f"{path} has no attribute {ATTRIBUTE!r}, so it holds no latents; use kind: zarr")
-            return facts, [ZarrRows(path)]
+            return _checked(facts, lambda: [ZarrRows(path)], join(path, name))
     if file_type(join(path, "index.json")) != "file":
         if file_type(join(path, PLAN)) == "file":
             raise UserError(f"{path} is not encoded to its end; finish it with the same `vitrail data encode` command")
         raise UserError(f"{path} has no index.json, nor Zarr metadata; give a folder of latents")
     facts = _load(join(path, "index.json"))
-    shards = facts.get("shards")
-    if not isinstance(shards, list) or not shards or not all(isinstance(s, dict) and "file" in s for s in shards):
-        raise BadData(f"{join(path, 'index.json')} lists no shards ([{{file, rows}}, ...]); write it anew")
-    for shard in shards:
-        if base_name(str(shard["file"])) != shard["file"]:
-            raise UserError(f"{path}: the shard {shard['file']!r} does not lie in its folder; use plain names")
-    return facts, [open_shard(join(path, shard["file"]), shard.get("rows")) for shard in shards]
+    check_shards(facts.get("shards"), join(path, "index.json"), path)
+
+    def open_all() -> list[Any]:
+        return [open_shard(join(path, s["file"]), s.get("rows"), s.get("crc32")) for s in facts["shards"]]
+
+    return _checked(facts, open_all, join(path, "index.json"))
 
 
-def open_shard(path: str, rows: int | None) -> Shard:
-    """The header of a safetensors file, checked against its size; nothing is unpickled."""
+def _checked(facts: dict[str, Any], open_all: Callable[[], list[Any]], where: str) -> tuple[dict[str, Any], list[Any]]:
+    check_facts(facts, where)
+    shards = open_all()
+    compare_facts(facts, shards, where)
+    return facts, shards
+
+
+def open_shard(path: str, rows: int | None = None, head: int | None = None) -> Shard:
+    """The header of a safetensors file, checked against its size; nothing is unpickled.
+
+    `rows` and `head`, the CRC-32 of all but the latents, are those that it should have.
+    """
     place = local_copy(path)
     size = place.stat().st_size
     with decoding(path):
         length = int.from_bytes(read_bytes(place, 0, 8), "little")
         if size < 8 or length > size - 8:
             raise BadData(f"{path} is cut short, or no safetensors file; restore it")
-        header = json.loads(read_bytes(place, 8, length))
+        if length > METADATA:
+            raise BadData(f"{path} says that its header has {length:,} bytes; restore the file")
+        text = read_bytes(place, 8, length)
+        header = parse_json(text)
         tensor = header.get("latents")
         if tensor is None:
             raise BadData(f"{path} holds no tensor `latents`, only {', '.join(header)}; name it so")
         shape, kind = tuple(tensor["shape"]), tensor["dtype"]
-        start, end = tensor["data_offsets"]
-        if kind not in TYPES or not 4 <= len(shape) <= 5 or 0 in shape:
+        start, end = _span(path, tensor, size - 8 - length)
+        if not all(type(n) is int and n > 0 for n in shape):
+            raise BadData(f"{path}: latents are {list(shape)}; expected whole numbers above 0")
+        if kind not in TYPES or not 4 <= len(shape) <= 5:
             raise BadData(
                 f"{path}: latents are {list(shape)} of {kind}; expected [N, C, y, x] or [N, C, z, y, x] of floats"
             )
-        if end - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize or 8 + length + end > size:
-            raise BadData(f"{path} is cut short: {size:,} bytes, of at least {8 + length + end:,}; restore it")
+        if end - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize:
+            raise BadData(f"{path} has {end - start:,} bytes of latents, not as many as their shape takes; restore it")
         if rows is not None and rows != shape[0]:
             raise BadData(f"{path} has {shape[0]} rows, but index.json says {rows}; restore the right file")
-        labels = None
-        if "labels" in header:
-            first, last = header["labels"]["data_offsets"]
-            found = read_bytes(place, 8 + length + first, last - first)
-            labels = np.frombuffer(found, np.dtype(TYPES[header["labels"]["dtype"]]).newbyteorder("<"))
-            if len(labels) != shape[0]:
-                raise BadData(f"{path} has {len(labels)} labels for {shape[0]} rows; write it anew")
-        return Shard(str(place), 8 + length + start, shape, kind, labels)
+        found = zlib.crc32(text)
+        beside: dict[str, np.ndarray | None] = {"labels": None, "sums": None}
+        for name in beside:
+            if name in header:
+                first, last = _span(path, header[name], size - 8 - length)
+                stored = read_bytes(place, 8 + length + first, last - first)
+                found = zlib.crc32(stored, found)
+                dtype = "uint32" if header[name]["dtype"] == "U32" else TYPES[header[name]["dtype"]]
+                beside[name] = values = np.frombuffer(stored, np.dtype(dtype).newbyteorder("<"))
+                if len(values) != shape[0]:
+                    raise BadData(f"{path} has {len(values)} {name} for {shape[0]} rows; write it anew")
+        if head is not None and head != found:
+            raise BadData(f"{path} does not match its checksum in index.json; restore it, or encode the data anew")
+        return Shard(str(place), 8 + length + start, shape, kind, beside["labels"], beside["sums"], found)
+
+
+def _span(path: str, tensor: dict[str, Any], size: int) -> tuple[int, int]:
+    """First byte of a tensor and the one after its last, counted from the end of the header."""
+    start, end = tensor["data_offsets"]
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end <= size:
+        raise BadData(
+            f"{path} is cut short: a tensor lies at bytes {start} to {end} of {size:,} after the header; restore it"
+        )
+    return start, end
 
 
 def widen(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -222,7 +270,7 @@ def widen(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def _load(path: str) -> dict[str, Any]:
     with decoding(path):
-        found = json.loads(read_bytes(path))
+        found = read_json(path)
         if not isinstance(found, dict):
             raise BadData(f"{path} is no list of facts; write it anew")
         return found

@@ -9,22 +9,26 @@
 """
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData, MissingData
+from vitrail.credentials import reveal
 from vitrail.data.files import base_name, file_type, is_url, join, local_copy
-from vitrail.data.formats import decoding, library, list_items
+from vitrail.data.formats import Handles, decoding, file_mark, library, list_items
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
+from vitrail.data.hdf5_links import check_chunks, check_dataset, check_whole, large_chunks, walk
 from vitrail.data.netcdf_classic import expected_size
-from vitrail.data.places import find_place
 from vitrail.data.stored import Filling
-from vitrail.data.zarr_nodes import open_array
-from vitrail.errors import UserError
+from vitrail.data.xarray_stores import check_store, open_known
+from vitrail.data.zarr_nodes import check_file
+from vitrail.errors import BadData, MissingData, UserError
+from vitrail.foreign import check_room, open_plain
 from vitrail.recipe import config
 
 SUFFIXES = (".nc", ".nc4", ".cdf", ".netcdf")
@@ -36,6 +40,7 @@ UNWRITTEN = 9.969209968386869e36
 PACKING = {"scale_factor", "add_offset", "missing_value"}  # attributes that make floats of whole numbers
 DECODED = {*PACKING, "_FillValue", "_Unsigned", "dtype"}
 Place = tuple[int | slice, ...]  # one for each axis of a field; a number drops its axis
+BYTES_A_NAME = 128
 LATITUDES = {"latitude", "lat", "nav_lat", "rlat"}
 
 
@@ -109,7 +114,7 @@ class NetcdfConfig(GridConfig):
             images = tuple(
                 self._stored(f"{path}::{name}", raw.variables[name], field, counted) for name, field in fields.items()
             )
-            return images, _names(first, counted), _facts(dataset, fields, grid, other)
+            return images, _names(path, first, counted), _facts(dataset, fields, grid, other)
 
     def _stored(self, name: str, raw: Any, field: Any, counted: tuple[str, ...]) -> Stored:
         """A field as [items, levels, *grid]; items of several axes are counted in their order."""
@@ -185,8 +190,9 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
             attributes["_FillValue"], nodata = np.dtype(raw.dtype).type(nodata), None
         elif nodata is not None and raw.dtype.kind == "i" and field.dtype.kind == "u":  # decoded without sign
             nodata = np.array(nodata, raw.dtype).astype(field.dtype).item()
-    array = _open_array(path, short, fill=fill) if _is_store(path) else None
+    array = open_known(path, short, fill=fill) if _is_store(path) else None
     chunks = _Chunks.of(name, fill=fill) if array is None else None
+    check = None if _is_store(path) else _chunk_checker(name, Path(raw.encoding["source"]))
 
     def read(place: Place) -> np.ndarray:
         if array is not None:
@@ -195,6 +201,8 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
         else:
             if chunks is not None:
                 chunks.check(place)
+            if check is not None:
+                check([slice(p, p + 1) if isinstance(p, int) else p for p in place])
             values = raw[place].to_numpy()
         if DECODED & set(attributes):
             dims = [n for n, p in zip(raw.dims, place, strict=True) if not isinstance(p, int)]
@@ -205,12 +213,37 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
     return read, chunks if array is None else array.chunk_reader, nodata
 
 
-def _open_array(path: str, name: str, *, fill: bool) -> Stored | None:
-    """An array of a Zarr store; None where only zarr's own library knows its codecs."""
-    try:
-        return open_array(find_place(path) / name, fill=fill)
-    except UserError:
-        return None
+def _chunk_checker(name: str, place: Path) -> Callable[[Sequence[slice]], None] | None:
+    """Looks into packed chunks of netCDF 4 before its library does; None where nothing that large can come of them."""
+    with open_plain(place) as file:
+        if expected_size(file) is not None:  # of classic netCDF, which packs nothing
+            return None
+    field, mark = name.rpartition("::")[2], file_mark(place)
+
+    def find(file: Any) -> Any:
+        return file[field if field in file else f"_nc4_non_coord_{field}"]
+
+    def check(window: Sequence[slice]) -> None:
+        with _hdf5_lock():
+            check_chunks(name, find(_files(place, mark)), large, window)
+
+    with _hdf5_lock(), _open_hdf5(place) as file:
+        check_dataset(name, find(file))
+        large = large_chunks(find(file))
+    return check if large else None
+
+
+def _open_hdf5(place: Path, mark: object = None) -> Any:
+    """A file for h5py; its mark tells `Handles` of another file at the same place."""
+    return library("h5py", "netcdf").File(place, "r", locking="best-effort")
+
+
+def _hdf5_lock() -> Any:
+    """The lock of netCDF's reads: h5py, which has its own, may be built on the same library."""
+    return library("xarray.backends.locks", "netcdf").HDF5_LOCK
+
+
+_files: Handles[Any] = Handles(_open_hdf5, per_thread=False)
 
 
 class _Chunks(Filling):
@@ -220,6 +253,7 @@ class _Chunks(Filling):
         super().__init__()
         self.name, self.fill = name, fill
         self.sizes, self.key = array.shards or array.chunks, array.metadata.encode_chunk_key
+        self.bytes = math.prod(self.sizes) * array.dtype.itemsize
 
     @classmethod
     def of(cls, name: str, *, fill: bool) -> "_Chunks | None":
@@ -235,7 +269,7 @@ class _Chunks(Filling):
         ranges = [range(p.start // c, -(-p.stop // c)) for p, c in zip(parts, self.sizes, strict=True)]
         for number in itertools.product(*ranges):
             file = join(self.name.replace("::", "/"), self.key(number))
-            if file_type(file) is not None:
+            if check_file(file, self.bytes):
                 continue
             if not self.fill:
                 raise MissingData(
@@ -254,13 +288,31 @@ def _open(path: str) -> Any:
     with decoding(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of attributes that do not conform: values are right all the same
         if store:
-            return xarray.open_zarr(path, chunks=None, decode_cf=False)
-        place = local_copy(path)
-        with place.open("rb") as file:
+            check_store(path)
+            return xarray.open_zarr(reveal(path) if is_url(path) else path, chunks=None, decode_cf=False)
+        place = local_copy(path).absolute()
+        with open_plain(place) as file:
             needed = expected_size(file)
+        if needed is None:
+            _check_hdf5(place)
         if needed is not None and place.stat().st_size < needed:
             raise BadData(f"{path} is cut short: {place.stat().st_size} of {needed} bytes; restore the file")
         return xarray.open_dataset(place, engine="netcdf4", cache=False, decode_cf=False)
+
+
+def _check_hdf5(place: Path) -> None:
+    """Refuse links and values in other files, which the library would follow by itself, and coordinates like bombs."""
+    h5py = library("h5py", "netcdf")
+    with _hdf5_lock(), _open_hdf5(place) as file:
+        check_whole(file, place)
+        for name, node in walk(file):
+            # Coordinates have one axis, or are words of letters; they are read as a whole when the file is opened.
+            # Fields are looked at when they are chosen.
+            if "/" in name or not isinstance(node, h5py.Dataset) or (node.ndim > 1 and node.dtype.kind in "biuf"):
+                continue
+            check_dataset(f"{place}::{name}", node)
+            check_room(f"{place}::{name}", node.size * node.dtype.itemsize)
+            check_chunks(f"{place}::{name}", node, large_chunks(node))
 
 
 def _decode(raw: Any) -> Any:
@@ -287,10 +339,13 @@ def _item_axes(field: Any) -> tuple[str, ...]:
 
 
 def _coordinate(field: Any, name: str) -> np.ndarray:
-    return field[name].to_numpy() if name in field.coords else np.arange(field.sizes[name])
+    # Not of several axes, which nobody has looked at.
+    return field[name].to_numpy() if name in field.indexes else np.arange(field.sizes[name])
 
 
-def _names(field: Any, counted: tuple[str, ...]) -> list[str]:
+def _names(path: str, field: Any, counted: tuple[str, ...]) -> list[str]:
+    total = math.prod(field.sizes[n] for n in counted)
+    check_room(f"{path}: the list of its {total:,} items", BYTES_A_NAME * total)
     values = [[f"{n}={_show(v)}" for v in _coordinate(field, n)] for n in counted]
     return [",".join(parts) or "fields" for parts in itertools.product(*values)]
 
@@ -309,7 +364,7 @@ def _spacing(field: Any, grid: Sequence[str]) -> tuple[dict[str, float], str | N
     spacing: dict[str, float] = {}
     units = set()
     for name in grid:
-        values = _coordinate(field, name) if name in field.coords else np.zeros(0)
+        values = _coordinate(field, name) if name in field.indexes else np.zeros(0)
         numbers = values.astype(np.float64) if values.ndim == 1 and values.dtype.kind in "iuf" else np.zeros(0)
         steps = np.abs(np.diff(numbers))
         if not len(steps) or not np.allclose(steps, steps[0], rtol=1e-2, atol=0) or steps[0] == 0:
@@ -330,7 +385,7 @@ def _facts(dataset: Any, fields: dict[str, Any], grid: Sequence[str], left_out: 
         },
         "dims": {str(n): int(size) for n, size in dataset.sizes.items()},
     }
-    if latitude is not None and latitude in first.coords:
+    if latitude is not None and latitude in first.indexes:
         facts["latitude"] = "south first" if _south_first(first, latitude) else "north first"
     if left_out:
         facts["left_out"] = list(left_out)

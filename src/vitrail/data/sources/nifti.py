@@ -5,21 +5,29 @@
 - .nii is read by memory map; .nii.gz has no random access, so it is decoded whole and kept while there is room
 """
 
+import gzip
+import math
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.files import local_copy
 from vitrail.data.formats import Mapped, decoding, file_mark, library, list_items, pair_labels, whole_items
 from vitrail.data.grid import TOLERANCE, Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.nnunet import Case, is_layout, read_layout
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import check_plain, check_room, open_plain
 from vitrail.recipe import config
 
 SUFFIXES = (".nii.gz", ".nii")
+HEADER = 544  # bytes, at most
+MOST_START = 2**28  # bytes before the first voxel, extensions and all
+MOST_BEHIND = 2**24  # and after the last one
+MOST_EXTENSIONS = 1000  # of a header; each is an object of the library
+BEST_PACKED = 1032  # bytes that can come of one
 
 
 @config
@@ -80,11 +88,54 @@ def _load(place: Path) -> Any:
     return library("nibabel", "nifti").load(place)
 
 
+def _check_header(path: str, place: Path) -> None:
+    """Refuse sizes that no file has, before the library takes memory for them."""
+    first = place.with_suffix(".hdr") if place.suffix == ".img" else place
+    for pair in (first, place.with_suffix(".img")):
+        check_plain(pair)  # of two files the library opens both
+    packed = first.suffix == ".gz"
+    with open_plain(first) as held, gzip.open(held) if packed else held as file:
+        head = file.read(HEADER)
+        order = "<" if head[:4] in (b"\x5c\1\0\0", b"\x1c\2\0\0") else ">"
+        if len(head) < 348 or int.from_bytes(head[:4], "little" if order == "<" else "big") not in (348, 540):
+            raise BadData(f"{path} cannot be read: it has no header of NIfTI; restore or convert it")
+        old = head[0] == 0x5C or head[3] == 0x5C
+        sizes = struct.unpack_from(f"{order}8h", head, 40) if old else struct.unpack_from(f"{order}8q", head, 16)
+        start = struct.unpack_from(f"{order}f", head, 108)[0] if old else struct.unpack_from(f"{order}q", head, 168)[0]
+        if not 1 <= sizes[0] <= 7 or min(sizes[1 : sizes[0] + 1]) < 1 or not 0 <= start <= MOST_START:
+            raise BadData(
+                f"{path} says that its dimensions are {list(sizes[1 : max(1, sizes[0]) + 1])}, from byte {start:.15g}; "
+                "restore the file"
+            )
+        extended = head[348 if old else 540 :][:1] not in (b"", b"\0")
+        at, whole, count = (352 if old else 544), int(start) or MOST_START, 0
+        while extended and at + 8 <= whole and len(told := _read_at(file, at, 8)) == 8:
+            (length,) = struct.unpack_from(f"{order}i", told)
+            if not 8 <= length <= whole - at:
+                raise BadData(f"{path} says that an extension of its header has {length:,} bytes; restore the file")
+            at, count = at + length, count + 1
+            if count > MOST_EXTENSIONS:
+                raise BadData(f"{path} has more than {MOST_EXTENSIONS:,} extensions of its header; restore the file")
+
+
+def _check_packed(path: str, place: Path, size: int) -> None:
+    """Refuse what a packed file cannot hold, or what is decoded whole and has no room."""
+    if place.suffix == ".gz" and size > BEST_PACKED * place.stat().st_size:
+        raise BadData(f"{path} says that it holds {size:,} bytes, more than can be packed in it; restore the file")
+    check_room(path, size)
+
+
+def _read_at(file: Any, place: int, size: int) -> bytes:
+    file.seek(place)
+    return file.read(size)
+
+
 def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.ndarray]:
     """The array, and its affine."""
     library("nibabel", "nifti")
     place = local_copy(path)
     with decoding(path):
+        _check_header(path, place)
         image = _load(place)
         header, proxy = image.header, image.dataobj
         if not hasattr(header, "get_xyzt_units"):
@@ -95,6 +146,8 @@ def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.
         affine = np.asarray(image.affine, np.float64)
         files = tuple({str(part.filename): None for part in image.file_map.values()})  # of .hdr and .img, two
         mark, packed = (path, file_mark(place)), place.suffix != ".nii"
+        if packed:  # by the type that is read: the header tells its bits besides, and those may be others
+            _check_packed(path, place, math.prod(sizes) * raw.itemsize)
         mapped = None if packed else Mapped(path, place, raw, int(proxy.offset), sizes, "F")
     if not 2 <= len(sizes) <= 5:
         raise BadData(f"{path} has {len(sizes)} dimensions; 2 to 5 can be read")
@@ -105,8 +158,7 @@ def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.
 
     def decode() -> np.ndarray:
         with decoding(path):
-            values = np.asarray(_load(place).dataobj.get_unscaled())
-            return np.ascontiguousarray(values.T)
+            return np.ascontiguousarray(_read_whole(place).T)
 
     def read(window: Window) -> np.ndarray:
         values = (whole_items(mark, decode) if mapped is None else mapped().T)[window]
@@ -117,6 +169,19 @@ def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.
     spacing = {name: float(zoom) for name, zoom in zip("xyz", zooms, strict=False) if zoom > 0}
     origin = dict.fromkeys("xyz"[: len(shape)], 0.0)
     return Stored(path, shape, axes[::-1], dtype, chunk, read, spacing, unit, origin, channels, files=files), affine
+
+
+def _read_whole(place: Path) -> np.ndarray:
+    image = _load(place)
+    if place.suffix != ".gz":
+        return np.asarray(image.dataobj.get_unscaled())
+    with gzip.open(place) as file:
+        values = np.asarray(type(image).from_stream(file).dataobj.get_unscaled())
+        end = file.tell()
+        while file.read(2**20):  # the checksum lies behind the last byte, and is compared only there
+            if file.tell() > end + MOST_BEHIND:
+                raise BadData(f"{place} cannot be read: it goes on behind its last voxel; restore the file")
+    return values
 
 
 def _whole_numbers(labels: Stored) -> Stored:

@@ -10,15 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.files import local_copy, split_key
 from vitrail.data.formats import Mapped, decoding, default_axes, file_mark, list_items, pair_labels, whole_items
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, split_axes
+from vitrail.data.npy import read_header
 from vitrail.data.stored import NOT_SPACE
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import check_room, open_plain
 from vitrail.recipe import config
 
 SUFFIXES = (".npy", ".npz")
+BEST_PACKED = 1032  # bytes that can come of one
 
 
 @config
@@ -89,9 +91,10 @@ class NumpyConfig(GridConfig):
 def open_npy(path: str) -> Stored:
     place = local_copy(path)
     with decoding(path):
-        array = np.load(place, mmap_mode="r", allow_pickle=False)
-        order = "C" if array.flags.c_contiguous else "F"
-        return mapped(Mapped(path, place, array.dtype, array.offset, array.shape, order), array.shape, array.dtype)
+        with open_plain(place) as file:
+            found = read_header(file, path)
+        array = Mapped(path, place, found.dtype, found.offset, found.shape, found.order)
+        return mapped(array, found.shape, found.dtype)
 
 
 def mapped(array: Mapped, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
@@ -102,8 +105,8 @@ def mapped(array: Mapped, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
 
 
 def _keys(path: str) -> list[str]:
-    with decoding(path), np.load(local_copy(path), allow_pickle=False) as archive:
-        return list(archive.files)
+    with decoding(path), zipfile.ZipFile(local_copy(path)) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
 def open_npz(path: str, key: str | None, skip: tuple[Any, ...] = ()) -> Stored:
@@ -116,15 +119,26 @@ def open_npz(path: str, key: str | None, skip: tuple[Any, ...] = ()) -> Stored:
         raise UserError(f"{path}: {what}; choose `key` from {', '.join(keys) or 'none, it is empty'}")
     place, name = local_copy(path), f"{path}::{key}"
 
-    def decode() -> np.ndarray:
-        with decoding(name), np.load(place, allow_pickle=False) as archive:
-            return archive[key]
+    member = f"{key}.npy"
 
-    with decoding(name), zipfile.ZipFile(place) as archive, archive.open(f"{key}.npy") as file:
-        version = np.lib.format.read_magic(file)
-        old = version == (1, 0)
-        header = np.lib.format.read_array_header_1_0(file) if old else np.lib.format.read_array_header_2_0(file)
-        shape, _, dtype = header
+    def decode() -> np.ndarray:
+        # Not by np.load, for which a member without the suffix goes before the one that was checked.
+        with decoding(name), zipfile.ZipFile(place) as archive, archive.open(member) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    with decoding(name), zipfile.ZipFile(place) as archive:
+        told = archive.getinfo(member)
+        if told.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise BadData(f"{name} is packed in a way that NumPy does not write; save it with np.savez_compressed")
+        with archive.open(member) as file:
+            found = read_header(file, name)
+        if found.end != told.file_size or told.file_size > BEST_PACKED * place.stat().st_size:
+            raise BadData(
+                f"{name} says that it holds {found.end:,} bytes, and the archive {told.file_size:,} in "
+                f"{place.stat().st_size:,}; restore the file"
+            )
+        check_room(name, found.end)
+        shape, dtype = found.shape, found.dtype
         mark = (name, file_mark(place))
     return Stored(
         name, shape, default_axes(len(shape)), dtype, shape, lambda window: whole_items(mark, decode)[window].copy()

@@ -6,23 +6,27 @@
 """
 
 import io
-import json
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, overload
 
 import numpy as np
 
-from vitrail.data.bad import BadData
 from vitrail.data.files import base_name, file_state, file_type, join, list_files, local_copy, parent
 from vitrail.data.formats import Whole, decoding, library
 from vitrail.data.image_source import ImagesConfig, ImageSource, LabelledImageSource
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import check_room, parse_json
+from vitrail.memory import room
 from vitrail.recipe import config
 
 CACHE_BYTES = 256 * 2**20  # of row groups as stored
+# Any number of rows can be one image, named again and again: so many at a time, and so much more than is told in all.
+AT_ONCE, AT_ONCE_BYTES, MORE, FEW_BYTES = 16, 256 * 2**20, 8, 64 * 2**20
+MOST_ROWS = 2**31
+BYTES_A_CLASS = 32  # of a row, while the classes are read
 CLASS_COLUMNS = ("label", "labels", "class", "cls", "fine_label", "category")
 
 
@@ -49,7 +53,7 @@ class ParquetConfig(ImagesConfig):
             "class_names": names,
             "state": "\n".join([image, *(shard.state for shard in shards)]),
             "title": lambda name: join(parent(shards[0].name), name),
-            "files": [shard.name for shard in shards],
+            "files": lambda: [shard.name for shard in shards],
         }
         if self.labels is None:
             return ImageSource(self, table, lambda row: table.file(row, image), **more)
@@ -121,11 +125,10 @@ class ParquetConfig(ImagesConfig):
             if self.label is None:  # a column that only happens to be called so
                 return None, []
             raise UserError(f"label = {column!r} of {self.path} holds {kind}; classes are whole numbers or names")
-        values = table.read_column(column)
+        check_room(f"column {column!r} of {self.path}, of {len(table):,} rows,", BYTES_A_CLASS * len(table))
         if not arrow.types.is_integer(kind):
-            names = sorted({value for value in values.tolist() if value is not None})
-            numbers = {name: number for number, name in enumerate(names)}
-            return np.array([numbers.get(value, -1) for value in values.tolist()]), names
+            return table.read_words(column)
+        values = table.read_numbers(column)
         names = table.class_names(column)
         highest = int(values.max(initial=-1))
         if names and highest >= len(names):
@@ -171,20 +174,65 @@ class _Shard:
             file = library("pyarrow.parquet", "parquet").ParquetFile(place)
             metadata, schema = file.metadata, file.schema_arrow
             file.close()
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            rows = [group.num_rows for group in groups]
+            if min(rows, default=0) < 0 or sum(rows) > MOST_ROWS:
+                raise BadData(f"{path} says that it has {sum(rows):,} rows; restore the file")
+            for group in groups:
+                for number in range(group.num_columns):
+                    if other := group.column(number).file_path:
+                        raise BadData(f"{path} keeps a column in the file {other!r}; write all into one file")
         return cls(path, str(place), metadata, schema, np.cumsum([0, *rows]), file_state(place))
 
     def read(self, group: int, column: str) -> Any:
-        """A column of a row group; each read has a file of its own, as they come from several threads."""
+        """A column of a row group."""
+        told = self._told(group, column)
+        most = min(max(FEW_BYTES, MORE * told), room())
+        pieces, size = [], 0
+        # Each of them may be the one large value that is told of.
+        for piece in self.batches(group, column, max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, told)))):
+            pieces.append(piece)
+            size += piece.nbytes
+            if size > most:
+                raise BadData(
+                    f"{self.name}: row group {group} says that it has {told:,} bytes, but becomes more than {most:,}; "
+                    "restore the file, or write it without dictionaries"
+                )
         with decoding(f"{self.name}, row group {group}, column {column!r}"):
-            file = library("pyarrow.parquet", "parquet").ParquetFile(self.place, metadata=self.metadata)
-            try:
-                found = file.read_row_group(group, columns=[column]).column(column)
-            finally:
-                file.close()
+            found = library("pyarrow", "parquet").chunked_array(pieces, type=self.schema.field(column).type)
             if found.type.num_fields:  # {bytes, path}
                 found = library("pyarrow.compute", "parquet").struct_field(found, "bytes")
             return found
+
+    def rows(self, group: int) -> int:
+        return int(self.starts[group + 1] - self.starts[group])
+
+    def batches(self, group: int, column: str, at_once: int, *, words: bool = False) -> Iterator[Any]:
+        """Parts of a column of a row group, of `words` as numbers of a dictionary, where each of them is there once.
+
+        Each read has a file of its own, as they come from several threads.
+        """
+        with decoding(f"{self.name}, row group {group}, column {column!r}"):
+            check_room(f"{self.name}, row group {group}", self._told(group, column))
+            parquet = library("pyarrow.parquet", "parquet")
+            file = parquet.ParquetFile(self.place, metadata=self.metadata, read_dictionary=[column] if words else None)
+            count = 0
+            try:
+                for batch in file.iter_batches(at_once, row_groups=[group], columns=[column], use_threads=False):
+                    count += batch.num_rows
+                    yield batch.column(0)
+            finally:
+                file.close()
+            if count != self.rows(group):
+                raise BadData(
+                    f"{self.name}: row group {group} has {count} rows instead of {self.rows(group)}; restore the file"
+                )
+
+    def _told(self, group: int, column: str) -> int:
+        """Bytes that a column of a row group says it has, before they were packed."""
+        described = self.metadata.row_group(group)
+        parts = [described.column(number) for number in range(described.num_columns)]
+        return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.partition(".")[0] == column)
 
 
 class _Rows(Sequence[str]):
@@ -228,22 +276,48 @@ class _Rows(Sequence[str]):
             raise BadData(f"{shard.name}, row {inside}: column {column!r} holds no bytes; embed the images or drop it")
         return io.BytesIO(found)
 
-    def read_column(self, column: str) -> np.ndarray:
-        """A column of all rows; -1 or None where a number or a text is missing."""
+    def read_numbers(self, column: str) -> np.ndarray:
+        """A column of all rows; -1 where a number is missing."""
+        int64 = library("pyarrow", "parquet").int64()
         parts = []
-        for shard in self.shards:
-            with decoding(f"{shard.name}, column {column!r}"):
-                reader = library("pyarrow.parquet", "parquet")
-                found = reader.read_table(shard.place, columns=[column], partitioning=None).column(column)
-                found = found.cast(_plain(found.type))
-                parts += [found.fill_null(-1) if library("pyarrow", "parquet").types.is_integer(found.type) else found]
-        return np.concatenate([np.asarray(part.to_numpy()) for part in parts])
+        for shard, group in self._every_group():
+            for piece in shard.batches(group, column, shard.rows(group)):
+                with decoding(f"{shard.name}, column {column!r}"):
+                    parts.append(
+                        piece.cast(_plain(piece.type)).cast(int64).fill_null(-1).to_numpy(zero_copy_only=False)
+                    )
+        return np.concatenate(parts)
+
+    def read_words(self, column: str) -> tuple[np.ndarray, list[str]]:
+        """A column of all rows as numbers (-1 where a word is missing) of the words, which are sorted."""
+        int64 = library("pyarrow", "parquet").int64()
+        known: dict[str, int] = {}
+        parts = []
+        for shard, group in self._every_group():
+            for piece in shard.batches(group, column, shard.rows(group), words=True):
+                with decoding(f"{shard.name}, column {column!r}"):
+                    piece = piece if hasattr(piece, "dictionary") else piece.dictionary_encode()
+                    own = piece.indices.cast(int64).fill_null(-1).to_numpy(zero_copy_only=False)
+                    # One place more, for -1, which is the last; words that no row has are none.
+                    numbers = np.full(len(piece.dictionary) + 1, -1)
+                    for place in np.unique(own[own >= 0]).tolist():
+                        word = piece.dictionary[place].as_py()
+                        numbers[place] = -1 if word is None else known.setdefault(word, len(known))
+                    parts.append(numbers[own])
+        names = sorted(known)
+        order = np.empty(len(names) + 1, np.int64)
+        order[[known[name] for name in names]], order[-1] = np.arange(len(names)), -1
+        return order[np.concatenate(parts)], names
+
+    def _every_group(self) -> Iterator[tuple[_Shard, int]]:
+        """Row groups that have rows: some writers leave empty ones."""
+        return ((shard, group) for shard in self.shards for group in range(len(shard.starts) - 1) if shard.rows(group))
 
     def class_names(self, column: str) -> list[str]:
         """Names of classes as the hub's metadata tell them."""
         text = (self.shards[0].schema.metadata or {}).get(b"huggingface", b"{}")
         try:
-            features = json.loads(text)["info"]["features"]
+            features = parse_json(text)["info"]["features"]
             names = features[column]["names"] if isinstance(features, dict) else []
         except (KeyError, TypeError, ValueError):
             return []

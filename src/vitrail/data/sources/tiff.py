@@ -6,7 +6,6 @@
 - labels: another file or folder, or what `image.tif` finds by itself: the file of the same name with `label` in it
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,14 +15,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from vitrail.data.bad import BadData
-from vitrail.data.files import base_name, file_type, join, local_copy, read_bytes
+from vitrail.data.files import base_name, file_type, join, local_copy, read_json
 from vitrail.data.formats import Mapped, decoding, library, list_items, pair_labels, stem
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.nnunet import is_layout, read_layout
 from vitrail.data.stored import Filling, unit_ratio
-from vitrail.data.tiff_file import check_complete, list_pages, read_pages
-from vitrail.errors import UserError
+from vitrail.data.tiff_file import check_chain, check_complete, find_whole, list_pages, read_pages
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
 SUFFIXES = (".tif", ".tiff", ".ome.tif", ".ome.tiff", ".btf", ".tf8", ".lsm", ".svs", ".ndpi")
@@ -135,10 +133,10 @@ def guess_labels(items: list[tuple[str, str]]) -> dict[str, str]:
 def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
     tifffile, filling = library("tifffile", "tiff"), Filling() if fill else None
     place = local_copy(path)
+    with decoding(path):
+        smallest = check_chain(path, place)  # before tifffile, which for some kinds of file reads all tags at once
     with decoding(path), tifffile.TiffFile(place) as tif:
-        if not tif.series:
-            raise BadData(f"{path} holds no image; restore or remove the file")
-        check_complete(path, place, tif)
+        check_complete(path, place, tif, smallest)
         kind = tif.series[0].kind
         several = number is None and len(tif.series) > 1 and kind in ("generic", "uniform", "shaped", "ome")
         alike = len({(s.shape, s.axes, s.dtype) for s in tif.series}) == 1
@@ -153,9 +151,11 @@ def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
         axes = _axes(path, series)
         parts = tif.series if flat else series.levels
         levels = [
-            _stored(path if flat or i == 0 else f"{path}, level {i}", place, part, axes, tif.byteorder, filling)
+            _stored(path if flat or i == 0 else f"{path}, level {i}", part, axes, filling)
             for i, part in enumerate(parts)
         ]
+        if any(0 in level.shape for level in levels):
+            raise BadData(f"{path} is empty: its shape is {list(series.shape)}; restore or remove it")
         if flat:
             axes, levels = ("z", *axes), [stack(path, levels)]
         spacing, unit, channels = _metadata(path, tif, number or 0, axes)
@@ -174,32 +174,48 @@ def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
     return replace(placed[0], levels=tuple(placed[1:]))
 
 
-def _stored(
-    path: str, place: Path, series: Any, axes: tuple[str, ...], byteorder: str, filling: Filling | None
-) -> Stored:
-    if series.dataoffset is not None:
-        array = Mapped(path, place, series.dtype.newbyteorder(byteorder), series.dataoffset, series.shape)
+def _stored(path: str, series: Any, axes: tuple[str, ...], filling: Filling | None) -> Stored:
+    if (start := find_whole(series)) is not None:
+        held = series.keyframe.parent  # its own file, or another of an OME-TIFF
+        place, dtype = Path(held.filehandle.path), series.dtype.newbyteorder(held.byteorder)
+        array = Mapped(path, place, dtype, start, series.shape)
+        chunk = (1,) * len(axes)
         return Stored(
-            path, series.shape, axes, series.dtype, (1,) * len(axes), lambda window: np.array(array()[window])
+            path,
+            series.shape,
+            axes,
+            series.dtype,
+            chunk,
+            lambda window: np.array(array()[window]),
+            files=_others(series, {str(place)}),
         )
     pages = list_pages(path, series)
-    files = sorted({page.place for page in pages})
     frame = series.keyframe
     tall, wide = (frame.tilelength, frame.tilewidth) if frame.is_tiled else (frame.rowsperstrip, frame.imagewidth)
     sizes = {"y": min(tall, frame.imagelength), "x": min(wide, frame.imagewidth)}
     samples = frame.samplesperpixel if frame.planarconfig == 1 else 1
     chunk = tuple(sizes.get(name, samples if name == "c" and letter == "S" else 1)
                   for name, letter in zip(axes, series.axes, strict=True))  # fmt: skip
+
+    def read(window: Window) -> np.ndarray:
+        with decoding(path):
+            return read_pages(path, series, pages, window, fill=filling)
+
     return Stored(
         path,
         series.shape,
         axes,
         series.dtype,
         chunk,
-        lambda window: read_pages(path, series, pages, window, fill=filling),
+        read,
         filling=filling,
-        files=tuple(files) if len(files) > 1 else (),
+        files=_others(series, {page.place for page in pages}),
     )
+
+
+def _others(series: Any, places: set[str]) -> tuple[str, ...]:
+    """The files of a series, if it does not just lie in the file that was opened."""
+    return () if places == {str(series.parent.filehandle.path)} else tuple(sorted(places))
 
 
 def _axes(path: str, series: Any) -> tuple[str, ...]:
@@ -270,7 +286,7 @@ def _sidecar(path: str, axes: tuple[str, ...]) -> dict[str, float]:
         place = join(folder, f"{candidate}.json") if folder else f"{candidate}.json"
         if path.endswith(name) and file_type(place) == "file":
             try:
-                told = json.loads(read_bytes(place).decode("utf-8")).get("spacing")
+                told = read_json(place).get("spacing")
                 space = [n for n in axes if n in "zyx"]
                 return {n: float(s) for n, s in zip(space, told, strict=True)}
             except (ValueError, TypeError, AttributeError):

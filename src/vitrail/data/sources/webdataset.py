@@ -17,13 +17,12 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from vitrail.data.bad import BadData
+from vitrail.data.cache import keep
 from vitrail.data.files import (
     base_name,
     file_state,
     file_type,
     join,
-    keep,
     list_files,
     local_copy,
     parent,
@@ -31,12 +30,16 @@ from vitrail.data.files import (
 )
 from vitrail.data.formats import decoding
 from vitrail.data.image_source import THREADS, ImagesConfig, ImageSource, LabelledImageSource
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import open_plain, parse_json
 from vitrail.recipe import config
 
 MOST_CLASSES = 100_000
 IMAGES = ("jpg", "jpeg", "png", "tif", "tiff", "webp", "npy", "image.jpg", "image.png", "image.tif", "image.npy")
 BLOCK = 512  # bytes, of tar
+MOST_HEADER = 2**20  # bytes of a member's header, long names and all
+MOST_SHARDS = 100_000
+FEW_PLACES, EMPTY = 2**20, 8  # of members in tables, and how many times those that are there
 
 
 class Samples:
@@ -48,12 +51,23 @@ class Samples:
         self.shards = np.array([number for number, *_ in rows], np.int32)
         self.names = [key for _, key, _, _ in rows]
         self.classes: list[str | None] = [text for *_, text in rows]  # what the member cls holds, if there is one
+        self._check_suffixes([members for _, _, members, _ in rows])
         self._members: dict[str, np.ndarray] = {}  # suffix -> offset and size [N, 2], -1 where there is none
         for number, (_, _, members, _) in enumerate(rows):
             for suffix, member in members.items():
                 if suffix not in self._members:
                     self._members[suffix] = np.full((len(rows), 2), -1, np.int64)
                 self._members[suffix][number] = member
+
+    def _check_suffixes(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Refuse suffixes that few samples have: the tables would be far larger than the shards' headers."""
+        suffixes = {suffix for members in samples for suffix in members}
+        if len(suffixes) * len(samples) > max(FEW_PLACES, EMPTY * sum(map(len, samples))):
+            some = ", ".join(sorted(suffixes)[:3])
+            raise BadData(
+                f"{self.places[0]}: the {len(samples):,} samples have members with {len(suffixes):,} suffixes ({some}, "
+                "...), most of them in few samples; name what is alike in all samples KEY.SUFFIX, without other dots"
+            )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -81,7 +95,7 @@ class Samples:
         if not key:
             return text
         try:
-            return str(json.loads(text)[key])
+            return str(parse_json(text)[key])
         except (ValueError, KeyError, TypeError) as error:
             place, name = self.places[self.shards[number]], self.names[number]
             raise BadData(f"{place}: sample {name} has no {key!r} in its {suffix} ({error}); mend it") from error
@@ -121,7 +135,7 @@ class WebdatasetConfig(ImagesConfig):
             labels=classes,
             class_names=names,
             state="\n".join(file_state(place) for _, place in places),
-            files=[path for path, _ in places],
+            files=lambda: [path for path, _ in places],
             **more,
         )
 
@@ -160,7 +174,7 @@ class WebdatasetConfig(ImagesConfig):
             raise BadData(f"{self.path}: sample {name} has no class ({label}); mend the shard, or `label`")
         texts = [str(value) for value in values]
         if all(text.isdecimal() for text in texts):
-            numbers = [int(text) for text in texts]
+            numbers = [int(text.lstrip("0")[:19] or 0) for text in texts]  # more digits are too many for any class
             names = self.classes or [str(number) for number in range(min(max(numbers) + 1, MOST_CLASSES))]
             if max(numbers) >= len(names):
                 worst = samples.names[numbers.index(max(numbers))]
@@ -182,7 +196,10 @@ def expand(pattern: str) -> list[str]:
     before, first, last, names, after = found.groups()
     if names is not None:
         return [before + name + after for name in names.split(",")]
-    return [f"{before}{number:0{len(first)}d}{after}" for number in range(int(first), int(last) + 1)]
+    numbers = range(int(first[:19]), int(last[:19]) + 1)
+    if len(first) > 18 or len(last) > 18 or len(numbers) > MOST_SHARDS:
+        raise UserError(f"data path {pattern!r} stands for more than {MOST_SHARDS:,} shards; name fewer")
+    return [f"{before}{number:0{len(first)}d}{after}" for number in numbers]
 
 
 def read_index(path: str, place: Path) -> list[list[Any]]:
@@ -193,12 +210,21 @@ def read_index(path: str, place: Path) -> list[list[Any]]:
 def _scan(path: str, place: Path) -> list[list[Any]]:
     """[key, {suffix: [offset, size]}, cls] of every sample, in the shard's order."""
     rows: dict[str, list[Any]] = {}
-    with decoding(path), place.open("rb") as file:
+    with decoding(path), open_plain(place) as file:
+        size = place.stat().st_size
         if file.read(2) == b"\x1f\x8b":
             raise UserError(f"{path} is compressed as a whole, so no member can be read alone; decompress it")
         file.seek(0)
-        with _tar(path), tarfile.open(fileobj=file, mode="r:") as tar:
+        headers: Any = _Headers(file, path)
+        with _tar(path), tarfile.open(fileobj=headers, mode="r:") as tar:
+            last = -1
             for member in tar:
+                if not last < member.offset_data <= member.offset_data + member.size <= size:
+                    raise BadData(
+                        f"{path} is cut short or damaged: {member.name} at byte {member.offset_data:,} says that it "
+                        f"has {member.size:,} bytes, of {size:,}; restore the file"
+                    )
+                last = member.offset_data
                 key, suffix = _split(member.name)
                 if not member.isreg() or member.sparse or not suffix or base_name(key).startswith((".", "__")):
                     continue
@@ -217,6 +243,24 @@ def _scan(path: str, place: Path) -> list[list[Any]]:
                 f"{path} is cut short or damaged at byte {end}: the mark of its end is missing; restore the file"
             )
     return list(rows.values())
+
+
+class _Headers:
+    """A tar file of which headers alone are read: these are small, whatever they say of themselves."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file, self._path = file, path
+        self.tell = file.tell
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        if place < 0:
+            raise BadData(f"{self._path} is damaged: a header names the byte {place}; restore the file")
+        return self._file.seek(place, whence)
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MOST_HEADER:
+            raise BadData(f"{self._path} is damaged: a header says that it has {size:,} bytes; restore the file")
+        return self._file.read(size)
 
 
 @contextlib.contextmanager

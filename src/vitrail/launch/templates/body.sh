@@ -6,6 +6,11 @@ cd {{ folder }}
 {{ line }}
 {% endfor %}
 {% endif %}
+{% if credentials %}
+
+# Passwords and tokens of URLs are not in this file.
+: "${{ '{' }}{{ credentials }}:?set it to the URLs of the data with their passwords or tokens, and export it}"
+{% endif %}
 {% if environment %}
 
 # Where a variable is set already, that value is kept.

@@ -18,7 +18,7 @@ known=$(compgen -e)
 # One process a GPU{% if cpus_per_rank %}, each with {{ cpus_per_rank }} cores{% endif %}. Open MPI and MPICH spell it differently.
 options=(-n {{ world }})
 # Open MPI takes along to other hosts only what it is told to{% if setup and nodes > 1 %}: also what the lines above have exported{% endif %}.
-forward=(PATH LD_LIBRARY_PATH PYTHONPATH {% for item in environment if not item.off %}{{ item.name }} {% endfor %}MASTER_ADDR MASTER_PORT)
+forward=(PATH LD_LIBRARY_PATH PYTHONPATH {% for item in environment if not item.off %}{{ item.name }} {% endfor %}MASTER_ADDR MASTER_PORT VITRAIL_CREDENTIALS)
 {% if setup and nodes > 1 %}
 for variable in $(compgen -e); do
   grep -qxF "$variable" <<<"$known" || [[ " ${forward[*]} " = *" $variable "* ]] || forward+=("$variable")

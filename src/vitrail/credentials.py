@@ -1,0 +1,168 @@
+"""Passwords and tokens in URLs: used for reading, never stored and never shown.
+
+- `hide` takes them out of what a recipe or a command line says, and what is left is all that the rest of vitrail sees
+- they are kept in the environment, in VITRAIL_CREDENTIALS: URLs with theirs, separated by white space. So the processes
+  that this one starts have them too, and a person can set them there, which a run that goes on needs
+- `reveal` puts them back where a URL is opened: those of the longest URL there that it begins with
+- `strip` is for text of any origin, such as errors of libraries, that is about to be shown or stored
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+from urllib.parse import unquote
+
+VARIABLE = "VITRAIL_CREDENTIALS"
+REMEDY = f"passwords and tokens are not stored: set {VARIABLE} to the URL with them"
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>`{}\[\]\\]+")  # in a text
+_PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", re.DOTALL)
+_NAMED = (
+    "http",
+    "https",
+    "ftp",
+    "ftps",
+)  # where a name alone before the @ may be a token; elsewhere it is an address
+# Names of parameters that open doors; with one of them, those that it was signed with go, too.
+_SECRET = re.compile(
+    r"x-(amz|goog|ms|oss|cos)-.*|.*(token|secret|passw|pwd|signature|credential|api[-_]?key|access[-_]?(key|id)|auth(?!or)|jwt"
+    r"|session).*|sig|sas|key|key-pair-id",
+    re.IGNORECASE,
+)
+_SIGNED = re.compile("s[vsprtei]|srt|spr|sip|sdd|sk(oid|tid|t|e|s|v)|expires|policy|algorithm", re.IGNORECASE)
+_SHORT = 5  # letters, below which a word is not looked for in a text: it may be anything
+
+
+class _Opened(NamedTuple):
+    """A URL taken apart: what is shown of it, and what is not."""
+
+    scheme: str
+    host: str  # with its port
+    path: str
+    query: str  # parameters that are no secret
+    rest: str  # a fragment
+    user: str  # name and password, as written
+    secret: str  # parameters, as written
+
+    @property
+    def shown(self) -> str:
+        return self.build("", "")
+
+    def build(self, user: str, secret: str) -> str:
+        query = "&".join(filter(None, (self.query, secret)))
+        name = f"{user}@" if user else ""
+        return f"{self.scheme}://{name}{self.host}{self.path}{'?' * bool(query)}{query}{self.rest}"
+
+    @property
+    def words(self) -> list[str]:
+        """What must not be seen anywhere."""
+        values = [part.partition("=")[2] for part in self.secret.split("&")] + [self.user.partition(":")[2]]
+        return [word for value in values for word in {value, unquote(value)} if len(word) >= _SHORT]
+
+
+def _open(url: str) -> _Opened | None:
+    found = _PARTS.fullmatch(url)
+    if found is None:
+        return None
+    scheme, host, path, query, rest = (part or "" for part in found.groups())
+    user, mark, host = host.rpartition("@")
+    if not mark and ":" in host and not host.rpartition(":")[2].isdecimal() and "@" in path:
+        # A password with a slash in it, which should have been %2F.
+        before, _, after = path.rpartition("@")
+        user, (host, slash, below) = host + before, after.partition("/")
+        path = slash + below
+    elif mark and ":" not in user and scheme.lower() not in _NAMED:
+        user, host = "", f"{user}@{host}"  # a container of a store, or the name of an account
+    parts = [part for part in query.split("&") if part]
+    secret = [part for part in parts if _SECRET.fullmatch(part.partition("=")[0])]
+    if secret:
+        secret = [part for part in parts if part in secret or _SIGNED.fullmatch(part.partition("=")[0])]
+    kept = [part for part in parts if part not in secret]
+    return _Opened(scheme, host, path, "&".join(kept), rest, user, "&".join(secret))
+
+
+def hide(url: str) -> str:
+    """A URL, or a chain of them, without its credentials, which are kept for `reveal`."""
+    shown = []
+    for part in url.split("::"):
+        opened = _open(part)
+        if opened is not None and (opened.user or opened.secret):
+            _keep(part)
+        shown.append(part if opened is None else opened.shown)
+    return "::".join(shown)
+
+
+def clash(texts: Iterable[str]) -> str | None:
+    """Why some texts are refused: two URLs in them differ in their credentials alone, and hidden they would be one."""
+    given: dict[str, tuple[str, str]] = {}
+    for part in (part for text in texts for url in _URL.findall(text) for part in url.split("::")):
+        opened = _open(part)
+        if opened is not None and (opened.user or opened.secret):
+            secrets = (opened.user, opened.secret)
+            if given.setdefault(opened.shown, secrets) != secrets:
+                return f"{opened.shown}: two URLs differ in their passwords or tokens alone; give one of them"
+    return None
+
+
+def hide_in(text: str) -> str:
+    """A word of a command line, with the credentials of all URLs in it hidden."""
+    key, mark, value = text.partition("=")
+    if re.fullmatch(r"[\w.]*", key) and _PARTS.fullmatch(value):
+        return f"{key}{mark}{hide(value)}"
+    return hide(text) if _PARTS.fullmatch(text) else _URL.sub(lambda found: _in_text(found.group(), hide), text)
+
+
+def reveal(url: str) -> str:
+    """A URL, or a chain of them, with what is known of its credentials."""
+    known = [opened for word in os.environ.get(VARIABLE, "").split() if (opened := _open(word)) is not None]
+    return "::".join(_reveal(part, known) for part in url.split("::")) if known else url
+
+
+def _reveal(url: str, known: list[_Opened]) -> str:
+    opened = _open(url)
+    if opened is None:
+        return url
+    place = (opened.scheme.lower(), opened.host.lower())
+    fitting = [k for k in known if (k.scheme.lower(), k.host.lower()) == place and _begins(opened.path, k.path)]
+    fitting.sort(key=lambda k: len(k.path))  # the longest comes last; of the same, the one that was given last
+    user = opened.user or next((k.user for k in reversed(fitting) if k.user), "")
+    secret = opened.secret or next((k.secret for k in reversed(fitting) if k.secret), "")
+    return opened.build(user, secret)
+
+
+def _begins(path: str, start: str) -> bool:
+    return f"{unquote(path)}/".startswith(f"{unquote(start).rstrip('/')}/")
+
+
+def strip(text: str) -> str:
+    """A text without the credentials of the URLs in it, and without any that are known."""
+    if "://" in text:
+        text = _URL.sub(lambda found: _in_text(found.group(), _shown), text)
+    for word in os.environ.get(VARIABLE, "").split():
+        opened = _open(word)
+        for secret in opened.words if opened else ():
+            text = text.replace(secret, "***")
+    return text
+
+
+def are_known() -> bool:
+    """Whether this process has credentials that no file of its has."""
+    return bool(os.environ.get(VARIABLE, "").strip())
+
+
+def _shown(url: str) -> str:
+    return "::".join(part if (opened := _open(part)) is None else opened.shown for part in url.split("::"))
+
+
+def _in_text(found: str, change: Callable[[str], str]) -> str:
+    """Change a URL that was found in a text, and leave the marks after it."""
+    url = found.rstrip(".,;:)!")
+    return change(url) + found[len(url) :]
+
+
+def _keep(url: str) -> None:
+    words = os.environ.get(VARIABLE, "").split()
+    word = "%20".join(url.split())
+    if word not in words[-1:]:
+        os.environ[VARIABLE] = "\n".join([*(w for w in words if w != word), word])

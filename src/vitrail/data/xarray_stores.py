@@ -1,0 +1,168 @@
+"""Zarr stores that xarray wrote, looked at before zarr's own library opens them.
+
+The library runs whatever codecs the metadata name, waits for a FIFO in place of a chunk, and takes as much memory as
+either says: so codecs are those that unpack alone, sizes fit in memory, and coordinates, which it reads at once, were
+read by vitrail's own decoders before.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.chunk_layout import read_names
+from vitrail.data.places import Place, find_place, read_facts
+from vitrail.data.stage_files import METADATA
+from vitrail.data.stored import Stored
+from vitrail.data.zarr_nodes import check_file, open_array
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import check_plain, check_room, is_trusting
+
+# None of them makes objects of bytes, as pickle does.
+CODECS = {
+    "bytes", "transpose", "sharding_indexed", "blosc", "gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "crc32", "crc32c",
+    "adler32", "fletcher32", "jenkins_lookup3", "shuffle", "delta", "fixedscaleoffset", "quantize", "bitround",
+    "astype", "packbits", "vlen-utf8", "vlen-bytes", "zfpy", "pcodec",
+}  # fmt: skip
+MOST_CHUNKS = 1_000_000  # of a coordinate
+POINTER = 8  # bytes that a word takes at least
+
+
+def open_known(path: str, name: str, *, fill: bool) -> Stored | None:
+    """An array of a store; None where only zarr's own library knows its codecs."""
+    try:
+        return open_array(find_place(path) / name, fill=fill)
+    except UserError:
+        return None
+
+
+def check_store(path: str) -> None:
+    """Refuse what zarr's own library would run, wait for, or take too much memory for."""
+    for name, document, version in _arrays(find_place(path)):
+        try:
+            shape, files, chunks, itemsize, codecs = _parse(document, version)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadData(
+                f"{path}::{name} has metadata that are no array's ({error}); restore or rewrite it"
+            ) from error
+        other = [codec for codec in codecs if codec.removeprefix("numcodecs.") not in CODECS]
+        if other and not is_trusting():
+            raise BadData(
+                f"{path}::{name} has the codec {other[0]!r}, which may be any program; save it with another, or give "
+                "--trust if you know who made it"
+            )
+        check_room(f"a chunk of {path}::{name}", math.prod(chunks) * (itemsize or POINTER))
+        if len(shape) == 1:
+            _check_coordinate(path, name, shape[0], chunks[0], files[0], itemsize)
+
+
+def _check_coordinate(path: str, name: str, length: int, chunk: int, side: int, itemsize: int | None) -> None:
+    """`side`: values in a file, which may be a shard of many chunks; words have no size of their own."""
+    check_room(f"{path}::{name}", length * (itemsize or POINTER))
+    number = -(-length // max(1, chunk))
+    if number > MOST_CHUNKS:
+        raise BadData(f"{path}::{name} has {number:,} chunks, more than {MOST_CHUNKS:,}; save it in larger ones")
+    place = find_place(path) / name
+    if not isinstance(place, Path) or not place.is_dir():
+        return
+    array = open_known(path, name, fill=True)
+    if array is not None:
+        array.read((slice(0, length),))  # what comes of a chunk has a bound here
+    elif (file := read_names(place)) is not None:
+        for index in range(-(-length // max(1, side))):
+            _check_size(f"{place}/{file((index,))}", None if itemsize is None else side * itemsize)
+
+
+def _check_size(file: str, size: int | None) -> None:
+    if size is not None:
+        check_file(file, size)
+        return
+    check_plain(file)
+    if os.path.exists(file):
+        check_room(file, os.path.getsize(file))
+
+
+def _arrays(top: Place) -> Iterator[tuple[str, Any, int]]:
+    """Name, metadata and their version of each array of a store, as it tells itself and as one file tells of all.
+
+    Of a store elsewhere the one file is enough, as it is for zarr's own library: each question takes time.
+    """
+    told = [found for file in ("zarr.json", ".zmetadata") if (found := _consolidated(top / file)) is not None]
+    if not isinstance(top, Path) and told and all(told):
+        yield from itertools.chain(*told)
+        return
+    folders = [child for child in top.iterdir() if child.is_dir()]
+    for folder in [top, *folders]:
+        for file in METADATA:
+            if isinstance(folder, Path):
+                check_plain(folder / file)
+    seen = []
+    for folder in folders:
+        if (folder / ".zarray").is_file():
+            seen.append((folder.name, read_facts(folder / ".zarray"), 2))
+        if (folder / "zarr.json").is_file() and _is_array(found := read_facts(folder / "zarr.json")):
+            seen.append((folder.name, found, 3))
+    yield from seen
+    known = {(name, version): document for name, document, version in seen}
+    for name, document, version in itertools.chain(*told):
+        if known.get((name, version)) != document:  # else it was looked at above
+            yield name, document, version
+
+
+def _consolidated(file: Place) -> list[tuple[str, Any, int]] | None:
+    """What one file tells of all arrays; None where it is not there."""
+    if not file.is_file():
+        return None
+    found = read_facts(file)
+    if file.name == "zarr.json":  # where the library looks: a list elsewhere in the file must not stand in for it
+        found = found.get("consolidated_metadata") if isinstance(found, dict) else {}
+    found = found.get("metadata") if isinstance(found, dict) else {}
+    return [
+        (name.removesuffix("/.zarray"), document, 2 if name.endswith("/.zarray") else 3)
+        for name, document in (found.items() if isinstance(found, dict) else ())
+        if name.endswith("/.zarray") or _is_array(document)
+    ]
+
+
+def _is_array(document: Any) -> bool:
+    return isinstance(document, dict) and document.get("node_type") == "array"
+
+
+def _parse(document: Any, version: int) -> tuple[list[int], list[int], list[int], int | None, list[str]]:
+    """Shape, sides of what a file holds and of a chunk, bytes of a value (None: they differ), names of the codecs."""
+    if version == 2:
+        steps = [document.get("compressor"), *(document.get("filters") or [])]
+        codecs = [step["id"] for step in steps if step is not None]
+        chunks = _whole(document["chunks"])
+        return _whole(document["shape"]), chunks, chunks, _itemsize(document["dtype"]), codecs
+    files = chunks = document["chunk_grid"]["configuration"]["chunk_shape"]
+    codecs, todo = [], list(document["codecs"])
+    while todo:
+        step = todo.pop(0)
+        codecs.append(step if isinstance(step, str) else step["name"])
+        settings = {} if isinstance(step, str) else step.get("configuration") or {}
+        if codecs[-1] == "sharding_indexed":
+            chunks = settings["chunk_shape"]
+            todo += [*settings["codecs"], *settings.get("index_codecs", [])]
+    return _whole(document["shape"]), _whole(files), _whole(chunks), _itemsize(document["data_type"]), codecs
+
+
+def _whole(values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.80} are no sizes")
+    return values
+
+
+def _itemsize(dtype: Any) -> int | None:
+    if isinstance(dtype, dict):
+        settings = dtype.get("configuration") or {}
+        return max([8, *(value for value in settings.values() if isinstance(value, int))])
+    try:
+        found = np.dtype(dtype)
+    except TypeError:  # of zarr alone, such as string
+        return None
+    return None if found.hasobject else found.itemsize

@@ -1,0 +1,64 @@
+"""How the command line reads words, and hands them on."""
+
+import pytest
+
+from vitrail import cli
+from vitrail.errors import UserError
+from vitrail.infer import sample
+from vitrail.verbs.words import note, print_rows, print_tree, read_pair, read_sizes, refuse_options
+
+
+def test_options_without_an_effect_are_refused():
+    refuse_options({"--real": None, "--classes": []}, "nothing is compared", "--fid")
+    with pytest.raises(UserError, match=r"^--real: nothing is compared, and this is for --fid; leave it out"):
+        refuse_options({"--classes": None, "--real": "folder"}, "nothing is compared", "--fid")
+    with pytest.raises(UserError, match="--batch"):
+        refuse_options({"--batch": 0}, "nothing is compared", "--fid")
+
+
+def test_one_number_stands_for_a_cube():
+    assert read_sizes("32") == (32, 32, 32)
+    assert read_sizes("8, 16,24") == (8, 16, 24)
+    for text in ("8,16", "-8", "8.5", "", "8,16,24,32"):
+        with pytest.raises(UserError, match="one whole number or three"):
+            read_sizes(text)
+
+
+def test_pairs_are_two_numbers():
+    assert read_pair("0.2, 0.8", "--interval") == (0.2, 0.8)
+    for text in ("0.2", "a,b", "1,2,3"):
+        with pytest.raises(UserError, match=r"^--interval"):
+            read_pair(text, "--interval")
+
+
+def test_nothing_that_terminals_obey_is_printed(capsys):
+    """Names in files of strangers may clear the screen, rename the window or write over lines."""
+    evil = "a\x1b]0;title\x07\x1b[2Jb\rc\x9bd\te"
+    note(evil)
+    print_rows([{"name": evil, "size": 1}], as_json=False)
+    print_tree({"facts": {evil: evil}, "rows": [{"name": evil}], "one": [evil]}, as_json=False)
+    print_rows([{"name": evil}], as_json=True)
+    shown = capsys.readouterr()
+    assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
+    assert shown.err == "abcd\te\n"
+    assert str(UserError(f"{evil}: wrong")) == "abcd\te: wrong"
+
+
+def test_every_wish_for_samples_is_handed_on(monkeypatch, capsys):
+    told = {}
+
+    def sample_run(run, **wishes):
+        told.update(wishes, run=str(run))
+        return {"notes": [], "folder": "made"}
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sample, "sample_run", sample_run)
+    numbers = {"--number": 3, "--steps": 4, "--seed": 5, "--batch": 6, "--checkpoint": 7, "--guidance": 2.5}
+    texts = {"--classes": "a,b", "--sampler": "heun", "--weights": "raw", "--format": "npy"}
+    words = [str(word) for pair in (numbers | texts).items() for word in pair]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sample", "run", *words, "--interval", "0.2,0.8", "--latents", "--json"])
+    assert not ended.value.code, capsys.readouterr().err
+    expected = {option.strip("-"): value for option, value in (numbers | texts).items()}
+    expected |= {"run": "run", "interval": (0.2, 0.8), "latents": True, "trust": False, "quiet": False}
+    assert expected.items() <= told.items()
