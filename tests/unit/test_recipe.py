@@ -424,7 +424,14 @@ def test_defaults(fakes):
         "precision": {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
         "checkpoint": {"every": "10%", "keep": 2, "best": None, "background": True},
         "eval": {"every": "10%", "samples": 64},
-        "log": {"every": 10, "pictures": "25%", "activations": "10%", "tensorboard": "auto", "profile": "off"},
+        "log": {
+            "every": 10,
+            "pictures": "25%",
+            "activations": "10%",
+            "tensorboard": "auto",
+            "report": True,
+            "profile": "off",
+        },
     }
     assert recipe.to_tree()["run"] == {
         "name": "trial",

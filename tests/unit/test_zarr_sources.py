@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,8 @@ from vitrail.foreign import METADATA
 WHOLE = (slice(None),) * 3
 VALUES = np.random.default_rng(0).integers(1, 255, (16, 20, 24)).astype(np.uint8)
 COARSE = VALUES[::2, ::2, ::2]
-SENT: list[int] = []  # bytes of each answer
-WITHOUT_PARTS = False  # as many small servers are  # bytes of each part of a file that the server has sent
+SENT: list[int] = []  # bytes of each answer of the server
+WITHOUT_PARTS = False  # whether it sends whole files only, as many small servers do
 
 
 def put(group: Any, name: str, values: np.ndarray, **attributes: Any) -> None:
@@ -368,7 +369,7 @@ def test_chunks_by_http_are_not_fetched_beyond_a_bound(too_long: str, decoded: s
         monkeypatch.setattr("vitrail.data.zarr_nodes.open_chunks", lambda *_, **__: None)
     image = OmeZarrConfig(path=too_long).open()
     SENT.clear()
-    with pytest.raises(BadData, match="more than a chunk can need|more bytes than a chunk can need"):
+    with pytest.raises(BadData, match=r"more (bytes )?than a chunk can need"):
         image.read(0, tuple(slice(0, 8) for _ in range(3)))
     assert SENT == [1]
 

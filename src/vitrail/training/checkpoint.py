@@ -6,6 +6,7 @@ published by one rename; so a folder with a good manifest is whole, and anything
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,17 @@ class _Folder(FileSystem):
 
     def mkdir(self, path: Any) -> None:
         pass
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        """PyTorch's archives count what they have written and say "unexpected pos": what the disk said is raised."""
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 class Checkpoints:
