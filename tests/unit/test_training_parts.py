@@ -344,6 +344,8 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
     step(other, two, 2)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
+    if not moments:  # without momentum there is nothing to keep
+        return
     first = next(iter(moments))
     for wrong in (moments[first][:-1] or ["other"], [*moments[first], "other"], [f"m{i}" for i in range(10**5)]):
         with pytest.raises(ValueError, match=f"{first!r} has the moments .* in it, this optimizer has") as refused:
