@@ -344,12 +344,17 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
     step(other, two, 2)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-    if not moments:  # without momentum there is nothing to keep
-        return
-    first = next(iter(moments))
-    for wrong in (moments[first][:-1] or ["other"], [*moments[first], "other"], [f"m{i}" for i in range(10**5)]):
+
+
+def test_other_moments_are_refused(model: Model) -> None:
+    settings_ = AdamWConfig()
+    optimizer = settings_.build(make_groups(model, settings_))
+    first, right = "encoder.norm.weight", ["exp_avg", "exp_avg_sq"]
+    assert first in {name for group in optimizer.param_groups for name in group["names"]}
+    assert set(restore_state(optimizer, {first: right}, 2)) == {f"{first}.{moment}" for moment in right}
+    for wrong in (right[:-1], [*right, "other"], [f"m{i}" for i in range(10**5)]):
         with pytest.raises(ValueError, match=f"{first!r} has the moments .* in it, this optimizer has") as refused:
-            restore_state(two, moments | {first: wrong}, 2)
+            restore_state(optimizer, {first: wrong}, 2)
         assert len(str(refused.value)) < 200
 
 
