@@ -25,7 +25,7 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def run_cases(cases: list[dict[str, Any]], limit: float = 900) -> dict[str, str]:
+def run_cases(cases: list[dict[str, Any]], limit: float = 3600) -> dict[str, str]:
     """What came of each case, by its name; a child that dies is an outcome of the case that it was at."""
     outcomes: dict[str, str] = {}
     todo = list(cases)

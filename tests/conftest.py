@@ -18,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# Folders that tests make are their user's own, as those of stages must be; some systems let a group write them.
+os.umask(0o022)
+
 # A shell starts background jobs with Ctrl-C ignored, nohup with hang-ups, and what they start ignores them, too: tests
 # send them.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

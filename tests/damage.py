@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as parts
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from vitrail.training.checkpoint import _seal, checksum
+from vitrail.sums import sealed, sum_of_file
 
 TENSORS, METADATA, MANIFEST = FILES = ("__0_0.distcp", ".metadata", "manifest.json")
 Damage = Callable[[Path], object]
@@ -26,8 +26,8 @@ def reseal(folder: Path, **changes: Any) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("seal")
     for name, entry in manifest["files"].items():
-        entry |= {"bytes": (folder / name).stat().st_size, "crc32": checksum(folder / name)}
-    (folder / MANIFEST).write_text(json.dumps(_seal(manifest | changes), sort_keys=True))
+        entry |= {"bytes": (folder / name).stat().st_size, "crc32": sum_of_file(folder / name)}
+    (folder / MANIFEST).write_text(json.dumps(sealed(manifest | changes), sort_keys=True))
 
 
 # ---------------------------------------------------------------- accidents

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import pwd
 import re
 import secrets
@@ -25,6 +26,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -300,7 +302,7 @@ def new_folder(
     try:
         with contextlib.suppress(OSError):  # a system without locks: what a kill leaves stays there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        write_whole(place / MARK, json.dumps({"vitrail": "draft"}), durable=False)
+        write_whole(place / MARK, json.dumps({"vitrail": "draft", "machine": _machine()}), durable=False)
         draft = place / target.name
         os.mkdir(draft)
         yield draft
@@ -535,20 +537,40 @@ def _sweep_beside(target: Path) -> None:
 def _is_left_draft(draft: Path) -> bool:
     """Whether it is a folder that vitrail began and no process is writing: the lock goes with the process.
 
-    A kill may come before the mark: then there is nothing in it, or half of the mark, and it must be old.
+    A kill may come before the mark: then there is nothing in it, or half of the mark, and it must be old. So must that
+    of another machine, whose locks a shared disk need not tell of.
     """
     if _kind(draft) != "folder":
         return False
     handle = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        old = time.time() - os.fstat(handle).st_mtime > OLD
-        bare = all(meant_by(found) == draft / MARK and _kind(found) == "file" for found in draft.iterdir())
-        return (old and bare) or _read_mark(draft / MARK).get("vitrail") == "draft"
+        if all(meant_by(found) == draft / MARK and _kind(found) == "file" for found in draft.iterdir()):
+            return _is_old(draft)
+        found = _read_mark(draft / MARK)
+        here = found.get("machine", _machine()) == _machine()  # early versions did not say
+        return found.get("vitrail") == "draft" and (here or _is_old(draft))
     except OSError:
         return False
     finally:
         os.close(handle)
+
+
+def _is_old(draft: Path) -> bool:
+    """Whether nothing in a draft was touched for long."""
+    times = [os.lstat(draft).st_mtime]
+    for folder, names, files in os.walk(draft):
+        times += [os.lstat(os.path.join(folder, name)).st_mtime for name in (*names, *files)]
+    return time.time() - max(times) > OLD
+
+
+@cache
+def _machine() -> str:
+    """Tells this machine from others, since it was started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 # ---------------------------------------------------------------- single files that a user names
@@ -557,6 +579,18 @@ def _is_left_draft(draft: Path) -> bool:
 def write_output(path: str | Path, content: bytes, *, parents: bool = False) -> Path:
     """Write a file under a name that a user gave, with vitrail's mark in it: over one that has it, or none."""
     check_output(path)
+    return write_whole(path, mark(content), durable=False, parents=parents)
+
+
+def write_own(path: str | Path, content: bytes, *, parents: bool = False) -> Path:
+    """Write a file of a folder of vitrail's own, with its mark.
+
+    One that a user changed, or that an early version wrote without a mark, is kept beside it as NAME.old-TIME.
+    """
+    path = Path(path)
+    check_plain(path)
+    if _kind(path) == "file" and not is_ours(path):
+        publish(path, _old_of(path))
     return write_whole(path, mark(content), durable=False, parents=parents)
 
 

@@ -243,6 +243,16 @@ def test_a_second_call_finds_all_done_and_other_settings_are_refused(made, capsy
     assert "begun with other settings (encoding.batch: 2 became 4)" in capsys.readouterr().err
 
 
+def test_latents_may_lie_in_the_folder_of_their_data(made, tmp_path):
+    write_images(tmp_path / "images/train", 2, 0)
+    changes = {"data.valid": [], "codec": {"kind": "identity"}, "data.batch": 2}
+    recipe = write_recipe(tmp_path / "a.yaml", base(tmp_path, "a", **changes))
+    for out in (tmp_path / "images/train/latents", tmp_path / "images/train"):
+        assert call("data", "encode", recipe, "--out", out, "--quiet") == 0
+        assert len(read_all(out / "train")) == 2 * 2
+        shutil.rmtree(out / "train")
+
+
 def test_latents_of_images_that_were_replaced_are_not_returned(made, tmp_path, capsys):
     write_images(tmp_path / "images/train", 2, 0)
     changes = {"data.valid": [], "codec": {"kind": "identity"}, "data.batch": 2}

@@ -227,6 +227,19 @@ def test_the_number_may_grow_and_shrink_without_a_word_of_batches(place, tmp_pat
     assert files(out) == files(tmp_path / "whole")
 
 
+def test_a_manifest_does_not_outlive_a_sample_that_is_made_anew(place, tmp_path, monkeypatch):
+    """On a GPU it may be of other bits than the one that the manifest tells of."""
+    out = tmp_path / "out"
+    vitrail.sample(place / "fields", number=4, out=out)
+    min(out.glob("samples/*/*.tif")).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.infer.sample.close_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            vitrail.sample(place / "fields", number=4, out=out)
+    assert not (out / "manifest.json").exists()
+    assert vitrail.sample(place / "fields", number=4, out=out)["made"] == 0
+
+
 # ---------------------------------------------------------------- volumes, conditions
 
 

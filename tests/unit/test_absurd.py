@@ -107,14 +107,18 @@ def test_what_might_fit_is_not_refused(tmp_path: Path) -> None:
     tree = tiny_recipe(tmp_path / "em.zarr", tmp_path / "run", data__train=[{"path": "em.zarr", "kind": "ome_zarr"}])
     tree = merge(tree, {"data.valid": []})
 
-    def beyond(share: int = 8, ranks: int = 1, memory: float = 24, **changes: Any) -> str | None:
+    def beyond(share: int = 8, parts: int = 1, ranks: int = 1, memory: float = 24, **changes: Any) -> str | None:
         recipe = load_recipe(merge(tree, {key.replace("__", "."): value for key, value in changes.items()}))
         size = int(memory * 2**30)
-        return sizes.beyond(recipe, share=share, ranks=ranks, host=size, device=size)
+        return sizes.beyond(recipe, share=share, parts=parts, ranks=ranks, host=size, device=size)
 
     assert beyond() is None
     assert beyond(share=6 * 2**20) is None  # of 4 KiB each, in 24 GiB
     assert "data.batch" in str(beyond(share=6 * 2**20 + 1))
+    assert beyond(share=6 * 2**22, parts=4) is None  # each rank reads its part
+    assert "data.batch" in str(beyond(share=6 * 2**22 + 1, parts=4))
+    assert "data.crop" in str(beyond(data__crop=4096))
+    assert beyond(share=1, parts=4, data__crop=4096) is None
     assert beyond(data__prefetch=700_000) is None
     assert "data.prefetch" in str(beyond(data__prefetch=800_000))
     large = {"model__encoder__width": 65536, "model__encoder__depth": 128}  # 1.6 trillion parameters

@@ -42,12 +42,12 @@ from support import LONG
 from torch.distributed.checkpoint import metadata as parts
 
 from vitrail.errors import UserError
+from vitrail.sums import sum_of_file
 from vitrail.training import checkpoint as module
 from vitrail.training.checkpoint import (
     BadCheckpoint,
     Checkpoints,
     check_space,
-    checksum,
     list_checkpoints,
     load_tensors,
     read_manifest,
@@ -503,9 +503,9 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch) -
     def slow_checksum(path: Path) -> int:
         reached.set()
         assert gate.wait(LONG)
-        return checksum(path)
+        return sum_of_file(path)
 
-    monkeypatch.setattr(module, "checksum", slow_checksum)
+    monkeypatch.setattr(module, "sum_of_file", slow_checksum)
     checkpoints = open_checkpoints(tmp_path, background=True)
     live = state(1)
     checkpoints.save(1, live, NUMBERS)  # returns although the gate is shut

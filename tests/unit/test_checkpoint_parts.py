@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from vitrail.errors import BadData
+from vitrail.sums import sealed
 from vitrail.training import run
-from vitrail.training.checkpoint import FORMAT, KEYS, MANIFEST, BadCheckpoint, Checkpoints, _seal, read_manifest
+from vitrail.training.checkpoint import FORMAT, KEYS, MANIFEST, BadCheckpoint, Checkpoints, read_manifest
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_a_file_of_another_size_is_seen_at_the_first_look(content: bytes, tmp_pa
     folder.mkdir()
     manifest = {key: kind() for key, kind in KEYS.items()} | {"step": 3, "format": FORMAT}
     manifest["files"] = {"a.distcp": {"bytes": 5, "crc32": 0}}
-    (folder / MANIFEST).write_text(json.dumps(_seal(manifest)))
+    (folder / MANIFEST).write_text(json.dumps(sealed(manifest)))
     (folder / "a.distcp").write_bytes(b"12345")
     assert read_manifest(folder)["step"] == 3
     (folder / "a.distcp").write_bytes(content)

@@ -1,5 +1,6 @@
 """What disk.py may touch, and what it must leave: decoys, links, mounts and kills, all inside a temporary folder."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -120,7 +121,7 @@ def test_names_of_drafts_cannot_be_foreseen_and_are_known_again(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["to-file", "to-folder", "dangling", "ring", "pipe", "photos"])
 def test_nothing_but_a_plain_file_is_replaced_by_one(home: Path, name: str) -> None:
     before = look(home)
-    for write in (disk.write_whole, disk.write_output):
+    for write in (disk.write_whole, disk.write_output, disk.write_own):
         with pytest.raises(UserError, match=rf"{name} is a (link|folder|special file) and not replaced by a file"):
             write(home / name, b"x")
     with pytest.raises((UserError, IsADirectoryError)):
@@ -190,6 +191,11 @@ def test_an_output_is_replaced_if_vitrail_wrote_it_and_nobody_changed_it(tmp_pat
             with pytest.raises(UserError, match=rf"{name} exists and is not as vitrail would have written it"):
                 disk.write_output(path, content)
             assert path.read_bytes() == changed
+            disk.write_own(path, content)  # in a folder of vitrail's own: kept beside it
+            assert path.read_bytes() == first
+            (old,) = tmp_path.glob(f"{name}.old-*")
+            assert old.read_bytes() == changed
+            old.unlink()
     if name == "a.png":
         from PIL import Image
 
@@ -343,7 +349,7 @@ def test_drafts_of_kills_are_swept_and_those_of_the_living_are_not(home: Path) -
         path.mkdir()
     disk.draft_of(begun / disk.MARK).write_text("{")
     disk.draft_of(mixed / disk.MARK).mkdir()
-    for path in (bare, begun, held, mixed):
+    for path in (bare, *begun.iterdir(), begun, held, mixed):
         os.utime(path, (0, 0))
     kept = os.open(held, os.O_RDONLY)
     fcntl.flock(kept, fcntl.LOCK_EX)
@@ -369,6 +375,26 @@ def test_drafts_of_kills_are_swept_and_those_of_the_living_are_not(home: Path) -
         p.name for p in (young, link, unmarked, living, other, fresh, held, mixed)
     }
     assert (home / "photos" / "notes.txt").exists()
+
+
+def test_drafts_of_other_machines_are_swept_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that several share need not tell of their locks."""
+    target = tmp_path / "em.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_machine", lambda: "another")
+        patch.setattr(disk, "remove", lambda *_, **__: None)  # as if that one had been killed
+        with contextlib.suppress(KeyboardInterrupt), disk.new_folder(target) as draft:
+            (draft / "chunk").write_text("half")
+            raise KeyboardInterrupt
+    (left,) = tmp_path.iterdir()
+    disk.sweep(tmp_path)
+    with disk.new_folder(target):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {left.name, target.name}
+    for path in (left, *left.rglob("*")):
+        os.utime(path, (0, 0))
+    disk.sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {target.name}
 
 
 # ---------------------------------------------------------------- folders that are replaced

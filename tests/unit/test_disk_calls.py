@@ -46,7 +46,6 @@ ALLOWED = {
     ("training/trainer.py", "checkpoints.save"): "of checkpoint.py",
     ("cli.py", "jobs.save"): "of launch/jobs.py",
     ("bench/jobs.py", "jobs.save"): "of launch/jobs.py",
-    ("training/runfolder.py", "os.rmdir"): "of a folder with nothing in it, or it fails",
     ("training/runfolder.py", "os.open"): "adds to the log of a run, through no link",
 }
 

@@ -393,6 +393,17 @@ def test_unwritable_page_is_one_sentence(tmp_path):
     assert not list(run.glob(".*.part"))
 
 
+def test_a_page_of_an_early_version_is_kept_beside_the_new_one(tmp_path):
+    run = make_run(tmp_path / "r", [])
+    (run / "report.html").write_text("<!doctype html>without a mark")
+    page = write_report(run)
+    assert "without a mark" not in page.read_text()
+    (old,) = run.glob("report.html.old-*")
+    assert old.read_text() == "<!doctype html>without a mark"
+    write_report(run)
+    assert len(list(run.glob("report.html*"))) == 2
+
+
 def test_failed_write_keeps_the_old_page(tmp_path, monkeypatch):
     path = write_whole(tmp_path / "page", b"old")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no")))

@@ -308,6 +308,18 @@ def test_a_state_follows_links_and_not_places(tmp_path, two) -> None:
     (real / ".lock").write_bytes(b"")
     (real / ".lock").unlink()
     assert data_state(config) == before  # the time of a folder is none of the data's
+    for name in (".DS_Store", "._1.npy", "Thumbs.db", "README.txt"):
+        (real / name).write_bytes(b"idle")
+    (real / ".cache").mkdir()
+    (real / ".cache/0.npy").write_bytes(b"idle")
+    assert data_state(config) == before
+    (real / "out").mkdir()
+    (real / "out/0.npy").write_bytes(b"1")
+    assert data_state(config, leave_out=[linked / "folder/out"]) == before != data_state(config)
+    (real / ".zattrs").write_text("{}")
+    assert data_state(config, leave_out=[real / "out"]) != before
+    (real / ".zattrs").unlink()
+    shutil.rmtree(real / "out")
     (tmp_path / "elsewhere").symlink_to(linked)
     assert data_state(NumpyConfig(path=str(tmp_path / "elsewhere"))) == before
     os.utime(real / "1.npy", ns=(1, 1))

@@ -2,6 +2,7 @@
 
 - links are followed, in no circle; where the files lie, and on which disk, does not count: a copy that keeps times is
   the same data
+- what lies beside data and is none does not count: hidden files but those of Zarr, thumbnails, a README
 - of very many files the folders beyond so many count by their entries and the time when one came or went; beyond ten
   times as many a folder counts by that time alone, and is not looked into
 - of a URL its size counts, and what the server says that changes with it; where it says nothing, nothing can be told
@@ -11,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from typing import Any
 from vitrail.data.files import is_url, local_path, remote_state
 
 MOST_FILES = 200_000  # whose age is part of a fingerprint, each by itself
+IDLE = ("Thumbs.db", "desktop.ini", "__MACOSX", "lost+found")
 MOST_LISTED = 10 * MOST_FILES  # files and folders, after which no other folder is listed
 
 
-def data_state(config: Any, source: Any = None, tick: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+def data_state(
+    config: Any, source: Any = None, tick: Callable[[], None] = lambda: None, leave_out: Sequence[Path] = ()
+) -> dict[str, Any] | None:
     """Of one entry, in JSON: {files, bytes, mark}; None where its data cannot be told from others.
 
     `source` is that of the config, or of a copy, where it is open: it knows which files are read, such as labels that
-    lie elsewhere. `tick` is called with each file.
+    lie elsewhere. `tick` is called with each file. Folders to `leave_out` are those that are written to meanwhile.
     """
     path = getattr(config, "path", None)
     if not isinstance(path, str) or not path or "\0" in path:
@@ -38,7 +42,8 @@ def data_state(config: Any, source: Any = None, tick: Callable[[], None] = lambd
     if not places:
         return None
     facts, number, size = hashlib.blake2b(digest_size=16), 0, 0
-    for fact, length in itertools.chain.from_iterable(map(_ages, places)):
+    without = {_identity(str(path)) for path in leave_out}
+    for fact, length in itertools.chain.from_iterable(_ages(place, without) for place in places):
         tick()
         facts.update(f"\n{fact}".encode(errors="surrogateescape"))
         if length is not None:
@@ -47,10 +52,13 @@ def data_state(config: Any, source: Any = None, tick: Callable[[], None] = lambd
 
 
 def data_states(
-    configs: Sequence[Any], sources: Sequence[Any] = (), tick: Callable[[], None] = lambda: None
+    configs: Sequence[Any],
+    sources: Sequence[Any] = (),
+    tick: Callable[[], None] = lambda: None,
+    leave_out: Sequence[Path] = (),
 ) -> list[dict[str, Any] | None]:
     """Of each entry of a list."""
-    return [data_state(c, sources[number] if sources else None, tick) for number, c in enumerate(configs)]
+    return [data_state(c, sources[number] if sources else None, tick, leave_out) for number, c in enumerate(configs)]
 
 
 def changed(before: Any, now: Any) -> str | None:
@@ -113,7 +121,7 @@ def _absolute(names: Iterable[Any]) -> set[Path]:
     return {_local(name).absolute() for name in kept}
 
 
-def _ages(place: Path) -> Iterator[tuple[str, int | None]]:
+def _ages(place: Path, without: Set[tuple[int, int] | str]) -> Iterator[tuple[str, int | None]]:
     """Facts of each file with its bytes; beyond so many, folders by their number of entries and their time, or that."""
     if not place.is_dir():
         yield _age(place, "")
@@ -127,7 +135,8 @@ def _ages(place: Path) -> Iterator[tuple[str, int | None]]:
             yield _age(folder, inner)[0], None
             continue
         _, names, files = next(os.walk(folder), (folder, [], []))  # links to folders are folders
-        names.sort()
+        names = sorted(n for n in names if not _is_idle(n) and _identity(os.path.join(folder, n)) not in without)
+        files = [name for name in files if not _is_idle(name)]
         number += len(names) + len(files)
         if number > MOST_FILES:  # the time of a folder counts only here: whoever makes and removes a file changes it
             yield f"{_age(folder, inner)[0]} {len(names)} {len(files)}", None
@@ -140,6 +149,13 @@ def _ages(place: Path) -> Iterator[tuple[str, int | None]]:
                 seen.add(which)
                 kept.append(name)
         waiting += [os.path.join(folder, name) for name in reversed(kept)]
+
+
+def _is_idle(name: str) -> bool:
+    """Whether a file or folder is one that people and systems leave beside data; hidden ones of Zarr are data."""
+    if name.startswith("."):
+        return not name.startswith(".z")
+    return name in IDLE or name.upper().startswith(("README", "LICENSE"))
 
 
 def _identity(path: str) -> tuple[int, int] | str:

@@ -147,7 +147,7 @@ class Work:
         entries = getattr(self.recipe.data, name)
 
         def states(tick: Callable[[], None]) -> list[dict[str, Any] | None]:
-            return data_states(entries, dataset.sources, tick)
+            return data_states(entries, dataset.sources, tick, leave_out=[target, target.parent])
 
         state = on_chief_for_long(states, group, self.beat)
         plan: dict[str, Any] = {

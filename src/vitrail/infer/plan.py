@@ -144,8 +144,8 @@ def open_folder(out: Path, settings: dict[str, Any], plan: Plan) -> int:
             )
         there = (counter for counter in reversed(range(number, before)) if (out / plan.file(counter)).exists())
         number = max(number, next(there, 0) + 1)
-        if number == before:
-            return number
+        if number == before and all((out / plan.file(counter)).exists() for counter in range(number)):
+            return number  # else the manifest would tell of files that are made anew
     try:
         out.mkdir(parents=True, exist_ok=True)
         disk.remove(out / MANIFEST, inside=out)

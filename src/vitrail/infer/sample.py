@@ -25,6 +25,7 @@ from vitrail.codecs import Codec, codec_for, decode_all
 from vitrail.data.entries import stored as stored_statistics
 from vitrail.disk import told
 from vitrail.errors import UserError
+from vitrail.foreign import trusted
 from vitrail.infer.kind import DATA, Kind, decoded_kind, kind_of, of_samples, read_facts
 from vitrail.infer.pages import draw_samples
 from vitrail.infer.plan import Plan, choose_classes, close_folder, folder_names, open_folder, read_settings, sweep
@@ -78,7 +79,8 @@ def sample_run(
             raise UserError(f"{name}: {value} must be at least 1")
     list_or_refuse(run, checkpoint)
     call = {"checkpoint": checkpoint, "out": out and str(out), "trust": trust, **dataclasses.asdict(wish)}
-    with joined(fitting(generating(find_recipe(run, overrides), run), overrides), **call) as (place, watchdog):
+    recipe = fitting(generating(find_recipe(run, overrides), run), overrides)
+    with trusted(trust), joined(recipe, **call) as (place, watchdog):
 
         def make(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             changed = stored_recipe(manifest, overrides)

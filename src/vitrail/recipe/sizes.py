@@ -49,12 +49,13 @@ def absurd(recipe: Recipe) -> list[str]:
     return problems
 
 
-def beyond(recipe: Recipe, *, share: int, ranks: int, host: int, device: int) -> str | None:
-    """Why a rank cannot have the memory for a recipe: `share` are its samples of a step, the others bytes.
+def beyond(recipe: Recipe, *, share: int, parts: int, ranks: int, host: int, device: int) -> str | None:
+    """Why a rank cannot have the memory for a recipe: `share` are its samples of a step, the last two bytes.
 
-    `host` is what all ranks of this host have together, `device` what this one computes in.
+    `parts` are the ranks that share each sample, of which a rank may read its part alone. `host` is what all ranks of
+    this host have together, `device` what this one computes in.
     """
-    sample = max(LEAST, voxels_of(recipe))
+    sample = max(LEAST, voxels_of(recipe) // parts)
     if sample > host:
         return f"data.crop: a sample of {_short(sample)} bytes at least is larger than {_memory(host)}; make it smaller"
     if share * sample > host:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail import disk
-from vitrail.disk import is_ours, remove, write_output
+from vitrail.disk import is_ours, remove, write_own
 from vitrail.errors import UserError
 from vitrail.report.bench_cells import WORDS, name_spread, plural, read_bench
 from vitrail.report.bench_facts import summarize_bench
@@ -35,8 +35,8 @@ def write_bench_report(folder: str | Path, *, now: float | None = None) -> Path:
     try:
         for picture in draw_all(facts, studies, facts["warnings"]):
             svg, png = save_picture(picture.figure)
-            write_output(path / "plots" / f"{picture.name}.svg", svg.encode(), parents=True)
-            write_output(path / "plots" / f"{picture.name}.png", png)
+            write_own(path / "plots" / f"{picture.name}.svg", svg.encode(), parents=True)
+            write_own(path / "plots" / f"{picture.name}.png", png)
             pictures.append(
                 {
                     "name": picture.name,
@@ -47,7 +47,7 @@ def write_bench_report(folder: str | Path, *, now: float | None = None) -> Path:
             )
         _clear(path / "plots", {picture["name"] for picture in pictures})
         html = _render(facts, pictures, time.time() if now is None else now)
-        return write_output(path / "report.html", html.encode("utf-8", errors="replace"))
+        return write_own(path / "report.html", html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(
             f"{path / 'report.html'} cannot be written: {error.strerror}; make the folder writable."

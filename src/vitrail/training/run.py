@@ -88,13 +88,14 @@ def evaluate(
     samples: int | None = None,
     weights: str | None = None,
     overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> dict[str, Any]:
-    """Metrics of a run's checkpoint on its validation data."""
+    """Metrics of a run's checkpoint on its validation data; `trust` as for train()."""
     if samples is not None and samples < 1:
         raise UserError(f"samples: {samples} must be at least 1")
     list_or_refuse(run, checkpoint)
     call = {"checkpoint": checkpoint, "samples": samples, "weights": weights}
-    with joined(fitting(find_recipe(run, overrides), overrides), **call) as (place, watchdog):
+    with trusted(trust), joined(fitting(find_recipe(run, overrides), overrides), **call) as (place, watchdog):
 
         def measure(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             recipe = fitting(stored_recipe(manifest, overrides), overrides)

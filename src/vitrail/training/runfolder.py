@@ -170,8 +170,7 @@ class RunFolder:
                     with contextlib.suppress(OSError, UserError):
                         disk.remove(file, inside=self.path)
                 for folder in (*(self.path / name for name in FOLDERS), self.path):
-                    with contextlib.suppress(OSError):  # where anything is left
-                        os.rmdir(folder)
+                    disk.remove_empty(folder)
         self.close()
 
 

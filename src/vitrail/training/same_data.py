@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.dataset import Dataset
-from vitrail.data.files import is_url, local_path
 from vitrail.data.fingerprint import changed, data_state
 from vitrail.data.pool import timed
 from vitrail.errors import UserError
@@ -118,10 +117,7 @@ def _describe(dataset: Dataset, number: int) -> Facts:
 
 
 def _files(dataset: Dataset, number: int, config: Any, run_dir: Path) -> dict[str, Any] | None:
-    path = getattr(config, "path", None)
-    if isinstance(path, str) and not is_url(path) and run_dir.resolve().is_relative_to(local_path(path).resolve()):
-        return None  # the run itself lies in the folder of its data, and changes it
-    return data_state(config, dataset.sources[number])
+    return data_state(config, dataset.sources[number], leave_out=[run_dir])  # which may lie in the folder of its data
 
 
 def _look(dataset: Dataset, number: int, tick: Callable[[], None]) -> list[int | None]:

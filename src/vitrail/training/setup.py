@@ -97,7 +97,8 @@ def absurd_here(recipe: Recipe, world: World) -> str | None:
     """Why a recipe cannot be run on this machine, as far as arithmetic tells before anything is opened or made."""
     layout, host = layout_of(recipe.parallel, world.size), memory_bytes()
     share = recipe.data.global_batch(layout.data) // layout.data
-    return sizes.beyond(recipe, share=share, ranks=world.size, host=host, device=memory_of_rank(recipe, world, host))
+    device = memory_of_rank(recipe, world, host)
+    return sizes.beyond(recipe, share=share, parts=layout.parts, ranks=world.size, host=host, device=device)
 
 
 def memory_of_rank(recipe: Recipe, world: World, host: int) -> int:
