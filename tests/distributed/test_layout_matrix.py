@@ -13,7 +13,11 @@ from support import merge, run, tiny_recipe, torchrun
 
 WORKER = Path(__file__).parent / "layout_worker.py"
 STEPS = 3
-OPTIMIZERS = {"sgd": {"kind": "sgd", "lr": 0.05}, "adamw": {"kind": "adamw", "lr": 1e-3, "eps": 1e-5}}
+OPTIMIZERS = {
+    "sgd": {"kind": "sgd", "lr": 0.05},
+    "adamw": {"kind": "adamw", "lr": 1e-3, "eps": 1e-5},
+    "muon": {"kind": "muon", "lr": 1e-3, "eps": 1e-5},
+}
 
 # What is trained, as changes to the tiny recipe. Numbers of tokens do not divide by everything: some parts are padded.
 ENCODER = {"width": 32, "depth": 4, "heads": 4, "patch": 4, "positions": "rope", "drop_path": 0.3}
@@ -159,6 +163,7 @@ LATER = {  # which differ from others in a detail
     *("pipeline2-shard2",),
 }
 ADAMW = ("tensor2", "pipeline2", "tensor2-context2")
+MUON = ("shard2", "tensor2", "pipeline2", "hybrid4", "shard2-tensor2")  # it gathers matrices in each in another way
 ONCE = ("mae", "mae-long", "mae-turned", "mae-stratified", "mae-variables", "mae-separate", "mae-frozen", "dit-given")
 FAST = [
     (model, layout, "sgd")
@@ -168,8 +173,10 @@ FAST = [
     and (model in ONCE or layout in ("pipeline2", "tensor2-context2", "ulysses2-ring2"))
 ]
 FAST += [("mae", layout, "adamw") for layout in ADAMW]
+FAST += [("mae", layout, "muon") for layout in MUON]
 ALREADY = {(model, layout) for model, layout, _ in FAST}
-SLOW = [(*case, name) for case in (*CASES, *COMPILED) if case not in ALREADY for name in OPTIMIZERS]
+SLOW = [(*case, name) for case in (*CASES, *COMPILED) if case not in ALREADY for name in ("sgd", "adamw")]
+SLOW += [("mae", layout, "muon") for layout in ("hybrid-stop8", "shard2-context2-tensor2", "pipeline2-shard2-tensor2")]
 
 
 def recipe_of(model: str, volume: Path, home: Path, optimizer: str) -> dict[str, Any]:

@@ -324,6 +324,11 @@ IMPOSSIBLE: dict[str, tuple[Recipe, int, str]] = {
         "parallel.prefetch.backward: 2 groups ahead",
     ),
     "offload": (recipe_of(parallel__offload=True), 2, "parallel.offload: parameters of a run on a CPU"),
+    "offload of matrices": (
+        recipe_of(parallel__offload=True, optimizer={"kind": "muon"}),
+        2,
+        "parallel.offload: optimizer.kind=muon needs whole matrices",
+    ),
     "keep nothing": (recipe_of(parallel__recompute={"keep": []}), 1, "nothing is kept, which is recompute: full"),
     "every": (recipe_of(parallel__recompute={"every": 4}), 1, "parallel.recompute.every: 4 is more than"),
     "keep of pieces": (

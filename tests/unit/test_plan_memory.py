@@ -11,7 +11,7 @@ import torch
 from support import ROOT
 
 from vitrail.cost.attention_op import attend_with
-from vitrail.cost.memory import Memory, _later, memory_of
+from vitrail.cost.memory import Memory, Moments, _later, memory_of
 from vitrail.cost.norm_op import as_kernels
 from vitrail.cost.recorder import Recorder
 from vitrail.cost.trace import Work, trace, trace_model
@@ -94,7 +94,7 @@ def test_states_are_in_shards(work: Work) -> None:
         assert memory.optimizer == 2 * memory.parameters
         assert memory.average == memory.parameters
     assert memory_of(work, shard=2, context=4).parameters == memory_of(work, shard=8).parameters
-    assert memory_of(work, optimizer="sgd").optimizer == memory_of(work).parameters
+    assert memory_of(work, moments=Moments(1, 1)).optimizer == memory_of(work).parameters
     copies = memory_of(work, replicate=8, shard=1, reshard=False)
     assert copies.parameters == pytest.approx(4 * number(work), rel=0.01)
 
@@ -131,7 +131,7 @@ def test_one_rank_alone_needs_what_it_does_on_the_meta_device(compute: Any, reco
         with solo.computing():
             loss(model(**inputs)).backward()
     traced = trace_model(VIT, inputs, loss, samples=samples, compute=compute, recompute=recompute)
-    planned = memory_of(traced, compute=compute, solo=True, optimizer="sgd")
+    planned = memory_of(traced, compute=compute, solo=True, moments=Moments(1, 1))
     states = planned.parameters + planned.optimizer + planned.inputs
     followed = max(phase.peak, recorder.live)
     assert planned.moment != "update"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from vitrail.cost.cluster import Cluster, Device, Link
+from vitrail.cost.memory import Moments
 from vitrail.cost.network import Group
 from vitrail.cost.roofline import seconds_of
 from vitrail.cost.step import StepTime, _Rank, step_time
@@ -54,7 +55,7 @@ def work(*, depth: int = 20, parameters: int = 10_000_000, kernels: int = 1, aga
 
 def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, **keys: Any) -> StepTime:
     micro_batches, compute = keys.pop("micro_batches", 1), keys.pop("compute", "bf16")
-    optimizer = keys.pop("optimizer", "adamw")
+    moments = keys.pop("moments", Moments())
     alone = {name: keys.pop(name) for name in ("solo", "replayed") if name in keys}
     parallel = Parallel(**keys)
     layout = layout_of(parallel, gpus)
@@ -66,7 +67,7 @@ def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, *
         parallel=parallel,
         precision=Precision(compute=compute),
         micro_batches=micro_batches,
-        optimizer=optimizer,
+        moments=moments,
         **alone,
     )
 
@@ -128,7 +129,7 @@ def test_one_gpu_is_its_computation() -> None:
     assert time.seconds == pytest.approx(20 * (0.02 + 0.04), rel=0.02)
     assert time.communication == time.exposed == time.bubble == 0
     assert time.optimizer == pytest.approx(201e6 * 40 / 1e12)  # itself, its gradient thrice, two moments
-    assert step(optimizer="sgd").optimizer == pytest.approx(201e6 * 32 / 1e12)  # one moment
+    assert step(moments=Moments(1, 1)).optimizer == pytest.approx(201e6 * 32 / 1e12)  # one moment
     away = step(offload=True).optimizer  # gradients are scaled where they are
     assert away == pytest.approx(201e6 * 28 / 2e10)
     assert sum(time.parts.values()) == pytest.approx(time.seconds)

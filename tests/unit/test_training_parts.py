@@ -35,18 +35,21 @@ from vitrail.recipe import load_recipe, sections
 from vitrail.training import evaluate, meters
 from vitrail.training.ema import EMA
 from vitrail.training.meters import WARM_UP_STEPS, Meter
-from vitrail.training.optimizer import (
-    AdamWConfig,
+from vitrail.training.optimizers.adam import AdamConfig, AdamWConfig
+from vitrail.training.optimizers.lion import LionConfig
+from vitrail.training.optimizers.muon import MuonConfig
+from vitrail.training.optimizers.optimizer import (
     GroupRule,
-    SGDConfig,
+    Optimizer,
     group_table,
     make_groups,
     named_state,
     restore_state,
 )
-from vitrail.training.optimizer import (
+from vitrail.training.optimizers.optimizer import (
     step as take_step,
 )
+from vitrail.training.optimizers.sgd import SGDConfig
 from vitrail.training.schedule import ConstantConfig, CosineConfig, LinearConfig
 
 # ---------------------------------------------------------------- schedules
@@ -265,7 +268,7 @@ def test_the_class_token_and_positions_of_a_vit_do_not_decay() -> None:
 
 def test_the_table_counts_what_is_there(model: Model) -> None:
     settings_ = AdamWConfig(lr=1e-3, weight_decay=0.05, groups=(GroupRule(match="decoder", lr=0.1),))
-    optimizer = settings_.build(make_groups(model, settings_))
+    optimizer = Optimizer(make_groups(model, settings_))
     table = group_table(optimizer, 2e-3)
     assert sum(row["parameters"] for row in table) == sum(p.numel() for p in model.parameters())
     assert sum(row["tensors"] for row in table) == len(list(model.parameters()))
@@ -282,7 +285,7 @@ def test_the_first_rule_that_matches_decides(model: Model) -> None:
         GroupRule(match=r"^encoder\.", lr=0.1),
     )
     groups = make_groups(model, SGDConfig(weight_decay=0.05, groups=rules))
-    optimizer = SGDConfig().build(groups)
+    optimizer = Optimizer(groups)
     take_step(optimizer, 1e-2)
     for group in optimizer.param_groups:
         for name in group["names"]:
@@ -316,12 +319,15 @@ def test_freezing_everything_is_refused(model: Model) -> None:
         make_groups(model, AdamWConfig(groups=(GroupRule(match="", freeze=True),)))
 
 
-@pytest.mark.parametrize("settings_", [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.0)])
+EVERY = [AdamWConfig(), AdamConfig(weight_decay=0.1), SGDConfig(), SGDConfig(momentum=0.0), LionConfig(), MuonConfig()]
+
+
+@pytest.mark.parametrize("settings_", EVERY)
 def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: Any) -> None:
     """Two steps, then one more by the original and by a copy that was restored from names."""
     other = build(model.config)
     other.load_state_dict(model.state_dict())
-    one, two = (settings_.build(make_groups(m, settings_)) for m in (model, other))
+    one, two = (Optimizer(make_groups(m, settings_)) for m in (model, other))
 
     def step(model: Model, optimizer: Any, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -348,7 +354,7 @@ def test_the_state_of_an_optimizer_by_name_comes_back(model: Model, settings_: A
 
 def test_other_moments_are_refused(model: Model) -> None:
     settings_ = AdamWConfig()
-    optimizer = settings_.build(make_groups(model, settings_))
+    optimizer = Optimizer(make_groups(model, settings_))
     first, right = "encoder.norm.weight", ["exp_avg", "exp_avg_sq"]
     assert first in {name for group in optimizer.param_groups for name in group["names"]}
     assert set(restore_state(optimizer, {first: right}, 2)) == {f"{first}.{moment}" for moment in right}
@@ -358,16 +364,15 @@ def test_other_moments_are_refused(model: Model) -> None:
         assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("settings_", EVERY)
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_a_step_that_is_skipped_never_was(kind: str, skipped: int) -> None:
+def test_a_step_that_is_skipped_never_was(settings_: Any, skipped: int) -> None:
     """Neither a first one, before there is any state, nor a later one: momentum and step counts go on as without it."""
-    settings_ = {"adamw": AdamWConfig, "sgd": SGDConfig}[kind]()
     models = [
         build(ViTConfig(ndim=2, channels=1, shape=8, patch=4, width=8, depth=1, heads=1, classes=2)) for _ in "ab"
     ]
     models[1].load_state_dict(models[0].state_dict())
-    one, two = (settings_.build(make_groups(m, settings_)) for m in models)
+    one, two = (Optimizer(make_groups(m, settings_)) for m in models)
     for number in range(3):
         for model in models:
             generator = torch.Generator().manual_seed(number)
@@ -384,8 +389,7 @@ def test_a_step_that_is_skipped_never_was(kind: str, skipped: int) -> None:
         assert torch.equal(a, b), name
     states = [named_state(optimizer) for optimizer in (one, two)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
-    if kind == "adamw":
-        assert {float(state["step"]) for state in one.state.values()} == {2.0}
+    assert {float(state["step"]) for state in one.state.values() if "step" in state} <= {2.0}
 
 
 # ---------------------------------------------------------------- moving average

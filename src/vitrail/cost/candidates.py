@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from vitrail.cost.cluster import Cluster
+from vitrail.cost.memory import Moments
 from vitrail.cost.plan import Shares, num_parameters, time_for, without_device
 from vitrail.cost.rough import Key
 from vitrail.parallel.check import (
@@ -82,7 +83,7 @@ def candidates(recipe: Recipe, cluster: Cluster, gpus: int) -> Iterator[Candidat
             changed = recipe.model_copy(update={"parallel": parallel})
             layout = layout_of(parallel, gpus)
             if (shares := _shares(changed, gpus, layout)) is not None:
-                yield Candidate(changed, layout, shares, _state(parameters, recipe.optimizer.kind, layout))
+                yield Candidate(changed, layout, shares, _state(parameters, Moments.of(recipe.optimizer), layout))
 
 
 @lru_cache(maxsize=4)
@@ -164,11 +165,11 @@ def _shares(recipe: Recipe, gpus: int, layout: Layout) -> Shares | None:
     return shares if micros(recipe, layout, shares) else None
 
 
-def _state(parameters: int, optimizer: str, layout: Layout) -> float:
+def _state(parameters: int, moments: Moments, layout: Layout) -> float:
     """Bytes of a rank's parameters, gradients and moments, at least: in the update, or where all is gathered."""
     whole = parameters / (layout.tensor * layout.pipeline)
     number = whole / (layout.shard * layout.context)
-    update = 16 if optimizer == "adamw" else 8
+    update = 4 * (2 + min(moments))
     gathered = 2 * whole if layout.shard > 1 and not layout.reshard else 0.0  # in bf16 at least, while it computes
     return max(update * number, (update - 4) * number + gathered)  # then there are no gradients yet
 

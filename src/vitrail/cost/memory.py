@@ -11,12 +11,30 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitrail.cost.work import Segment, Work
 
 BYTES = {"bf16": 2, "float8": 2, "fp32": 4}  # of a gathered parameter, or of a gradient between ranks
-MOMENTS = {"adamw": 2, "sgd": 1}  # of an optimizer, each as large as the parameters
+
+
+class Moments(NamedTuple):
+    """How many numbers an optimizer keeps of each parameter: of a matrix of a block, and of any other."""
+
+    matrix: int = 2
+    other: int = 2
+
+    @classmethod
+    def of(cls, optimizer: Any) -> "Moments":
+        """Those of an optimizer's config."""
+        return cls(*(len(optimizer.update(role).moments) for role in cls._fields))
+
+    def each(self, segment: Segment) -> int:
+        """Of a parameter of a segment; the few in a block that are no matrices are counted as if they were."""
+        return self.matrix if segment.gathered else self.other
+
+
+ADAMW = Moments()
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,7 @@ def memory_of(
     wrap: int = 1,
     compute: str = "bf16",
     reduce: str = "fp32",
-    optimizer: str = "adamw",
+    moments: Moments = ADAMW,
     ema: bool = False,
     offload: bool = False,
     micro_batches: int = 1,
@@ -80,16 +98,16 @@ def memory_of(
     masters = 0 if offload else 4 * state.owned
     fixed = Memory(
         parameters=masters,
-        optimizer=masters * MOMENTS.get(optimizer, 2),
+        optimizer=0 if offload else sum(4 * state.own(s) * moments.each(s) for s in state.every),
         average=masters if ema else 0,
         inputs=_inputs(work, pipeline, micro_batches, read_ahead),
         activations=(flying - 1) * sum(segment.saved for segment in state.every),
     )
     if solo:
-        moments = state.moments_alone(fixed, accumulated=micro_batches > 1)
+        instants = state.moments_alone(fixed, accumulated=micro_batches > 1)
     else:
-        moments = state.moments(fixed, reshard, ahead, accumulated=micro_batches > 1, offload=offload)
-    return max(moments, key=lambda memory: memory.peak)
+        instants = state.moments(fixed, reshard, ahead, accumulated=micro_batches > 1, offload=offload)
+    return max(instants, key=lambda memory: memory.peak)
 
 
 def _inputs(work: Work, pipeline: int, micro_batches: int, read_ahead: int) -> int:

@@ -24,7 +24,7 @@ from vitrail.cost.cluster import Cluster, load_cluster
 from vitrail.cost.complete import complete
 from vitrail.cost.gpus import check_gpus
 from vitrail.cost.key import Key
-from vitrail.cost.memory import Memory, memory_of
+from vitrail.cost.memory import Memory, Moments, memory_of
 from vitrail.cost.rough import SAMPLES
 from vitrail.cost.rough import works as rough_works
 from vitrail.cost.step import StepTime, step_time
@@ -234,7 +234,7 @@ def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares,
             wrap=c.wrap,
             compute=compute_of(recipe),
             reduce=recipe.precision.reduce,
-            optimizer=recipe.optimizer.kind,
+            moments=Moments.of(recipe.optimizer),
             ema=recipe.ema is not None,
             offload=c.offload,
             micro_batches=shares.passes,
@@ -285,7 +285,7 @@ def time_for(
                 parallel=recipe.parallel,
                 precision=recipe.precision,
                 micro_batches=passes,
-                optimizer=recipe.optimizer.kind,
+                moments=Moments.of(recipe.optimizer),
                 solo=alone,
                 replayed=replayed,
             )

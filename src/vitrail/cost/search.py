@@ -16,7 +16,7 @@ from vitrail.cost.candidates import Candidate, candidates, changes_of, micros
 from vitrail.cost.cluster import Cluster
 from vitrail.cost.gpus import check_gpus, more_gpus
 from vitrail.cost.key import Key
-from vitrail.cost.memory import MOMENTS, Memory
+from vitrail.cost.memory import Memory, Moments
 from vitrail.cost.plan import (
     GIB,
     HEADROOM,
@@ -166,7 +166,7 @@ def _rough_memory(candidate: Candidate, cluster: Cluster) -> Memory:
     recipe, shares = candidate.recipe, candidate.shares
     layout = candidate.layout._replace(replicate=min(2, candidate.layout.replicate))
     unlike = {"strategy": None, "group": None, "replicate": None, "shard": None}  # the layout tells
-    rest = (recipe.optimizer.kind, recipe.ema, recipe.data.prefetch, layout, shares.micro, shares.passes)
+    rest = (Moments.of(recipe.optimizer), recipe.ema, recipe.data.prefetch, layout, shares.micro, shares.passes)
     parallel = recipe.parallel.model_copy(update=unlike)
     alone = is_solo(recipe, layout, cluster)
     text = repr((recipe.model, recipe.objective, recipe.precision, parallel, alone, *rest))
@@ -184,7 +184,7 @@ def _at_least(candidate: Candidate) -> float:
     first = works_of(c, layout, candidate.shares.micro, rough=True)[0]
     kept = sum(segment.saved * segment.count for segment in first.segments)
     owned = sum(segment.parameters * segment.count for segment in first.segments)
-    each = 4 * (1 + MOMENTS.get(c.optimizer.kind, 0) + (candidate.shares.passes > 1))
+    each = 4 * (1 + min(Moments.of(c.optimizer)) + (candidate.shares.passes > 1))
     ranks = layout.shard * layout.context * layout.tensor  # of the last only what is outside blocks
     return kept + (0 if c.parallel.offload else each * owned / ranks)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from vitrail.cost.cluster import Cluster
-from vitrail.cost.memory import BYTES, MOMENTS
+from vitrail.cost.memory import ADAMW, BYTES, Moments
 from vitrail.cost.network import Group, all_gather, all_reduce, all_to_all, group_of, reduce_scatter, send
 from vitrail.cost.roofline import LIMITS, Seconds, Way, seconds_of
 from vitrail.cost.timeline import BETWEEN, INSIDE, Piece, Talk, Timeline, link_of
@@ -54,7 +54,7 @@ def step_time(
     parallel: Parallel,
     precision: Precision,
     micro_batches: int = 1,
-    optimizer: str = "adamw",
+    moments: Moments = ADAMW,
     solo: bool = False,
     replayed: bool = False,
 ) -> StepTime:
@@ -69,7 +69,7 @@ def step_time(
     rank = _Rank(work, cluster, layout, parallel, precision, solo, replayed)
     spent, busy = rank.micro_batches(micro_batches)
     running, waiting = spent.total, spent[INSIDE] + spent[BETWEEN]
-    updating = rank.update(optimizer)
+    updating = rank.update(moments)
     chunks = parallel.stages or (2 if parallel.schedule == "interleaved" else 1)
     bubble = running / micro_batches * (layout.pipeline - 1) / chunks
     spent[LIMITS["memory"]] += updating
@@ -245,14 +245,14 @@ class _Rank:
         """To read and write so many bytes."""
         return self._seconds((Op("memory", 0.0, size),) if size else (), "forward")
 
-    def update(self, optimizer: str) -> float:
+    def update(self, moments: Moments) -> float:
         """The optimizer reads and writes the state of this rank's shards."""
         shards = self.layout.shard * self.layout.context
-        owned = sum(
-            segment.parameters * segment.count / (shards if segment.gathered else shards * self.layout.tensor)
-            for segment in self.work.segments
-        )
-        moved = owned * (PARAMETER + MOMENT * MOMENTS.get(optimizer, 2))
+        owned = moved = 0.0
+        for segment in self.work.segments:
+            ranks = shards if segment.gathered else shards * self.layout.tensor
+            mine = segment.parameters * segment.count / ranks
+            owned, moved = owned + mine, moved + mine * (PARAMETER + MOMENT * moments.each(segment))
         return moved / (1e9 * HOST_GB_S) if self.parallel.offload else self._moving(moved + SCALED * owned).total
 
     @property

@@ -419,6 +419,12 @@ def check_sharding(case: Case) -> None:
             f"parallel.wrap: {c.wrap}, but parallel.bucket_mib={c.bucket_mib} says how many blocks go together, too",
             Change(("parallel.wrap=1",)),
         )
+    if c.offload and recipe.optimizer.update("matrix").needs == "matrices":
+        raise Impossible(
+            f"parallel.offload: optimizer.kind={recipe.optimizer.kind} needs whole matrices, whose shards would be "
+            "gathered from host to host",
+            Change(("parallel.offload=false",)),
+        )
     on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
     if c.offload and not on_gpu:
         raise Impossible(f"parallel.offload: {OFFLOAD_ON_CPU}", Change(("parallel.offload=false",)))

@@ -61,8 +61,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "autoencoder": "vitrail.codecs.autoencoder:AutoencoderCodecConfig",
     },
     "optimizer": {
-        "adamw": "vitrail.training.optimizer:AdamWConfig",
-        "sgd": "vitrail.training.optimizer:SGDConfig",
+        "adamw": "vitrail.training.optimizers.adam:AdamWConfig",
+        "adam": "vitrail.training.optimizers.adam:AdamConfig",
+        "sgd": "vitrail.training.optimizers.sgd:SGDConfig",
+        "lion": "vitrail.training.optimizers.lion:LionConfig",
+        "muon": "vitrail.training.optimizers.muon:MuonConfig",
     },
     "schedule": {
         "cosine": "vitrail.training.schedule:CosineConfig",

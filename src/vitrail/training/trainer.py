@@ -25,7 +25,14 @@ from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_tensors, read_tensors, stored_tensors
 from vitrail.training.collective import gather_json, together
 from vitrail.training.ema import EMA
-from vitrail.training.optimizer import group_table, make_groups, named_state, restore_state, step
+from vitrail.training.optimizers.optimizer import (
+    Optimizer,
+    group_table,
+    make_groups,
+    named_state,
+    restore_state,
+    step,
+)
 from vitrail.training.setup import DataParts, Parts, Place
 
 STOP_REASONS = ("signal", "time limit")
@@ -57,7 +64,7 @@ class Trainer:
         self.epoch = epoch
         self.warmup = self.steps(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
-        self.optimizer = recipe.optimizer.build(make_groups(self.model, recipe.optimizer, parts.names))
+        self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
         self.drop_path_rates = parts.drop_path_rates
         self.done = 0  # steps, skipped ones too: the data they used is used up
@@ -250,7 +257,8 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """About what a checkpoint will need, before there is any optimizer state."""
-        copies = 1 + (2 if self.recipe.optimizer.kind == "adamw" else 1) + (self.ema is not None)
+        moments = max(len(group["update"].moments) for group in self.optimizer.param_groups)
+        copies = 1 + moments + (self.ema is not None)
         return copies * self.parts.parameters * torch.float32.itemsize
 
     def numbers(self) -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""AdamW, and Adam, whose weight decay is part of the gradient."""
+
+from typing import Literal
+
+from torch import Tensor
+from torch.optim.adam import adam
+
+from vitrail.recipe import config
+from vitrail.training.optimizers.optimizer import (
+    OptimizerConfig,
+    Role,
+    Shards,
+    Update,
+    check_not_negative,
+    check_shares,
+)
+
+
+class Adam(Update):
+    moments = ("exp_avg", "exp_avg_sq")
+    counts = True
+
+    def __init__(self, betas: tuple[float, float], eps: float, *, decoupled: bool):
+        self.betas, self.eps, self.decoupled = betas, eps, decoupled
+
+    def apply(self, shards: Shards, *, rate: float, decay: float, skip: Tensor | None) -> None:
+        adam(
+            shards.parameters,
+            shards.gradients,
+            shards.moments["exp_avg"],
+            shards.moments["exp_avg_sq"],
+            [],
+            shards.steps,
+            fused=True,
+            found_inf=skip,
+            decoupled_weight_decay=self.decoupled,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=rate,
+            weight_decay=decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+@config
+class AdamWConfig(OptimizerConfig):
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(eps=self.eps)
+        check_shares(betas=self.betas)
+
+    def update(self, role: Role) -> Update:
+        return Adam(self.betas, self.eps, decoupled=True)
+
+
+@config
+class AdamConfig(OptimizerConfig):
+    kind: Literal["adam"] = "adam"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(eps=self.eps)
+        check_shares(betas=self.betas)
+
+    def update(self, role: Role) -> Update:
+        return Adam(self.betas, self.eps, decoupled=False)

@@ -1,0 +1,41 @@
+"""Lion (Chen et al. 2023): steps of one size, in the direction of the sign of a mean of gradients."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.recipe import config
+from vitrail.training.optimizers.optimizer import OptimizerConfig, Role, Shards, Update, check_shares, kept
+
+
+class Lion(Update):
+    moments = ("exp_avg",)
+
+    def __init__(self, betas: tuple[float, float]):
+        self.betas = betas
+
+    def apply(self, shards: Shards, *, rate: float, decay: float, skip: Tensor | None) -> None:
+        averages = shards.moments["exp_avg"]
+        gradients, stay = kept(shards.gradients, averages, skip)
+        directions = list(torch._foreach_lerp(averages, gradients, 1 - self.betas[0]))
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(directions, rate * stay)
+        torch._foreach_mul_(shards.parameters, 1 - rate * decay * stay)
+        torch._foreach_sub_(shards.parameters, directions)
+        torch._foreach_lerp_(averages, gradients, 1 - self.betas[1])
+
+
+@config
+class LionConfig(OptimizerConfig):
+    kind: Literal["lion"] = "lion"
+    lr: float = 1e-4  # a tenth of AdamW's, since no step is smaller than the rate
+    weight_decay: float = 0.5  # ten times AdamW's, for the same decay in a step
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shares(betas=self.betas)
+
+    def update(self, role: Role) -> Update:
+        return Lion(self.betas)
