@@ -236,6 +236,29 @@ def test_classes_of_parquet_are_numbers_of_sorted_words(tmp_path: Path) -> None:
         assert [source.label(item) for item in range(3)] == [2, None, 0]
 
 
+def test_odd_names_of_classes_in_parquet_are_none(tmp_path: Path) -> None:
+    image = io.BytesIO()
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(image, "PNG")
+    table = pa.table({"image": [image.getvalue()] * 2, "label": [0, 1]})
+    for names, classes in (
+        (["cat", "dog"], ["cat", "dog"]),
+        *((odd, ["0", "1"]) for odd in (5, None, "abc", {"a": 1, "b": 2}, [1, 2], [["a"], "b"], [])),
+    ):
+        told = json.dumps({"info": {"features": {"label": {"names": names}}}}).encode()
+        pq.write_table(table.replace_schema_metadata({b"huggingface": told}), tmp_path / "a.parquet")
+        assert list(opened("parquet", tmp_path / "a.parquet").class_names) == classes, names
+
+
+def test_images_of_parquet_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
+    for values in ([5, 6], ["5", "6"], [[5], [6]], [[b"5"], [b"6"]]):
+        column = pa.StructArray.from_arrays([pa.array(values), pa.array(["a", "b"])], ["bytes", "path"])
+        pq.write_table(pa.table({"image": column}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=r"a\.parquet has no column of encoded images; name one with `image`"):
+            opened("parquet", tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=r"image = 'image' of .*a\.parquet holds struct<.*not the bytes of images"):
+            opened("parquet", tmp_path / "a.parquet", image="image")
+
+
 def test_row_groups_without_rows_are_left_out(tmp_path: Path) -> None:
     image = io.BytesIO()
     Image.fromarray(np.zeros((4, 4), np.uint8)).save(image, "PNG")
