@@ -9,6 +9,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,7 @@ from vitrail.data.hdf5_links import (
     virtual_parts,
     walk,
 )
+from vitrail.data.hdf5_words import MOST_WORDS, depth
 from vitrail.data.stored import Filling
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import parse_json
@@ -152,7 +154,9 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
 
 
 def _axes(node: Any) -> tuple[str, ...]:
-    labels = tuple(dimension.label for dimension in node.dims)
+    labels: tuple[str, ...] = ()
+    if _attribute(node, "DIMENSION_LABELS") is not None:
+        labels = tuple(dimension.label for dimension in node.dims)
     told = _attribute(node, "axes")
     told = _attribute(node, "axistags") if told is None else told
     if isinstance(told, np.ndarray):
@@ -189,10 +193,12 @@ def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str |
 
 
 def _attribute(node: Any, name: str) -> Any:
-    """A small attribute, or None."""
-    if name not in node.attrs or np.prod(node.attrs.get_id(name).shape or (), dtype=object) > MOST_VALUES:
+    """A small attribute, or None; words may all be one that is as large as the file."""
+    if name not in node.attrs:
         return None
-    return node.attrs[name]
+    found = node.attrs.get_id(name)
+    most = MOST_WORDS if found.dtype.hasobject else MOST_VALUES
+    return None if depth(found.dtype) > 1 or math.prod(found.shape or ()) > most else node.attrs[name]
 
 
 class _Part(NamedTuple):
