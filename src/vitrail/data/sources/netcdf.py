@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vitrail.credentials import reveal
+from vitrail.data.chunks import parts
 from vitrail.data.files import base_name, file_type, is_url, join, local_copy
 from vitrail.data.formats import Handles, decoding, file_mark, library, list_items
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
@@ -26,7 +27,7 @@ from vitrail.data.hdf5_links import check_chunks, check_dataset, check_whole, la
 from vitrail.data.hdf5_words import Words
 from vitrail.data.netcdf_classic import expected_size
 from vitrail.data.stored import Filling
-from vitrail.data.xarray_stores import check_store, open_known
+from vitrail.data.xarray_stores import check_store, open_checkers, open_known
 from vitrail.data.zarr_nodes import check_file
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import check_room, open_plain
@@ -192,6 +193,7 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
         elif nodata is not None and raw.dtype.kind == "i" and field.dtype.kind == "u":  # decoded without sign
             nodata = np.array(nodata, raw.dtype).astype(field.dtype).item()
     array = open_known(path, short, fill=fill) if _is_store(path) else None
+    looks = open_checkers(path, short) if _is_store(path) and array is None else []
     chunks = _Chunks.of(name, fill=fill) if array is None else None
     check = None if _is_store(path) else _chunk_checker(name, Path(raw.encoding["source"]))
 
@@ -202,8 +204,12 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
         else:
             if chunks is not None:
                 chunks.check(place)
+            window = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in place)
             if check is not None:
-                check([slice(p, p + 1) if isinstance(p, int) else p for p in place])
+                check(window)
+            for look in looks:
+                for part in parts(look.grid, window):
+                    look.decode(part.chunk)
             values = raw[place].to_numpy()
         if DECODED & set(attributes):
             dims = [n for n, p in zip(raw.dims, place, strict=True) if not isinstance(p, int)]
