@@ -20,6 +20,7 @@ from vitrail.memory import room
 MOST_WORDS = 64  # of an attribute, which HDF5 reads as a whole, in a file of any size
 FEW_BYTES = 64 << 20  # of words that may be the same: what was never written is one word, too
 AT_ONCE = 4096  # words
+AT_ONCE_BYTES = 256 << 20  # that they may have, if each is as large as the file
 MOST_READS = 100_000
 LETTER = 4  # bytes, in an array of words that are all as long as the longest
 REMEDY = "save it anew, or give --trust if you know who made the file"
@@ -61,7 +62,7 @@ class Words:
         """For a dataset of one axis or none that is read as a whole."""
         if is_trusting() or not self._is_variable(name, dataset.dtype):
             return
-        at_once = max(1, min(AT_ONCE, room() // 4 // max(1, self.size)))
+        at_once = max(1, min(AT_ONCE, AT_ONCE_BYTES // max(1, self.size)))
         if dataset.size > at_once * MOST_READS:
             raise BadData(f"{name} has {dataset.size:,} words, too many to be looked at; {REMEDY}")
         longest = 0
