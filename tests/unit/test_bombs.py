@@ -512,6 +512,88 @@ def netcdf_coordinate_that_becomes_8_gib(folder: Path, valid: dict[str, Path]) -
     return netcdf(folder, "x", (8,))
 
 
+LONG = 4 << 20
+
+
+def repeated(path: Path, count: int) -> Path:
+    """A file with the words `LONG` and more short ones, of which all become the first: what says where it is kept."""
+    data = bytearray(path.read_bytes())
+    length, short = LONG.to_bytes(4, "little"), (8).to_bytes(4, "little")
+    at = next(m.start() for m in re.finditer(re.escape(length), data) if data[m.start() + 16 :].startswith(short))
+    data[at : at + 16 * count] = data[at : at + 16] * count
+    path.write_bytes(data)
+    return path
+
+
+def words(count: int) -> list[str]:
+    return ["a" * LONG, *(f"w{number:07d}" for number in range(count - 1))]
+
+
+@bomb("the words of .*a.nc become more than 67,108,864 bytes, at .*a.nc::x, and it has")
+def netcdf_coordinate_of_words_that_are_one(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
+    import netCDF4
+
+    with netCDF4.Dataset(folder / "a.nc", "w") as data:
+        data.createDimension("x", 500)
+        data.createDimension("y", 8)
+        data.createVariable("x", str, ("x",), contiguous=True)[:] = np.array(words(500), object)
+        data.createVariable("u", "f4", ("y", "x"))[:] = 0
+    return {"kind": "netcdf", "path": repeated(folder / "a.nc", 500)}
+
+
+@bomb("'told' of .*a.nc::u has 600 words, which may be the same")
+def netcdf_attribute_of_words_that_are_one(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
+    import h5py
+
+    with h5py.File(folder / "a.nc", "w") as file:
+        file["u"] = np.zeros((8, 8), "f4")
+        file["u"].attrs.create("told", words(600), dtype=h5py.string_dtype())
+    return {"kind": "netcdf", "path": repeated(folder / "a.nc", 600)}
+
+
+@bomb("the words of .*a.nc become more than 67,108,864 bytes, at the attribute 'told'")
+def netcdf_attribute_of_few_words_that_are_one(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
+    import h5py
+
+    with h5py.File(folder / "a.nc", "w") as file:
+        file["u"] = np.zeros((8, 8), "f4")
+        file["u"].attrs.create("told", words(60), dtype=h5py.string_dtype())
+    return {"kind": "netcdf", "path": repeated(folder / "a.nc", 60)}
+
+
+@bomb("::x says that it takes .* GiB at once")
+def netcdf_coordinate_with_one_long_word(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
+    import netCDF4
+
+    with netCDF4.Dataset(folder / "a.nc", "w") as data:
+        data.createDimension("x", 500)
+        data.createDimension("y", 8)
+        data.createVariable("x", str, ("x",))[:] = np.array(words(500), object)
+        data.createVariable("u", "f4", ("y", "x"))[:] = 0
+    return {"kind": "netcdf", "path": folder / "a.nc"}
+
+
+@bomb("a.nc::x has values of no size inside others")
+def netcdf_coordinate_of_lists_in_lists(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
+    import h5py
+
+    with h5py.File(folder / "a.nc", "w") as file:
+        file["u"] = np.zeros((8, 8), "f4")
+        inside = h5py.h5t.vlen_create(h5py.h5t.vlen_create(h5py.h5t.NATIVE_UINT8))
+        h5py.h5d.create(file.id, b"x", inside, h5py.h5s.create_simple((8,)))
+    return {"kind": "netcdf", "path": folder / "a.nc"}
+
+
+def hdf5_words(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
+    """Of which the axes are 600 words that are one."""
+    import h5py
+
+    with h5py.File(folder / "a.h5", "w") as file:
+        file["raw"] = VALUES
+        file["raw"].attrs.create("axes", words(600), dtype=h5py.string_dtype())
+    return {"kind": "hdf5", "path": repeated(folder / "a.h5", 600)}
+
+
 def hdf5_attribute(folder: Path, valid: dict[str, Path]) -> dict[str, Any]:
     import h5py
 
@@ -800,7 +882,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     valid = _valid(top)
     cases = []
     made = {name: make for name, (make, _) in MADE.items()}
-    for name, make in {"hdf5_attribute": hdf5_attribute, "parquet_classes": parquet_classes, **made}.items():
+    others = {"hdf5_attribute": hdf5_attribute, "hdf5_words": hdf5_words, "parquet_classes": parquet_classes}
+    for name, make in (others | made).items():
         folder = top / name
         folder.mkdir()
         case = make(folder, valid)
@@ -830,3 +913,7 @@ def test_words_of_parquet_are_kept_once(outcomes: dict[str, str]) -> None:
 
 def test_a_large_attribute_of_hdf5_is_not_looked_at(outcomes: dict[str, str]) -> None:
     assert outcomes["hdf5_attribute"] == "array (1, 6, 8, 8) uint8"
+
+
+def test_axes_of_hdf5_that_are_one_word_are_not_looked_at(outcomes: dict[str, str]) -> None:
+    assert outcomes["hdf5_words"] == "array (1, 6, 8, 8) uint8"

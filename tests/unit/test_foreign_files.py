@@ -413,6 +413,80 @@ def test_hdf5_links_in_rings_and_to_fifos_end(tmp_path: Path) -> None:
     assert np.array_equal(within(lambda: first("hdf5", tmp_path / "a.h5", key="below/up/own"))[0], VALUES)
 
 
+def mapped(path: Path, file: str, dataset: str, *, pattern: bool = False) -> Path:
+    """A virtual dataset `raw` that is one other dataset, whatever its name, or a pattern of them."""
+    import h5py
+
+    rows, *rest = VALUES.shape
+    most = (h5py.h5s.UNLIMITED if pattern else rows, *rest)
+    space, properties = h5py.h5s.create_simple(VALUES.shape, most), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if pattern:
+        ones = (1,) * len(rest)
+        space.select_hyperslab((0,) * VALUES.ndim, (h5py.h5s.UNLIMITED, *ones), VALUES.shape, VALUES.shape)
+    source = h5py.h5s.create_simple(VALUES.shape)
+    properties.set_virtual(space, file.encode(), dataset.encode(), source)
+    with h5py.File(path, "w") as opened:
+        whole = h5py.h5s.create_simple(VALUES.shape, most)
+        h5py.h5d.create(opened.id, b"raw", h5py.h5t.NATIVE_UINT8, whole, properties)
+    return path
+
+
+def test_names_of_parts_that_hdf5_takes_for_others_are_refused(tmp_path: Path) -> None:
+    import h5py
+
+    elsewhere = h5py.ExternalLink(str(secret(tmp_path)), "raw")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, nodes in {
+        "x%%": {"raw": VALUES},  # what lies where the names say is no link
+        "x%": {"raw": elsewhere},
+        "y": {"d%%": VALUES, "d%": elsewhere, "d%b": VALUES, "d0": elsewhere},
+        "p0": {"d%%": VALUES, "d%": elsewhere, "raw": VALUES, "raw0": VALUES},
+        "w%%": {"raw": VALUES},
+    }.items():
+        with h5py.File(folder / f"{name}.h5", "w") as file:
+            for key, value in nodes.items():
+                file[key] = value
+    os.mkfifo(folder / "w%.h5")
+    for number, (file, dataset, pattern) in enumerate(
+        (
+            ("x%%.h5", "raw", False),
+            ("y.h5", "d%%", False),
+            ("p%b.h5", "d%%", True),
+            ("y.h5", "d%b", True),
+            ("w%%.h5", "raw", False),
+        )
+    ):
+        path = mapped(folder / f"{number}.hdf5", file, dataset, pattern=pattern)
+        for missing in ("error", "fill"):
+            error = within(lambda path=path, missing=missing: first("hdf5", path, missing=missing))
+            assert isinstance(error, BadData), error
+            assert f"{number}.hdf5 has a part in {file!r}, dataset {dataset!r}: of names with %" in str(error)
+    for dataset in ("raw", "raw%b"):  # ordinary patterns
+        path = mapped(folder / "pattern.hdf5", "p%b.h5", dataset, pattern=True)
+        assert np.array_equal(within(lambda path=path: first("hdf5", path))[0], VALUES)
+    with trusted():  # the names that HDF5 makes of them are those that are looked at
+        assert np.array_equal(first("hdf5", folder / "0.hdf5")[0], VALUES)
+        with pytest.raises(BadData, match="is a FIFO"):
+            opened("hdf5", folder / "4.hdf5")
+
+
+def test_a_pattern_of_more_files_than_are_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import h5py
+
+    from vitrail.data import hdf5_links
+
+    for number in range(3):
+        with h5py.File(tmp_path / f"p{number}.h5", "w") as file:
+            file["raw"] = VALUES
+    path = mapped(tmp_path / "all.hdf5", "p%b.h5", "raw", pattern=True)
+    monkeypatch.setattr(hdf5_links, "MOST_PARTS", 3)
+    assert np.array_equal(first("hdf5", path)[0][: len(VALUES)], VALUES)
+    monkeypatch.setattr(hdf5_links, "MOST_PARTS", 2)
+    with pytest.raises(BadData, match="has parts in more than 2 files"):
+        opened("hdf5", path)
+
+
 def test_netcdf_with_values_elsewhere_is_refused(tmp_path: Path) -> None:
     import h5py
 

@@ -18,7 +18,8 @@ from numcodecs import Zlib
 from PIL import Image
 from xarray.backends.locks import HDF5_LOCK
 
-from vitrail.data import hdf5_links
+from vitrail import foreign
+from vitrail.data import hdf5_links, hdf5_words
 from vitrail.data.chunks import open_chunks
 from vitrail.data.files import natural_key, read_bytes
 from vitrail.data.hdf5_links import check_whole, walk
@@ -236,6 +237,29 @@ def test_classes_of_parquet_are_numbers_of_sorted_words(tmp_path: Path) -> None:
         assert [source.label(item) for item in range(3)] == [2, None, 0]
 
 
+def test_odd_names_of_classes_in_parquet_are_none(tmp_path: Path) -> None:
+    image = io.BytesIO()
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(image, "PNG")
+    table = pa.table({"image": [image.getvalue()] * 2, "label": [0, 1]})
+    for names, classes in (
+        (["cat", "dog"], ["cat", "dog"]),
+        *((odd, ["0", "1"]) for odd in (5, None, "abc", {"a": 1, "b": 2}, [1, 2], [["a"], "b"], [])),
+    ):
+        told = json.dumps({"info": {"features": {"label": {"names": names}}}}).encode()
+        pq.write_table(table.replace_schema_metadata({b"huggingface": told}), tmp_path / "a.parquet")
+        assert list(opened("parquet", tmp_path / "a.parquet").class_names) == classes, names
+
+
+def test_images_of_parquet_that_are_no_bytes_are_refused(tmp_path: Path) -> None:
+    for values in ([5, 6], ["5", "6"], [[5], [6]], [[b"5"], [b"6"]]):
+        column = pa.StructArray.from_arrays([pa.array(values), pa.array(["a", "b"])], ["bytes", "path"])
+        pq.write_table(pa.table({"image": column}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=r"a\.parquet has no column of encoded images; name one with `image`"):
+            opened("parquet", tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=r"image = 'image' of .*a\.parquet holds struct<.*not the bytes of images"):
+            opened("parquet", tmp_path / "a.parquet", image="image")
+
+
 def test_row_groups_without_rows_are_left_out(tmp_path: Path) -> None:
     image = io.BytesIO()
     Image.fromarray(np.zeros((4, 4), np.uint8)).save(image, "PNG")
@@ -342,6 +366,42 @@ def test_fields_of_netcdf_are_looked_into_by_one_handle_under_one_lock(
         assert (source.read(item, (slice(0, 4),) * 2) == values[item]).all()
     assert opens == ["File"]
     assert held == [True] * 16
+
+
+def test_ordinary_words_and_lists_of_netcdf_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import netCDF4
+
+    names = [f"station {number} ü" for number in range(9)]
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
+        file.createDimension("s", 9)
+        file.createDimension("y", 4)
+        file.createVariable("s", str, ("s",))[:] = np.array(names, object)
+        lists = file.createVariable("lists", file.createVLType(np.int32, "list"), ("s",))
+        lists[:] = np.array([np.arange(n, dtype=np.int32) for n in range(9)], object)
+        field = file.createVariable("u", "f4", ("s", "y", "y"))
+        field[:] = 1
+        field.told = [f"ü {number}" for number in range(500)]
+    for words in (hdf5_words.AT_ONCE, 2):
+        monkeypatch.setattr(hdf5_words, "AT_ONCE", words)
+        source = opened("netcdf", tmp_path / "a.nc")
+        assert [entry.name for entry in source.entries] == [f"s={name}" for name in names]
+        assert source.read(8, (slice(0, 4),) * 2).all()
+    monkeypatch.setattr(hdf5_words, "MOST_READS", 4)
+    with pytest.raises(BadData, match=r"a\.nc::lists has 9 words, too many to be looked at; .*--trust"):
+        opened("netcdf", tmp_path / "a.nc")
+    with trusted():
+        opened("netcdf", tmp_path / "a.nc")
+
+
+def test_names_of_items_are_counted_by_their_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = xarray.Dataset(
+        {"u": (("t", "m", "y", "x"), np.ones((2, 100, 4, 4), np.float32))}, {"t": ["a", "b" * 5000], "m": range(100)}
+    )
+    data.to_netcdf(tmp_path / "a.nc")
+    assert len(opened("netcdf", tmp_path / "a.nc").entries) == 200
+    monkeypatch.setattr(foreign, "room", lambda: 200 * 5000)
+    with pytest.raises(BadData, match=r"a\.nc: the list of its 200 items says that it takes"):
+        opened("netcdf", tmp_path / "a.nc")
 
 
 def test_hdf5_filters_matter_where_netcdf_is_read(tmp_path: Path) -> None:

@@ -826,6 +826,27 @@ def test_hdf5_in_several_files(tmp_path: Path) -> None:
         opened("hdf5", tmp_path / "e.h5")
 
 
+def test_hdf5_parts_of_parts_that_are_gone(tmp_path: Path) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["raw"] = VALUES
+    for name, part in (("b", "a"), ("c", "b")):
+        layout = h5py.VirtualLayout(VALUES.shape, VALUES.dtype)
+        layout[:] = h5py.VirtualSource(f"{part}.h5", "raw", VALUES.shape)
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file.create_virtual_dataset("raw", layout)
+    assert np.array_equal(whole(opened("hdf5", tmp_path / "c.h5"))[0], VALUES)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_group("raw")
+    with pytest.raises(MissingData, match=r"c\.h5::raw: .*a\.h5::raw, which is a part of it, is gone"):
+        opened("hdf5", tmp_path / "c.h5")
+    (tmp_path / "a.h5").unlink()
+    with pytest.raises(MissingData, match=r"c\.h5::raw: the file .*a\.h5, which holds a part of it, is gone"):
+        opened("hdf5", tmp_path / "c.h5")
+    assert not whole(opened("hdf5", tmp_path / "c.h5", missing="fill"))[0].any()
+
+
 def test_hdf5_cut_short_or_damaged(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "a.h5"

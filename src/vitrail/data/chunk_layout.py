@@ -24,6 +24,12 @@ Index = tuple[int, ...]
 Decoder = Callable[[Any, int], Any]
 
 N5_TYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float32", "float64")
+PACKERS = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "crc32c")
+SAME = ("shuffle", "bitround")  # filters that leave as many bytes
+CHANGING = ("delta", "fixedscaleoffset", "quantize", "astype", "packbits")  # those that leave as many values
+TYPES = ("dtype", "astype", "encode_dtype", "decode_dtype")  # settings of filters
+MOST_NUMBER = 16  # bytes
+MOST_ITEM = 2**20  # bytes of a word, where all have as many
 
 
 class Unknown(Exception):
@@ -50,6 +56,7 @@ class Layout:
     unpack: Callable[[Any, Index], np.ndarray]  # from the bytes of a chunk, and its number, to its voxels
     shards: Shards | None = None
     direct: "Direct | None" = None  # where voxels can be decoded right to their place
+    most: int | None = None  # bytes of a chunk as stored; None: what its voxels can need
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,26 @@ def read_names(array: Place) -> Callable[[Index], str] | None:
     except (Unknown, AttributeError, LookupError, TypeError, ValueError, OSError):
         return None
     return None
+
+
+def parse_layout(document: Any, version: int) -> Layout | None:
+    """The layout that metadata of zarr tell, wherever they were found."""
+    try:
+        return (_parse_zarr2 if version == 2 else _parse_zarr3)(document)
+    except (Unknown, ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError):
+        return None
+
+
+def parse_packing(document: Any, version: int, count: Callable[[Any], None], most: int) -> Layout | None:
+    """A layout that unpacks chunks of any values, within bounds, and reads them as zeros; None where it cannot.
+
+    For chunks that another library decodes: compressors come off, and what one filter makes of the rest is known.
+    Words have no size: of each of their chunks up to `most` bytes come, and are given to `count`.
+    """
+    try:
+        return _parse_packing(document, version, count, most)
+    except (Unknown, ArithmeticError, AttributeError, ImportError, LookupError, TypeError, ValueError):
+        return None
 
 
 def _names_zarr2(document: dict[str, Any]) -> Callable[[Index], str]:
@@ -131,7 +158,14 @@ def _parse_zarr3(document: dict[str, Any]) -> Layout:
         return Layout(shape, grid, dtype, fill, name, unpack, direct=_direct_chain(codecs, dtype))
     if len(codecs) > 1:
         raise Unknown
-    inner = codecs[0]["configuration"]
+    inner, small, shards = _parse_shards(codecs[0], grid)
+    unpack = _any_chunk(_chain(inner["codecs"], small, dtype))
+    return Layout(shape, small, dtype, fill, name, unpack, shards, _direct_chain(inner["codecs"], dtype))
+
+
+def _parse_shards(codec: dict[str, Any], grid: Index) -> tuple[dict[str, Any], Index, Shards]:
+    """Settings of shards, the shape of a chunk inside, and where chunks lie."""
+    inner = codec["configuration"]
     small = _whole(inner["chunk_shape"])
     if any(a % b for a, b in zip(grid, small, strict=True)):
         raise Unknown
@@ -146,8 +180,65 @@ def _parse_zarr3(document: dict[str, Any]) -> Layout:
         16 * math.prod(chunks) + 4 * checked,
         inner.get("index_location", "end") == "end",
     )
-    unpack = _any_chunk(_chain(inner["codecs"], small, dtype))
-    return Layout(shape, small, dtype, fill, name, unpack, shards, _direct_chain(inner["codecs"], dtype))
+    return inner, small, shards
+
+
+def _parse_packing(document: dict[str, Any], version: int, count: Callable[[Any], None], most: int) -> Layout:
+    shards = None
+    if version == 2:
+        shape, grid = _alike(document["shape"], document["chunks"])
+        names, kind = _names_zarr2(document), document["dtype"]
+        written = [step for step in (*(document.get("filters") or ()), document.get("compressor")) if step is not None]
+        codecs = [(step["id"], step) for step in written]
+    else:
+        if document["chunk_grid"]["name"] != "regular" or document.get("storage_transformers"):
+            raise Unknown
+        shape, grid = _alike(document["shape"], document["chunk_grid"]["configuration"]["chunk_shape"])
+        names, kind, written = _names_zarr3(document), document["data_type"], document["codecs"]
+        if written[0]["name"] == "sharding_indexed" and len(written) == 1:
+            inner, grid, shards = _parse_shards(written[0], grid)
+            written = inner["codecs"]
+        codecs = [(step["name"].removeprefix("numcodecs."), step.get("configuration") or {}) for step in written]
+    packers = []
+    while codecs and codecs[-1][0] in PACKERS:
+        packers.append(_decoder(codecs.pop()[0]))
+    words = [name for name, _ in codecs] in (["vlen-utf8"], ["vlen-bytes"])
+    expected = most if words else _encoded_size(math.prod(grid), kind, codecs)
+
+    def unpack(data: Any, index: Index) -> np.ndarray:
+        for number, decode in enumerate(packers, 1):
+            data = decode(data, expected if number == len(packers) else 2 * expected + 2**16)
+        if len(data) > expected:
+            raise ValueError(f"it holds more than {expected} bytes")
+        if words:
+            count(data)
+        return np.zeros((), np.uint8)
+
+    return Layout(shape, grid, np.dtype(np.uint8), 0, names, unpack, shards, most=expected + expected // 8 + 2**20)
+
+
+def _encoded_size(elements: int, kind: Any, codecs: Sequence[tuple[str, dict[str, Any]]]) -> int:
+    """Bytes of a chunk as filters leave it; not of filters that make others of it more than once."""
+    if isinstance(kind, dict):
+        kind = f"V{int(kind['configuration'].get('length_bytes', 8))}"
+    itemsize = _sized_type(kind, MOST_ITEM).itemsize
+    filters = [(name, settings) for name, settings in codecs if name not in ("bytes", "transpose", *SAME)]
+    if not filters:
+        return elements * itemsize
+    ((name, settings),) = filters
+    if name not in CHANGING:
+        raise Unknown
+    types = {key: _sized_type(value, MOST_NUMBER) for key, value in settings.items() if key in TYPES}
+    if name == "packbits":
+        return elements // 8 + 2
+    return elements * types[{"astype": "encode_dtype"}.get(name, "astype" if "astype" in types else "dtype")].itemsize
+
+
+def _sized_type(kind: Any, most: int) -> np.dtype:
+    found = np.dtype(kind)
+    if found.hasobject or not 0 < found.itemsize <= most:
+        raise Unknown
+    return found
 
 
 def _chain(codecs: Sequence[dict[str, Any]], grid: Index, dtype: np.dtype) -> Callable[[Any], np.ndarray]:

@@ -52,7 +52,7 @@ class ChunkReader:
         self.decoded = 0  # chunks, for those who measure
         self._prefix = f"{array}/"
         self._fetch = _fetch_remote if isinstance(array, Remote) else _read_file
-        self._most = largest_file(self.chunk_bytes)
+        self._most = largest_file(self.chunk_bytes) if layout.most is None else layout.most
         self._index = lru_cache(maxsize=1024)(self._read_index)
 
     def decode(self, index: Index, memory: np.ndarray | None = None) -> np.ndarray:

@@ -7,6 +7,7 @@ leads out of the file's own folder is refused, unless `--trust` was given.
 import contextlib
 import importlib
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, product
@@ -101,17 +102,37 @@ def open_here(files: Any, found: Found) -> Any:
 def virtual_parts(node: Any, file: Path) -> Iterator[tuple[Path | None, str, Any]]:
     """(file, name, selection) of the parts of a virtual dataset; None for its own file."""
     for source in node.virtual_sources() if node.is_virtual else ():
+        _check_pattern(file, source)
         if source.file_name == ".":
-            yield None, source.dset_name, source.vspace
+            yield None, _named(source.dset_name), source.vspace
             continue
         if "%b" not in source.file_name:
-            yield _beside(file, source.file_name), source.dset_name, source.vspace
+            yield _beside(file, _named(source.file_name)), _named(source.dset_name), source.vspace
             continue
         for number in count():  # a pattern of files, as many as there are
-            part = _beside(file, source.file_name.replace("%b", str(number)))
-            if not part.exists() or number > MOST_PARTS:
+            part = _beside(file, _named(source.file_name, number))
+            if not part.exists():
                 break
-            yield part, source.dset_name.replace("%b", str(number)), None
+            if number >= MOST_PARTS:
+                raise BadData(f"{file} has parts in more than {MOST_PARTS:,} files; save the data in fewer")
+            yield part, _named(source.dset_name, number), None
+
+
+def _check_pattern(file: Path, source: Any) -> None:
+    """Refuse names that HDF5 takes for others: of `%%` it makes `%`, of `%b` numbers; no other `%` can be written."""
+    inner = source.dset_name if "%b" not in source.file_name else source.dset_name.replace("%b", "")
+    for name in (source.file_name.replace("%b", ""), inner):
+        if "%" in name and not is_trusting():
+            raise BadData(
+                f"{file} has a part in {source.file_name!r}, dataset {source.dset_name!r}: of names with % HDF5 makes "
+                "others, and `%b` in the name of the file is the only one that is followed; name files and datasets "
+                "without it, or give --trust if you know who made the file"
+            )
+
+
+def _named(name: str, number: int | None = None) -> str:
+    """The name that HDF5 makes of one in a virtual dataset; of a name without a number, `%b` stays."""
+    return re.sub("%[%b]", lambda found: "%" if found[0] == "%%" else "%b" if number is None else str(number), name)
 
 
 def external_files(node: Any, file: Path) -> list[tuple[Path, int, int]]:

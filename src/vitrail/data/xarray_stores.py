@@ -1,8 +1,8 @@
 """Zarr stores that xarray wrote, looked at before zarr's own library opens them.
 
 The library runs whatever codecs the metadata name, waits for a FIFO in place of a chunk, and takes as much memory as
-either says: so codecs are those that unpack alone, sizes fit in memory, and coordinates, which it reads at once, were
-read by vitrail's own decoders before.
+either says: so codecs are those that unpack alone, sizes fit in memory, and what it decodes, coordinates at once and
+fields that vitrail's own decoders do not know, was unpacked by those decoders before, as far as it says it goes.
 """
 
 import itertools
@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.chunk_layout import read_names
-from vitrail.data.places import Place, find_place, read_facts
+from vitrail.data.chunk_layout import parse_layout, parse_packing, read_names
+from vitrail.data.chunks import ChunkReader, shared
+from vitrail.data.places import Place, Remote, find_place, read_facts
 from vitrail.data.stage_files import METADATA
 from vitrail.data.stored import Stored
 from vitrail.data.zarr_nodes import check_file, open_array
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import check_plain, check_room, is_trusting
+from vitrail.memory import room
 
 # None of them makes objects of bytes, as pickle does.
 CODECS = {
@@ -29,7 +31,9 @@ CODECS = {
     "astype", "packbits", "vlen-utf8", "vlen-bytes", "zfpy", "pcodec",
 }  # fmt: skip
 MOST_CHUNKS = 1_000_000  # of a coordinate
+MOST_WORDS = 1 << 30  # bytes of a chunk of words
 POINTER = 8  # bytes that a word takes at least
+LETTER = 4  # bytes
 
 
 def open_known(path: str, name: str, *, fill: bool) -> Stored | None:
@@ -44,7 +48,7 @@ def check_store(path: str) -> None:
     """Refuse what zarr's own library would run, wait for, or take too much memory for."""
     for name, document, version in _arrays(find_place(path)):
         try:
-            shape, files, chunks, itemsize, codecs = _parse(document, version)
+            shape, _, chunks, itemsize, codecs = _parse(document, version)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadData(
                 f"{path}::{name} has metadata that are no array's ({error}); restore or rewrite it"
@@ -56,25 +60,96 @@ def check_store(path: str) -> None:
                 "--trust if you know who made it"
             )
         check_room(f"a chunk of {path}::{name}", math.prod(chunks) * (itemsize or POINTER))
-        if len(shape) == 1:
-            _check_coordinate(path, name, shape[0], chunks[0], files[0], itemsize)
+        if 0 not in shape and (len(shape) == 1 or not _is_number(document, version)):
+            _check_coordinate(path, name, document, version)
 
 
-def _check_coordinate(path: str, name: str, length: int, chunk: int, side: int, itemsize: int | None) -> None:
-    """`side`: values in a file, which may be a shard of many chunks; words have no size of their own."""
-    check_room(f"{path}::{name}", length * (itemsize or POINTER))
-    number = -(-length // max(1, chunk))
+def open_checkers(path: str, name: str) -> list[ChunkReader]:
+    """Readers for chunks that zarr's own library decodes: a look at them before has a bound.
+
+    One for each of the metadata that the library may go by. With `--trust` those that are not known are left out.
+    """
+    found = [
+        _open_checker(path, name, told, version) for own, told, version in _arrays(find_place(path)) if own == name
+    ]
+    return [reader for reader in found if reader is not None]
+
+
+def _open_checker(path: str, name: str, document: Any, version: int) -> ChunkReader | None:
+    """A reader that the document alone tells of: the library may go by another than the one beside the chunks."""
+    place = find_place(path) / name
+    layout = parse_layout(document, version)
+    if layout is None:
+        words = _Words(f"{path}::{name}", math.prod(_parse(document, version)[0]))
+        layout = parse_packing(document, version, words, min(MOST_WORDS, room() // 4))
+    if layout is not None and not (layout.shards is not None and isinstance(place, Remote) and place.uses_tensorstore):
+        return ChunkReader(place.absolute(), layout, fill=True)
+    if is_trusting():
+        return None
+    raise BadData(
+        f"{path}::{name} has codecs of which any number of bytes may come, as far as vitrail knows "
+        f"({', '.join(_parse(document, version)[-1])}); save it with zstd, blosc, lz4, gzip, zlib or bz2 and at most "
+        "one filter, or give --trust if you know who made it"
+    )
+
+
+class _Words:
+    """Counts words of an array, which take as much memory each as the longest."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self.total = self.longest = 0
+
+    def __call__(self, data: Any) -> None:
+        view = memoryview(data)
+        number = int.from_bytes(view[:4], "little")
+        at = 4
+        for _ in range(number):
+            size = int.from_bytes(view[at : at + 4], "little")
+            at += 4 + size
+            if at > len(view):
+                raise ValueError(f"it says that it holds {number:,} words, and ends before")
+            self.longest = max(self.longest, size)
+        self.total += len(view)
+        check_room(self.name, max(self.total, self.number * self.longest * LETTER))
+
+
+def _check_coordinate(path: str, name: str, document: Any, version: int) -> None:
+    """What xarray reads as a whole when it opens a store is read here before; words have no size of their own."""
+    shape, files, chunks, itemsize, _ = _parse(document, version)
+    check_room(f"{path}::{name}", math.prod(shape) * (itemsize or POINTER))
+    number = math.prod(-(-length // max(1, chunk)) for length, chunk in zip(shape, chunks, strict=True))
     if number > MOST_CHUNKS:
         raise BadData(f"{path}::{name} has {number:,} chunks, more than {MOST_CHUNKS:,}; save it in larger ones")
-    place = find_place(path) / name
-    if not isinstance(place, Path) or not place.is_dir():
+    place, whole = find_place(path) / name, tuple(slice(0, length) for length in shape)
+    if isinstance(place, Path) and not place.is_dir():
         return
-    array = open_known(path, name, fill=True)
-    if array is not None:
-        array.read((slice(0, length),))  # what comes of a chunk has a bound here
-    elif (file := read_names(place)) is not None:
-        for index in range(-(-length // max(1, side))):
-            _check_size(f"{place}/{file((index,))}", None if itemsize is None else side * itemsize)
+    if isinstance(place, Path) and (file := read_names(place)) is not None:
+        for index in itertools.product(*(range(-(-n // max(1, side))) for n, side in zip(shape, files, strict=True))):
+            _check_size(f"{place}/{file(index)}", math.prod(files) * itemsize if itemsize else None)
+    # Shards of a server can be read by tensorstore alone, which goes by the metadata beside them.
+    alone = isinstance(place, Remote) and place.uses_tensorstore and _is_alone(place, document, version)
+    if alone and (array := open_known(path, name, fill=True)) is not None:
+        array.read(whole)
+        return
+    reader = _open_checker(path, name, document, version)
+    if reader is not None:
+        shared.read(reader, whole)  # what comes of a chunk has a bound here
+
+
+def _is_alone(place: Remote, document: Any, version: int) -> bool:
+    """Whether an array has shards, and the metadata beside them are those that the library goes by."""
+    layout = parse_layout(document, version)
+    return layout is not None and layout.shards is not None and read_facts(place / "zarr.json") == document
+
+
+def _is_number(document: Any, version: int) -> bool:
+    """Whether values are numbers; others may be words of letters, which are read as a whole, too."""
+    kind = document["dtype" if version == 2 else "data_type"]
+    try:
+        return not isinstance(kind, dict) and np.dtype(kind).kind in "biuf"
+    except TypeError:
+        return False
 
 
 def _check_size(file: str, size: int | None) -> None:

@@ -9,6 +9,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,7 @@ from vitrail.data.hdf5_links import (
     virtual_parts,
     walk,
 )
+from vitrail.data.hdf5_words import MOST_WORDS, depth
 from vitrail.data.stored import Filling
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import parse_json
@@ -152,7 +154,9 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
 
 
 def _axes(node: Any) -> tuple[str, ...]:
-    labels = tuple(dimension.label for dimension in node.dims)
+    labels: tuple[str, ...] = ()
+    if _attribute(node, "DIMENSION_LABELS") is not None:
+        labels = tuple(dimension.label for dimension in node.dims)
     told = _attribute(node, "axes")
     told = _attribute(node, "axistags") if told is None else told
     if isinstance(told, np.ndarray):
@@ -189,10 +193,12 @@ def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str |
 
 
 def _attribute(node: Any, name: str) -> Any:
-    """A small attribute, or None."""
-    if name not in node.attrs or np.prod(node.attrs.get_id(name).shape or (), dtype=object) > MOST_VALUES:
+    """A small attribute, or None; words may all be one that is as large as the file."""
+    if name not in node.attrs:
         return None
-    return node.attrs[name]
+    found = node.attrs.get_id(name)
+    most = MOST_WORDS if found.dtype.hasobject else MOST_VALUES
+    return None if depth(found.dtype) > 1 or math.prod(found.shape or ()) > most else node.attrs[name]
 
 
 class _Part(NamedTuple):
@@ -206,10 +212,12 @@ class _Part(NamedTuple):
         return all(a < w.stop and w.start <= b for w, a, b in zip(window, self.start, self.last, strict=True))
 
 
-def _outside(files: Files, node: Any, own: Path, place: Path) -> tuple[list[_Part], str | None]:
+def _outside(
+    files: Files, node: Any, own: Path, place: Path, judged: set[tuple[Path, str]] | None = None
+) -> tuple[list[_Part], str | None]:
     """The other files that a dataset is read from, and what is wrong with them: HDF5 itself would give zeros.
 
-    An external link may have led to its `own` file.
+    An external link may have led to its `own` file; each part is judged once.
     """
     whole = (0,) * node.ndim, tuple(n - 1 for n in node.shape)
     parts = [] if own == place else [_Part(own, *whole)]
@@ -221,7 +229,7 @@ def _outside(files: Files, node: Any, own: Path, place: Path) -> tuple[list[_Par
             problems.append(f"the file {parts[-1].file}, which holds a part of it, is gone")
         elif bounded and parts[-1].file.stat().st_size < offset + size:
             problems.append(f"the file {parts[-1].file}, which holds a part of it, is cut short")
-    judged: set[tuple[Path, str]] = set()
+    judged = set() if judged is None else judged
     mapped = 0
     pattern = False
     for part, name, space in virtual_parts(node, own):
@@ -234,21 +242,24 @@ def _outside(files: Files, node: Any, own: Path, place: Path) -> tuple[list[_Par
             parts.append(_Part(part, *space.get_select_bounds()))
         if (part or own, name) not in judged:
             judged.add((part or own, name))
-            problems += _judge(files, part or own, name)
+            problems += _judge(files, part or own, name, judged)
     if node.is_virtual and mapped < node.size and not pattern:
         problems.append(f"{node.size - mapped} of its voxels are in no file")
     return parts, problems[0] if problems else None
 
 
-def _judge(files: Files, file: Path, name: str) -> list[str]:
-    """What is wrong with a dataset that is a part of another."""
+def _judge(files: Files, file: Path, name: str, judged: set[tuple[Path, str]]) -> list[str]:
+    """What is wrong with a dataset that is a part of another, and with its own parts."""
     if not file.exists():
         return [f"the file {file}, which holds a part of it, is gone"]
     at: Found | None = follow(files, file.resolve(), name)
-    if at is None:
+    node = None if at is None else open_here(files, at)
+    if at is None or node is None:
         return [f"{file}::{name}, which is a part of it, is gone"]
-    lost = f"{file}::{name}, which is a part of it, has chunks that were never written"
-    return [lost] if _missing(open_here(files, at)) else []
+    if _missing(node):
+        return [f"{file}::{name}, which is a part of it, has chunks that were never written"]
+    problem = _outside(files, node, at.file, at.file, judged)[1]
+    return [] if problem is None else [problem]
 
 
 def _missing(node: Any) -> bool:

@@ -19,13 +19,15 @@ from typing import Any, Literal
 import numpy as np
 
 from vitrail.credentials import reveal
+from vitrail.data.chunks import parts
 from vitrail.data.files import base_name, file_type, is_url, join, local_copy
 from vitrail.data.formats import Handles, decoding, file_mark, library, list_items
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.hdf5_links import check_chunks, check_dataset, check_whole, large_chunks, walk
+from vitrail.data.hdf5_words import Words
 from vitrail.data.netcdf_classic import expected_size
 from vitrail.data.stored import Filling
-from vitrail.data.xarray_stores import check_store, open_known
+from vitrail.data.xarray_stores import check_store, open_checkers, open_known
 from vitrail.data.zarr_nodes import check_file
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import check_room, open_plain
@@ -191,6 +193,7 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
         elif nodata is not None and raw.dtype.kind == "i" and field.dtype.kind == "u":  # decoded without sign
             nodata = np.array(nodata, raw.dtype).astype(field.dtype).item()
     array = open_known(path, short, fill=fill) if _is_store(path) else None
+    looks = open_checkers(path, short) if _is_store(path) and array is None else []
     chunks = _Chunks.of(name, fill=fill) if array is None else None
     check = None if _is_store(path) else _chunk_checker(name, Path(raw.encoding["source"]))
 
@@ -201,8 +204,12 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
         else:
             if chunks is not None:
                 chunks.check(place)
+            window = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in place)
             if check is not None:
-                check([slice(p, p + 1) if isinstance(p, int) else p for p in place])
+                check(window)
+            for look in looks:
+                for part in parts(look.grid, window):
+                    look.decode(part.chunk)
             values = raw[place].to_numpy()
         if DECODED & set(attributes):
             dims = [n for n, p in zip(raw.dims, place, strict=True) if not isinstance(p, int)]
@@ -305,7 +312,11 @@ def _check_hdf5(place: Path) -> None:
     h5py = library("h5py", "netcdf")
     with _hdf5_lock(), _open_hdf5(place) as file:
         check_whole(file, place)
+        words = Words(place)
+        words.check_attributes(str(place), file)
         for name, node in walk(file):
+            if isinstance(node, h5py.Group | h5py.Dataset):
+                words.check_attributes(f"{place}::{name}", node)
             # Coordinates have one axis, or are words of letters; they are read as a whole when the file is opened.
             # Fields are looked at when they are chosen.
             if "/" in name or not isinstance(node, h5py.Dataset) or (node.ndim > 1 and node.dtype.kind in "biuf"):
@@ -313,6 +324,8 @@ def _check_hdf5(place: Path) -> None:
             check_dataset(f"{place}::{name}", node)
             check_room(f"{place}::{name}", node.size * node.dtype.itemsize)
             check_chunks(f"{place}::{name}", node, large_chunks(node))
+            if node.ndim <= 1 and node.shape is not None:
+                words.check_dataset(f"{place}::{name}", node)
 
 
 def _decode(raw: Any) -> Any:
@@ -347,6 +360,8 @@ def _names(path: str, field: Any, counted: tuple[str, ...]) -> list[str]:
     total = math.prod(field.sizes[n] for n in counted)
     check_room(f"{path}: the list of its {total:,} items", BYTES_A_NAME * total)
     values = [[f"{n}={_show(v)}" for v in _coordinate(field, n)] for n in counted]
+    longest = sum(max(map(len, words), default=0) for words in values)
+    check_room(f"{path}: the list of its {total:,} items", (BYTES_A_NAME + longest) * total)
     return [",".join(parts) or "fields" for parts in itertools.product(*values)]
 
 

@@ -150,7 +150,10 @@ def _plain(kind: Any) -> Any:
 def _holds_bytes(kind: Any) -> bool:
     arrow = library("pyarrow", "parquet")
     if arrow.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
+        index = kind.get_field_index("bytes")
+        if index < 0:  # none, or several
+            return False
+        kind = kind.field(index).type
     return arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind)
 
 
@@ -321,7 +324,8 @@ class _Rows(Sequence[str]):
             names = features[column]["names"] if isinstance(features, dict) else []
         except (KeyError, TypeError, ValueError):
             return []
-        return [str(name) for name in names]
+        # A text would be taken for its letters, and a mapping for its keys.
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
     def _place(self, row: int) -> tuple[int, int]:
         shard = bisect_right(self._firsts, row) - 1
