@@ -18,7 +18,7 @@ from vitrail.versions import check_version
 
 FORMAT = 1  # of run folders, which environment.json tells; that of checkpoints is theirs
 FILES = ("recipe.yaml", "metrics.jsonl", "environment.json", "data.json", "report.html", ".lock")
-FOLDERS = ("checkpoints", "pictures", "tensorboard", "flight-recorder", "samples")
+FOLDERS = ("checkpoints", "pictures", "tensorboard", "wandb", "mlflow", "flight-recorder", "samples")
 # In folders of a run, what it writes there before its first step; a user's files may lie beside.
 EARLY = {
     "pictures": r".+-0{8}\.png",
@@ -40,8 +40,9 @@ class Layout(NamedTuple):
     shallow: tuple[str, ...] = ()  # folders of which what lies deeper is not looked at
 
 
-# Samples are looked at by what writes them, and may be very many.
-RUN = Layout("run folder", FILES, FOLDERS, ("metrics.jsonl", ".lock"), shallow=("samples",))
+# Samples are looked at by what writes them, and may be very many. Every session of wandb has a new folder, in which a
+# link leads to a log of its own; nothing is ever written through it.
+RUN = Layout("run folder", FILES, FOLDERS, ("metrics.jsonl", ".lock"), shallow=("samples", "wandb"))
 BENCH = Layout(
     "bench folder",
     ("sweep.json", "results.jsonl", "results.csv", "report.html", ".lock"),
