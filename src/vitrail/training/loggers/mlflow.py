@@ -41,6 +41,7 @@ class MlflowLogger(Logger):
         uri = self.config.uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
 
         self.client = MlflowClient(tracking_uri=place.as_uri() if uri is None else reveal(uri))

@@ -37,6 +37,7 @@ class WandbLogger(Logger):
     def start(self, facts: Facts) -> None:
         # Read when it is imported: no lines of its own between the run's, and above all no question for a key.
         os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes out offline, too
         import wandb
 
         folder, mode = facts.folder / "wandb", self.config.mode or os.environ.get("WANDB_MODE") or "offline"
