@@ -38,11 +38,19 @@ class Layout(NamedTuple):
     folders: tuple[str, ...]
     in_place: tuple[str, ...] = ()  # files that are written to as they are; others are replaced whole
     shallow: tuple[str, ...] = ()  # folders of which what lies deeper is not looked at
+    links: str = r"(?!)"  # a pattern of paths that may be links
 
 
-# Samples are looked at by what writes them, and may be very many. Every session of wandb has a new folder, in which a
-# link leads to a log of its own; nothing is ever written through it.
-RUN = Layout("run folder", FILES, FOLDERS, ("metrics.jsonl", ".lock"), shallow=("samples", "wandb"))
+# Samples are looked at by what writes them, and may be very many. Every session of wandb has a new folder, and there a
+# link to a log of its own, which it neither reads nor writes through.
+RUN = Layout(
+    "run folder",
+    FILES,
+    FOLDERS,
+    ("metrics.jsonl", ".lock"),
+    shallow=("samples",),
+    links=r"wandb/[^/]+/logs/debug-core\.log",
+)
 BENCH = Layout(
     "bench folder",
     ("sweep.json", "results.jsonl", "results.csv", "report.html", ".lock"),
@@ -134,7 +142,7 @@ def _check(top: Path, folder: Path, layout: Layout) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
             wrong = _find_wrong(entry, layout, known=folder == top)
-            if wrong:
+            if wrong and not (entry.is_symlink() and re.fullmatch(layout.links, os.path.relpath(entry.path, top))):
                 raise UserError(
                     f"{folder / entry.name} is {wrong}, and a {layout.what} holds plain files and folders only; "
                     "replace it by a copy of its own, or remove it"

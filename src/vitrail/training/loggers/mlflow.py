@@ -37,7 +37,7 @@ class MlflowLogger(Logger):
         self.draws = True
 
     def start(self, facts: Facts) -> None:
-        place = (facts.folder / "mlflow").absolute()
+        place = Path(os.path.abspath(facts.folder / "mlflow"))
         uri = self.config.uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
@@ -54,7 +54,7 @@ class MlflowLogger(Logger):
             self.client.update_run(found.info.run_id, status="RUNNING")
         self.run = found.info.run_id
         if uri is None:  # files know their places by whole paths: after a move pictures would go to the old ones
-            self.draws = Path(unquote(urlsplit(found.info.artifact_uri).path)).is_relative_to(place)
+            self.draws = Path(os.path.normpath(unquote(urlsplit(found.info.artifact_uri).path))).is_relative_to(place)
 
     def find(self, place: Path) -> Any:
         """The run of earlier sessions, if this store has it."""
