@@ -18,7 +18,7 @@ from vitrail.versions import check_version
 
 FORMAT = 1  # of run folders, which environment.json tells; that of checkpoints is theirs
 FILES = ("recipe.yaml", "metrics.jsonl", "environment.json", "data.json", "report.html", ".lock")
-FOLDERS = ("checkpoints", "pictures", "tensorboard", "flight-recorder", "samples")
+FOLDERS = ("checkpoints", "pictures", "tensorboard", "wandb", "mlflow", "flight-recorder", "samples")
 # In folders of a run, what it writes there before its first step; a user's files may lie beside.
 EARLY = {
     "pictures": r".+-0{8}\.png",
@@ -38,10 +38,19 @@ class Layout(NamedTuple):
     folders: tuple[str, ...]
     in_place: tuple[str, ...] = ()  # files that are written to as they are; others are replaced whole
     shallow: tuple[str, ...] = ()  # folders of which what lies deeper is not looked at
+    links: str = r"(?!)"  # a pattern of paths that may be links
 
 
-# Samples are looked at by what writes them, and may be very many.
-RUN = Layout("run folder", FILES, FOLDERS, ("metrics.jsonl", ".lock"), shallow=("samples",))
+# Samples are looked at by what writes them, and may be very many. Every session of wandb has a new folder, and there a
+# link to a log of its own, which it neither reads nor writes through.
+RUN = Layout(
+    "run folder",
+    FILES,
+    FOLDERS,
+    ("metrics.jsonl", ".lock"),
+    shallow=("samples",),
+    links=r"wandb/[^/]+/logs/debug-core\.log",
+)
 BENCH = Layout(
     "bench folder",
     ("sweep.json", "results.jsonl", "results.csv", "report.html", ".lock"),
@@ -133,7 +142,7 @@ def _check(top: Path, folder: Path, layout: Layout) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
             wrong = _find_wrong(entry, layout, known=folder == top)
-            if wrong:
+            if wrong and not (entry.is_symlink() and re.fullmatch(layout.links, os.path.relpath(entry.path, top))):
                 raise UserError(
                     f"{folder / entry.name} is {wrong}, and a {layout.what} holds plain files and folders only; "
                     "replace it by a copy of its own, or remove it"

@@ -525,6 +525,9 @@ SECTIONS = {
     "checkpoint": "Checkpoint",
     "eval": "Eval",
     "log": "Log",
+    "logger: tensorboard": "TensorboardConfig",
+    "logger: wandb": "WandbConfig",
+    "logger: mlflow": "MlflowConfig",
 }
 
 

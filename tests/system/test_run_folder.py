@@ -204,12 +204,18 @@ NAMES = (
     "flight-recorder",
     "flight-recorder/gloo_rank_0",
     "metrics.jsonl",
+    "mlflow",
+    "mlflow/0/meta.yaml",
     "pictures",
     "pictures/reconstruct-00000000.png",
     "recipe.yaml",
     "report.html",
     "tensorboard",
     "tensorboard/events",
+    "wandb",
+    "wandb/latest-run",
+    "wandb/run-1/files",
+    "wandb/run-1/logs/debug.log",
 )
 
 
@@ -378,6 +384,7 @@ def test_nothing_behind_a_link_is_taken_back(tmp_path: Path) -> None:
 def test_an_ordinary_folder_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "readme.txt").write_text("")
+    plant(tmp_path, "wandb/run-1/logs/debug-core.log", tmp_path / "readme.txt")  # as wandb does
     check_contents(tmp_path)
 
 

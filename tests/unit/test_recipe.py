@@ -428,7 +428,7 @@ def test_defaults(fakes):
             "every": 10,
             "pictures": "25%",
             "activations": "10%",
-            "tensorboard": "auto",
+            "to": "auto",
             "report": True,
             "profile": "off",
         },

@@ -72,12 +72,18 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "linear": "vitrail.training.schedule:LinearConfig",
         "constant": "vitrail.training.schedule:ConstantConfig",
     },
+    "logger": {
+        "tensorboard": "vitrail.training.loggers.tensorboard:TensorboardConfig",
+        "wandb": "vitrail.training.loggers.wandb:WandbConfig",
+        "mlflow": "vitrail.training.loggers.mlflow:MlflowConfig",
+    },
 }
 
 # Modules whose distribution has another name, so that the right extra is found for them.
 _DISTRIBUTIONS = {
     "cv2": "opencv-python-headless",
     "flash_attn": "flash-attn-4",
+    "mlflow": "mlflow-skinny",
     "PIL": "pillow",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",

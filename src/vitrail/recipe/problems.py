@@ -237,6 +237,9 @@ def check_across(recipe: Recipe) -> list[str]:
             "data.normalize: expected as many values in mean as in std, "
             f"got {len(normalize.mean)} and {len(normalize.std)}"
         )
+    named = [] if recipe.log.to == "auto" else [logger.kind for logger in recipe.log.to]
+    if twice := {kind for kind in named if named.count(kind) > 1}:
+        problems.append(f"log.to: {', '.join(sorted(twice))} is there twice; name each logger once")
     crop, block = recipe.data.crop, recipe.data.block
     if not isinstance(crop, int) and not isinstance(block, int | None) and len(crop) != len(block):
         problems.append(f"data.block: expected one number per axis of data.crop, {len(crop)}, got {len(block)}")

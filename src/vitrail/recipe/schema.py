@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, ValidationError, create_model
 
@@ -25,6 +25,7 @@ MAX_PROBLEMS = 10
 _SLOTS = ("model", "objective", "optimizer", "schedule", "codec")
 _OPTIONAL = ("codec",)
 _SOURCES = ("train", "valid")
+_LISTED = ("source", "logger")  # slots of lists
 
 
 class Recipe(Section):
@@ -66,17 +67,19 @@ def recipe_class(classes: tuple[tuple[str, tuple[type, ...]], ...]) -> type[Reci
     The same kinds give the same class, so that equal recipes are equal.
     """
     types: dict[str, Any] = {slot: _one_of(given) for slot, given in classes}
-    source = types.pop("source")
+    source, logger = types.pop("source"), types.pop("logger")
     sources: Any = tuple[source, ...]  # type: ignore[valid-type]
     groups: dict[str, Any] = {
         "train": (Annotated[sources, Field(min_length=1)], _again(Data, "train")),
         "valid": (sources, _again(Data, "valid")),
     }
     data = create_model("Data", __base__=Data, __doc__=Data.__doc__, **groups)
+    loggers: Any = Literal["auto"] | tuple[logger, ...]  # type: ignore[valid-type]
+    log = create_model("Log", __base__=Log, __doc__=Log.__doc__, to=(loggers, _again(Log, "to")))
     fields: dict[str, Any] = {
         slot: (types[slot] | None if slot in _OPTIONAL else types[slot], _again(Recipe, slot)) for slot in _SLOTS
     }
-    return create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, data=(data, ...), **fields)
+    return create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, data=(data, ...), log=(log, log()), **fields)
 
 
 def _one_of(classes: tuple[type, ...]) -> Any:
@@ -103,8 +106,10 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
     for slot in _SLOTS:
         if whole.get(slot, "") is None and (slot,) in cleared:
             del whole[slot]
+    respelt = _spell_loggers(whole, cleared)
     classes, found = _name_kinds(whole)
-    made = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, "source")))
+    found = [*respelt, *found]
+    made = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, *_LISTED)))
     while True:
         try:
             recipe = made.model_validate_json(json.dumps(whole), strict=True)
@@ -168,20 +173,50 @@ def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list
         named = slot in tree and not (slot in _OPTIONAL and tree[slot] is None)
         found = _kind_class(tree[slot], slot, (slot,), problems) if named else None
         classes[slot] = (found,) if found else ()
-    sources: dict[type, None] = {}
-    data = tree["data"] if isinstance(tree.get("data"), dict) else {}
+    classes["source"] = _listed_classes(tree, "source", [("data", group) for group in _SOURCES], problems)
+    classes["logger"] = _listed_classes(tree, "logger", [("log", "to")], problems)
+    return classes, problems
+
+
+def _listed_classes(
+    tree: dict[str, Any], slot: str, keys: list[tuple[str, str]], problems: list[str]
+) -> tuple[type, ...]:
+    """The classes of all kinds in some lists."""
+    named: dict[type, None] = {}
     complete = True
-    for group in _SOURCES:
-        items = data.get(group)
+    for section, key in keys:
+        items = tree[section].get(key) if isinstance(tree.get(section), dict) else None
         for index, item in enumerate(items if isinstance(items, list) else ()):
-            found = _kind_class(item, "source", ("data", group, index), problems)
+            found = _kind_class(item, slot, (section, key, index), problems)
             complete = complete and found is not None
             if found:
-                sources[found] = None
+                named[found] = None
     # In a fixed order, so that the same kinds always give the same class. With a kind unknown no union can be made.
-    ordered = sorted(sources, key=lambda cls: (cls.__module__, cls.__qualname__))
-    classes["source"] = tuple(ordered) if complete else ()
-    return classes, problems
+    ordered = sorted(named, key=lambda cls: (cls.__module__, cls.__qualname__))
+    return tuple(ordered) if complete else ()
+
+
+def _spell_loggers(tree: dict[str, Any], cleared: Collection[Key]) -> list[str]:
+    """Write loggers that are given by their names as mappings, and `log.tensorboard` of older recipes as `log.to`."""
+    log = tree.get("log")
+    if not isinstance(log, dict):
+        return []
+    problems = []
+    old = log.pop("tensorboard", "auto")
+    if old is None and ("log", "tensorboard") in cleared:
+        old = "auto"
+    if not isinstance(old, bool) and old != "auto":
+        problems.append(f"log.tensorboard: expected auto, true or false, got {show(old)}")
+    elif old != "auto" and log.get("to", "auto") not in ("auto", None):
+        problems.append(
+            f"log.tensorboard: it is the older spelling of log.to, and both are given ({show(old)} and "
+            f"{show(log['to'])}); remove log.tensorboard, or set it to auto"
+        )
+    elif old != "auto":
+        log["to"] = ["tensorboard"] if old else []
+    if isinstance(log.get("to"), list):
+        log["to"] = [{"kind": item} if isinstance(item, str) else item for item in log["to"]]
+    return problems
 
 
 def _kind_class(item: Any, slot: str, key: Key, problems: list[str]) -> type | None:
@@ -220,7 +255,7 @@ def _guess(item: dict[str, Any], slot: str, where: str) -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a recipe with every built-in kind; importing those imports torch."""
     classes = {slot: tuple(kinds.find(slot, name) for name in names) for slot, names in kinds.BUILT_IN.items()}
-    schema = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, "source"))).model_json_schema()
+    schema = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, *_LISTED))).model_json_schema()
     definitions = schema["$defs"]
     for slot, names in kinds.BUILT_IN.items():
         for name, cls in zip(names, classes[slot], strict=True):
@@ -231,6 +266,15 @@ def json_schema() -> dict[str, Any]:
     for group in _SOURCES:
         items = definitions["Data"]["properties"][group]["items"]
         items["anyOf"] = items.pop("oneOf")
+    log = definitions["Log"]["properties"]
+    (loggers,) = (branch for branch in log["to"]["anyOf"] if "items" in branch)
+    loggers["items"] = {"anyOf": [{"type": "string"}, loggers["items"]]}
+    log["tensorboard"] = {
+        "enum": ["auto", True, False],
+        "default": "auto",
+        "deprecated": True,
+        "description": "older spelling of to: true is [tensorboard], false is []",
+    }
     schema["required"] = [name for name in schema["required"] if name not in DEFAULT_KINDS]
     extends = {"type": "string", "description": "a recipe, relative to this file, whose keys this one changes"}
     schema["properties"] = {"extends": extends, **schema["properties"]}

@@ -456,6 +456,10 @@ class Log(Section):
     every: Every = 10
     pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
-    tensorboard: Switch = "auto"
+    to: Any = Field(
+        default="auto",
+        description="loggers beside metrics.jsonl: their names, or mappings with kind and options; "
+        "auto is TensorBoard where it is installed",
+    )
     report: bool = Field(default=True, description="a page at the end; `vitrail report RUN` makes one at any time")
     profile: Literal["off"] = "off"

@@ -70,17 +70,17 @@ def non_finite(value: Any, key: Key = ()) -> list[str]:
 def merge(parent: Any, child: Any, cleared: set[Key], key: Key = ()) -> Any:
     """`child` over `parent`: mappings merge key by key, all else replaces.
 
-    A child that names another `kind` of model, objective, source, optimizer or schedule starts that mapping afresh;
-    the kinds further in (of a mask or a decoder, say) share most keys, so theirs stay and unknown ones are named. The
-    keys that the child sets to null are added to `cleared`: they go back to their default where null is no value of
-    theirs.
+    A child that names another `kind` of model, objective, source, optimizer, schedule or logger starts that mapping
+    afresh; the kinds further in (of a mask or a decoder, say) share most keys, so theirs stay and unknown ones are
+    named. The keys that the child sets to null are added to `cleared`: they go back to their default where null is no
+    value of theirs.
     """
     if child is None:
         cleared.add(key)
     if not isinstance(child, dict):
         return child
     base = parent if isinstance(parent, dict) else {}
-    if "kind" in child and base and (len(key) == 1 or key[:1] == ("data",)):
+    if "kind" in child and base and (len(key) == 1 or key[:1] in (("data",), ("log",))):
         default = DEFAULT_KINDS.get(str(key[0])) if len(key) == 1 else None
         if base.get("kind", default) not in (None, child["kind"]):
             base = {}

@@ -1,34 +1,26 @@
-"""What a person sees of a run: the progress line, metrics.jsonl, TensorBoard and the report. Silent but on rank 0."""
+"""What a person sees of a run: the progress line, metrics.jsonl, its loggers and the report. Silent but on rank 0."""
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
 from vitrail.errors import UserError
-from vitrail.recipe import Recipe
 from vitrail.report.units import plain
 from vitrail.training.checkpoint import checkpoint_name
+from vitrail.training.loggers import Loggers
 from vitrail.training.progress import Progress
 from vitrail.training.runfolder import RunFolder
 
 
 class Journal:
-    def __init__(self, folder: RunFolder | None, progress: Progress, board: Any, *, report: bool):
-        self.folder, self.progress, self.board, self.report = folder, progress, board, report
+    def __init__(self, folder: RunFolder | None, progress: Progress, loggers: Loggers, *, report: bool):
+        self.folder, self.progress, self.loggers, self.report = folder, progress, loggers, report
 
     def note(self, text: str) -> None:
         self.progress.note(text)
 
     def log(self, event: str, **fields: Any) -> None:
-        if self.folder is not None:
-            self.folder.log(event, **fields)
-
-    def _draw_points(self, prefix: str, values: dict[str, Any], step: int) -> None:
-        if self.board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and name not in ("step", "samples"):
-                    self.board.add_scalar(f"{prefix}/{name}", value, step)
+        self.loggers.event(event, fields)
 
     def start(self, *, what: str, groups: list[dict[str, Any]], **fields: Any) -> None:
         """The first lines of a session: what is trained, and which parameters decay at which rate."""
@@ -43,13 +35,18 @@ class Journal:
     def step(self, fields: dict[str, Any]) -> None:
         self.progress.update(fields["step"], fields)
         self.log("train", **fields)
-        self._draw_points("train", fields, fields["step"])
+        self.loggers.scalars("train", fields, fields["step"])
 
     def metrics(self, metrics: dict[str, float], *, step: int, weights: str, samples: int) -> None:
         text = ", ".join(f"{name} {plain(value)}" for name, value in metrics.items())
         self.note(f"step {step}, held out: {text}")
         self.log("eval", step=step, weights=weights, metrics=metrics, samples=samples)
-        self._draw_points("eval", metrics, step)
+        self.loggers.scalars("eval", metrics, step)
+
+    def picture(self, name: str, path: Path, *, step: int, caption: str) -> None:
+        """A picture that lies in the run folder; its name is that of all pictures of its kind."""
+        self.log("picture", step=step, path=f"{path.parent.name}/{path.name}", caption=caption)
+        self.loggers.picture(name, path, step, caption)
 
     def skip(self, *, step: int, loss: float, counters: list[int]) -> None:
         what = "loss" if not math.isfinite(loss) else "gradient"
@@ -78,11 +75,10 @@ class Journal:
 
     def end(self, *, step: int, reason: str, seconds: float, message: str) -> None:
         """The last line and the report."""
-        if self.board is not None:
-            self.board.close()
         if self.folder is None:
             return
         self.log("end", step=step, reason=reason, seconds=seconds, message=message)
+        self.loggers.end(reason)
         if not self.folder.is_there():
             return
         if not self.report:
@@ -95,20 +91,3 @@ class Journal:
             write_report(self.folder.path)
         except Exception as error:  # the run is what counts, and above all why it failed
             self.note(str(error) if isinstance(error, UserError) else f"the report failed: {error!r}")
-
-
-def check_tensorboard(recipe: Recipe) -> None:
-    if recipe.log.tensorboard is True and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(
-            "log.tensorboard: true, but TensorBoard is not installed; "
-            "run: pip install 'vitrail[tensorboard]', or set it to auto"
-        )
-
-
-def open_tensorboard(recipe: Recipe, run_dir: Path, step: int) -> Any:
-    """A writer, where TensorBoard is installed; points after `step` that a crash left behind are dropped."""
-    if recipe.log.tensorboard is False or importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)

@@ -34,7 +34,8 @@ from vitrail.training.collective import gather_json, on_chief, share_json, toget
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.failures import is_lost_connection, within
 from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
-from vitrail.training.journal import Journal, check_tensorboard, open_tensorboard
+from vitrail.training.journal import Journal
+from vitrail.training.loggers import Background, Facts, Loggers, open_loggers
 from vitrail.training.meters import Meter
 from vitrail.training.progress import Progress
 from vitrail.training.runfolder import RunFolder, beside
@@ -91,7 +92,8 @@ class Session:
         self.other_data = other_data
         self.place, self.stop, self.watchdog, self.quiet = place, stop, watchdog, quiet
         watchdog.beat(0, "start", allowance=SLOW_PHASE)
-        check_tensorboard(recipe)
+        self.opened: list[Background] = []  # rank 0's loggers
+        on_chief(lambda: self.opened.extend(open_loggers(recipe)), place.control)
         self.run_dir = Path(on_chief(lambda: str(choose_folder(recipe, place, fresh)), place.control))
         # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
         known = on_chief(lambda: find_statistics(self.run_dir), place.control)
@@ -218,8 +220,9 @@ class Session:
         first = trainer.done
         self.watchdog.keep_traces(self.run_dir)
         with Progress(trainer.total, first, enabled=chief and not self.quiet) as progress:
-            board = open_tensorboard(self.recipe, self.run_dir, first) if chief else None
-            self.journal = Journal(self.folder, progress, board, report=self.recipe.log.report)
+            loggers = Loggers(self.folder, self.opened, progress.note)
+            loggers.start(Facts(self.recipe.run.name, self.run_dir, self.recipe.to_tree(), first))
+            self.journal = Journal(self.folder, progress, loggers, report=self.recipe.log.report)
             try:
                 self.introduce(resumed)
                 reason = self.loop()
@@ -447,12 +450,13 @@ class Session:
         if not folder.is_there():  # the next save says so
             return
         step = self.trainer.done
-        name = f"pictures/{self.recipe.objective.kind}-{step:08d}.png"
+        kind = self.recipe.objective.kind
+        path = folder.path / "pictures" / f"{kind}-{step:08d}.png"
         held_out = self.data.valid is not None
         try:
-            (folder.path / "pictures").mkdir(exist_ok=True)
-            caption = self.objective.draw(folder.path / name, batch, output, targets, step=step, held_out=held_out)
-            self.journal.log("picture", step=step, path=name, caption=caption)
+            path.parent.mkdir(exist_ok=True)
+            caption = self.objective.draw(path, batch, output, targets, step=step, held_out=held_out)
+            self.journal.picture(kind, path, step=step, caption=caption)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
