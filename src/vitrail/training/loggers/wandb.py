@@ -40,7 +40,8 @@ class WandbLogger(Logger):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which goes out offline, too
         import wandb
 
-        folder, mode = facts.folder / "wandb", self.config.mode or os.environ.get("WANDB_MODE") or "offline"
+        folder = facts.folder / "wandb"
+        mode: Any = self.config.mode or os.environ.get("WANDB_MODE") or "offline"
         number = recall(folder)
         if number is None:
             remember(folder, number := new_id())
