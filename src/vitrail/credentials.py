@@ -145,9 +145,10 @@ def clash(texts: Iterable[str]) -> str | None:
     given: dict[str, tuple[str, ...]] = {}
     for part in (part for text in texts for url in _URL.findall(text) for part in url.split("::")):
         opened = _open(part)
-        if opened is not None and any(opened.secrets):
-            if given.setdefault(opened.shown, opened.secrets) != opened.secrets:
-                return f"{opened.shown}: two URLs differ in their passwords or tokens alone; give one of them"
+        if opened is None or not any(opened.secrets):
+            continue
+        if given.setdefault(opened.shown, opened.secrets) != opened.secrets:
+            return f"{opened.shown}: two URLs differ in their passwords or tokens alone; give one of them"
     return None
 
 

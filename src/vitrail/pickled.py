@@ -208,7 +208,7 @@ _PLACE = struct.Struct("<4sLQL")
 
 
 def _check_directory(file: IO[bytes], size: int) -> None:
-    """Refuse an archive in which programs differ as to where the list of its members is: it ends where its end begins."""
+    """Refuse an archive whose list of members does not end where its last records begin: programs differ in those."""
     tail = _WIDE.size + _PLACE.size + _END.size
     file.seek(max(0, size - tail))
     last = file.read(tail)

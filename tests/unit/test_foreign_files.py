@@ -244,7 +244,10 @@ def test_an_old_file_of_weights_that_ends_as_an_archive_does(tmp_path: Path) -> 
     file = io.BytesIO()
     torch.save({}, file, _use_new_zipfile_serialization=False)
     raw = pickle.PROTO + b"\x02" + as_key(pairs(plain(1))) + pickle.STOP
-    for content, why in ((file.getvalue().replace(pickle.dumps({}, 2), raw), "many parts"), (file.getvalue(), "ends as")):
+    for content, why in (
+        (file.getvalue().replace(pickle.dumps({}, 2), raw), "many parts"),
+        (file.getvalue(), "ends as"),
+    ):
         (tmp_path / "a.pt").write_bytes(content + end.getvalue())
         with pytest.raises(UserError, match=why):
             open_weights(tmp_path / "a.pt")
@@ -275,7 +278,7 @@ def test_weights_with_two_lists_of_members(tmp_path: Path) -> None:
         open_weights(tmp_path / "a.pt")
     for wrong in (packed + b"x", packed[:-2] + b"\1\0x", packed[:-5] + bytes(1) + packed[-4:]):  # more, a comment
         (tmp_path / "a.pt").write_bytes(wrong)
-        with pytest.raises(UserError, match="does not end as an archive does|does not lie where"):
+        with pytest.raises(UserError, match=r"does not end as an archive does|does not lie where"):
             open_weights(tmp_path / "a.pt")
 
 

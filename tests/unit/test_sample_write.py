@@ -266,7 +266,8 @@ def test_a_sample_in_tiff_leads_to_no_other_file(tmp_path):
     text = (
         '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:1"><Image ID="Image:0"><Pixels '
         'ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="8" SizeY="8" SizeC="1" SizeZ="1" SizeT="1"><TiffData '
-        'IFD="0" PlaneCount="1"><UUID FileName="../private/s.ome.tif">urn:uuid:2</UUID></TiffData></Pixels></Image></OME>'
+        'IFD="0" PlaneCount="1"><UUID FileName="../private/s.ome.tif">urn:uuid:2</UUID></TiffData></Pixels></Image>'
+        "</OME>"
     )
     place = tmp_path / "samples" / "0.tif"
     tifffile.imwrite(place, np.full((8, 8), 7, np.uint8), description=text, metadata=None)

@@ -129,6 +129,7 @@ def _read_tiff(file: BinaryIO, path: Path, kind: Kind) -> np.ndarray:
     check_chain(str(path), path)
     left, pages = os.fstat(file.fileno()).st_size, []
     with tifffile.TiffFile(file) as tif:
+        page: Any
         for page in tif.pages:
             check_frame(str(path), page)
             shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
