@@ -27,10 +27,13 @@ _NAMED = (
 # Names of parameters that open doors; with one of them, those that it was signed with go, too.
 _SECRET = re.compile(
     r"x-(amz|goog|ms|oss|cos)-.*|.*(token|secret|passw|pwd|signature|credential|api[-_]?key|access[-_]?(key|id)|auth(?!or)|jwt"
-    r"|session).*|sig|sas|key|key-pair-id",
+    r"|session(?!s?$)).*|.+session|sig|sas|key-pair-id",
     re.IGNORECASE,
 )
-_SIGNED = re.compile("s[vsprtei]|srt|spr|sip|sdd|sk(oid|tid|t|e|s|v)|expires|policy|algorithm", re.IGNORECASE)
+_PERHAPS = re.compile("key|session", re.IGNORECASE)  # a secret beside one of those, or if it looks like one
+_SIGNED = re.compile(
+    "s[vsprtei]|srt|spr|sip|sdd|sk(oid|tid|t|e|s|v)|expires|policy|algorithm|key|session", re.IGNORECASE
+)
 _SHORT = 5  # letters, below which a word is not looked for in a text: it may be anything
 
 
@@ -43,22 +46,31 @@ class _Opened(NamedTuple):
     query: str  # parameters that are no secret
     rest: str  # a fragment
     user: str  # name and password, as written
-    secret: str  # parameters, as written
+    secret: str  # parameters, as written, each with the mark before it
+    whole: str = ""  # the path with the secrets in it, where there are some
+    hidden: str = ""  # parameters of the fragment, each with the mark before it
 
     @property
     def shown(self) -> str:
-        return self.build("", "")
+        return self._replace(user="", secret="", whole="", hidden="").built
 
-    def build(self, user: str, secret: str) -> str:
-        query = "&".join(filter(None, (self.query, secret)))
-        name = f"{user}@" if user else ""
-        return f"{self.scheme}://{name}{self.host}{self.path}{'?' * bool(query)}{query}{self.rest}"
+    @property
+    def built(self) -> str:
+        query, rest = self.query + self.secret, self.rest + self.hidden
+        query, rest = ("" if not text else mark + text.lstrip("&;") for mark, text in (("?", query), ("#", rest)))
+        return f"{self.scheme}://{self.user}{'@' * bool(self.user)}{self.host}{self.whole or self.path}{query}{rest}"
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return self.user, self.secret, self.whole, self.hidden
 
     @property
     def words(self) -> list[str]:
         """What must not be seen anywhere."""
-        values = [part.partition("=")[2] for part in self.secret.split("&")] + [self.user.partition(":")[2]]
-        return [word for value in values for word in {value, unquote(value)} if len(word) >= _SHORT]
+        parts = re.split("[&;/]", self.whole) + re.split("[&;]", self.secret + self.hidden)
+        values = [part.partition("=")[2] for part in parts]
+        values += [part.partition("=")[2] for part in self.secret.split("&")] + [self.user.partition(":")[2]]
+        return [word for value in dict.fromkeys(values) for word in {value, unquote(value)} if len(word) >= _SHORT]
 
 
 def _open(url: str) -> _Opened | None:
@@ -67,19 +79,54 @@ def _open(url: str) -> _Opened | None:
         return None
     scheme, host, path, query, rest = (part or "" for part in found.groups())
     user, mark, host = host.rpartition("@")
-    if not mark and ":" in host and not host.rpartition(":")[2].isdecimal() and "@" in path:
-        # A password with a slash in it, which should have been %2F.
-        before, _, after = path.rpartition("@")
-        user, (host, slash, below) = host + before, after.partition("/")
-        path = slash + below
+    tail = url[len(scheme) + 3 + len(host) :]
+    if not mark and ":" in host and not host.rpartition(":")[2].isdecimal() and "@" in tail:
+        # A password with a slash or another mark in it, which should have been %2F.
+        cut = len(path if "@" in path else tail)
+        before, _, after = tail[:cut].rpartition("@")
+        again = _PARTS.fullmatch(f"{scheme}://{after}{tail[cut:]}")
+        if again is None:
+            return None
+        user = host + before
+        scheme, host, path, query, rest = (part or "" for part in again.groups())
     elif mark and ":" not in user and scheme.lower() not in _NAMED:
         user, host = "", f"{user}@{host}"  # a container of a store, or the name of an account
-    parts = [part for part in query.split("&") if part]
-    secret = [part for part in parts if _SECRET.fullmatch(part.partition("=")[0])]
+    whole, (query, secret), (rest, hidden) = path, _divided(query), _divided(rest.removeprefix("#"), bare=False)
+    path = "".join(part for part in re.split("(?=[;/])", path) if not (part.startswith(";") and _is_secret(part[1:])))
+    return _Opened(scheme, host, path, query, rest, user, secret, whole * (whole != path), hidden)
+
+
+def _divided(text: str, *, bare: bool = True) -> tuple[str, str]:
+    """Parameters that may be shown, and those that may not; `bare` if names alone are parameters, too."""
+    parts: list[str] = []
+    for part in re.split("(?=&)", text):
+        # What follows a secret behind a semicolon may be the rest of it.
+        parts += [part] if _is_secret(part) else re.split("(?=;)", part)
+    parts = [part for part in parts if part.strip("&;")]
+    secret = [part for part in parts if _is_secret(part) and (bare or "=" in part)]
     if secret:
-        secret = [part for part in parts if part in secret or _SIGNED.fullmatch(part.partition("=")[0])]
-    kept = [part for part in parts if part not in secret]
-    return _Opened(scheme, host, path, "&".join(kept), rest, user, "&".join(secret))
+        secret = [part for part in parts if part in secret or _SIGNED.fullmatch(_name(part))]
+    shown = "".join(part for part in parts if part not in secret)
+    return shown.lstrip("&;"), "".join(part if part[0] in "&;" else f"&{part}" for part in secret)
+
+
+def _name(part: str) -> str:
+    return unquote(part.lstrip("&;").partition("=")[0])
+
+
+def _is_secret(part: str) -> bool:
+    """Whether a parameter opens a door: by its name, or where that may mean anything by its value."""
+    name = _name(part)
+    if _SECRET.fullmatch(name):
+        return True
+    return _PERHAPS.fullmatch(name) is not None and _is_random(unquote(part.partition("=")[2]))
+
+
+def _is_random(value: str) -> bool:
+    """Whether a word is long, and does not look as if a person had thought of it."""
+    pieces = re.findall(r"[^\W_]+", value)
+    switches = sum(len(re.findall(r"(?<=\d)(?=[^\W\d])|(?<=[^\W\d])(?=\d)", piece)) for piece in pieces)
+    return len(value) >= 16 and (switches >= 4 or max(map(len, pieces), default=0) >= 24)
 
 
 def hide(url: str) -> str:
@@ -87,7 +134,7 @@ def hide(url: str) -> str:
     shown = []
     for part in url.split("::"):
         opened = _open(part)
-        if opened is not None and (opened.user or opened.secret):
+        if opened is not None and any(opened.secrets):
             _keep(part)
         shown.append(part if opened is None else opened.shown)
     return "::".join(shown)
@@ -95,13 +142,13 @@ def hide(url: str) -> str:
 
 def clash(texts: Iterable[str]) -> str | None:
     """Why some texts are refused: two URLs in them differ in their credentials alone, and hidden they would be one."""
-    given: dict[str, tuple[str, str]] = {}
+    given: dict[str, tuple[str, ...]] = {}
     for part in (part for text in texts for url in _URL.findall(text) for part in url.split("::")):
         opened = _open(part)
-        if opened is not None and (opened.user or opened.secret):
-            secrets = (opened.user, opened.secret)
-            if given.setdefault(opened.shown, secrets) != secrets:
-                return f"{opened.shown}: two URLs differ in their passwords or tokens alone; give one of them"
+        if opened is None or not any(opened.secrets):
+            continue
+        if given.setdefault(opened.shown, opened.secrets) != opened.secrets:
+            return f"{opened.shown}: two URLs differ in their passwords or tokens alone; give one of them"
     return None
 
 
@@ -128,7 +175,10 @@ def _reveal(url: str, known: list[_Opened]) -> str:
     fitting.sort(key=lambda k: len(k.path))  # the longest comes last; of the same, the one that was given last
     user = opened.user or next((k.user for k in reversed(fitting) if k.user), "")
     secret = opened.secret or next((k.secret for k in reversed(fitting) if k.secret), "")
-    return opened.build(user, secret)
+    here = [k for k in reversed(fitting) if k.path == opened.path]
+    whole = opened.whole or next((k.whole for k in here if k.whole), "")
+    hidden = opened.hidden or next((k.hidden for k in here if k.hidden), "")
+    return opened._replace(user=user, secret=secret, whole=whole, hidden=hidden).built
 
 
 def _begins(path: str, start: str) -> bool:

@@ -4,10 +4,13 @@
 - a tuple of tuples can have exponentially many parts, all of which count whenever it is hashed, compared or shown; so
   nested ones, and those that are keys, have few
 - what a byte can become is known, so a pickle may be as large as memory has room for that
+- what is looked at here must be what `torch.load` reads: it tells the kind of a file by its first bytes, and believes
+  where an archive's end says that the list of its members begins
 """
 
 import io
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from typing import IO, Any
@@ -149,22 +152,76 @@ def check_saved(file: IO[bytes], size: int) -> None:
         raise pickle.UnpicklingError("it is not what torch.save writes") from None
 
 
+class _Beginning:
+    """What is read from a file, up to the bytes for which there is room in memory."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.most = file, largest()
+        self.left = self.most
+
+    def read(self, size: int) -> bytes:
+        if size > self.left:
+            raise BadPickle(f"its pickles have more than {self.most:,} bytes, too many for memory")
+        self.left -= size
+        return self.file.read(size)
+
+    def readline(self) -> bytes:
+        line = self.file.readline(self.left + 1)
+        if len(line) > self.left:
+            raise BadPickle(f"its pickles have more than {self.most:,} bytes, too many for memory")
+        self.left -= len(line)
+        return line
+
+
 def _check_saved(file: IO[bytes], size: int) -> None:
-    if not zipfile.is_zipfile(file):  # an old one is several pickles in a row, and then numbers
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":  # an old one is several pickles in a row, and then numbers
         file.seek(0)
+        beginning: Any = _Beginning(file)
         for _ in range(5):
-            _Rehearsal(file).load()
+            _Rehearsal(beginning).load()
+        file.seek(max(0, size - _END.size))
+        if file.read(4) == b"PK\5\6":
+            raise BadPickle("it ends as an archive, and does not begin as one")
         return
+    _check_directory(file, size)
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-        if any(member.filename.partition("/")[2].startswith(("code/", "constants.pkl")) for member in members):
+        names = [member.filename.lower() for member in members]  # PyTorch finds them in any mixture of cases
+        if any(name.partition("/")[2].startswith(("code/", "constants.pkl")) for name in names):
             raise Program("it is a program of TorchScript")
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise BadPickle("it is packed, which PyTorch's files are not")
         if sum(member.file_size for member in members) > size:
             raise BadPickle("its parts say that they are larger than all of it")
-        for member in members:
-            if member.filename.endswith("data.pkl"):
+        for member, name in zip(members, names, strict=True):
+            if name.endswith("data.pkl"):
                 if member.file_size > largest():
                     raise BadPickle(f"its pickle has {member.file_size:,} bytes, too many for memory")
                 _Rehearsal(io.BytesIO(archive.read(member))).load()  # a stream of the archive gives a byte slowly
+
+
+# The last records of an archive: where the list of its members is, for large ones that and where the record lies.
+_END = struct.Struct("<4s4H2LH")
+_WIDE = struct.Struct("<4sQ2H2L4Q")
+_PLACE = struct.Struct("<4sLQL")
+
+
+def _check_directory(file: IO[bytes], size: int) -> None:
+    """Refuse an archive whose list of members does not end where its last records begin: programs differ in those."""
+    tail = _WIDE.size + _PLACE.size + _END.size
+    file.seek(max(0, size - tail))
+    last = file.read(tail)
+    if len(last) < _END.size:
+        raise BadPickle("it is cut short")
+    mark, *_, length, start, comment = _END.unpack(last[-_END.size :])
+    if mark != b"PK\5\6" or comment:
+        raise BadPickle("it does not end as an archive does")
+    end, plain = size - _END.size, True
+    if last[-_END.size - _PLACE.size :].startswith(b"PK\6\7") and len(last) == tail:
+        end = size - tail
+        wide, own, *_, length, start = _WIDE.unpack(last[: _WIDE.size])
+        _, _, place, _ = _PLACE.unpack(last[_WIDE.size : -_END.size])
+        plain = wide == b"PK\6\6" and own == _WIDE.size - 12 and place == end
+    if not plain or start + length != end:
+        raise BadPickle("its list of members does not lie where its end says")

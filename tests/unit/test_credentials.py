@@ -51,6 +51,27 @@ CASES = {
     "data/local.zarr": None,
     "/a:b@c": None,
     "https://user:pass@[broken": "https://[broken",
+    "https://user:pa#ss@host/a": "https://host/a",  # which should have been %23
+    "https://user:pa?ss@host/a": "https://host/a",
+    "https://user:pa?ss@host/a?x=1#y": "https://host/a?x=1#y",
+    "https://user:pa/ss@host/a?x=1#y": "https://host/a?x=1#y",
+    "https://host/a#access_token=abcdef": "https://host/a",
+    "https://host/a#page=2&access_token=abcdef": "https://host/a#page=2",
+    "https://host/a#token": None,  # a place in a page
+    "https://host/a?x=1;sig=abcdef": "https://host/a?x=1",
+    "https://host/a?x=1;y=2&z": None,
+    "https://host/a?sig=abc;def": "https://host/a",
+    "https://host/a?%73ig=abcdef": "https://host/a",
+    "https://host/a;jsessionid=abcdef": "https://host/a",
+    "https://host/a;jsessionid=abcdef/b;v=1?x=1": "https://host/a/b;v=1?x=1",
+    "https://host/a;v=1": None,
+    "https://host/a?key=train": None,
+    "https://host/a?session=3": None,
+    "https://host/a?key=sample_volume_2024_07_b": None,
+    "https://host/a?session_id=abcdef": "https://host/a",
+    "https://host/a?key=train&sig=abcdef": "https://host/a",
+    "https://host/a?key=AIzaSyD-9tSrke72PouQMnMX-a7eZSW0jkFMBWY": "https://host/a",
+    "https://host/a?session=550e8400-e29b-41d4-a716-446655440000": "https://host/a",
 }
 
 
@@ -60,8 +81,18 @@ def test_what_is_hidden_comes_back_where_it_is_opened(url: str) -> None:
     assert hide(url) == shown
     assert strip(url) == shown
     assert hide(shown) == shown
-    assert sorted(reveal(shown)) == sorted(url) or "pa/ss" in url  # parameters may come in another order
+    assert sorted(reveal(shown)) == sorted(url)  # parameters may come in another order
     assert strip(f"({url}), then") == f"({shown}), then" or "[" in url
+
+
+def test_parameters_that_merely_sound_like_secrets_stay_in_the_recipe(tmp_path: Path) -> None:
+    tree = tiny_recipe(tmp_path, tmp_path)
+    for place, key in (("train", "train"), ("valid", "test")):
+        tree["data"][place] = [{"path": f"https://host/get?key={key}&session=3", "kind": "ome_zarr"}]
+    recipe = load_recipe(tree)
+    assert recipe.data.train[0].path == "https://host/get?key=train&session=3"
+    assert recipe.data.valid[0].path == "https://host/get?key=test&session=3"
+    assert not credentials.are_known()
 
 
 def test_what_lies_below_has_the_credentials_of_the_longest_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +134,14 @@ def test_errors_of_any_origin_are_stripped() -> None:
 def test_two_urls_that_differ_in_credentials_alone_are_refused(tmp_path: Path) -> None:
     tree = tiny_recipe(tmp_path, tmp_path)
     for place, key in (("train", "first"), ("valid", "second")):
-        tree["data"][place] = [{"path": f"https://host/get?key={key}", "kind": "ome_zarr"}]
+        tree["data"][place] = [{"path": f"https://host/get?token={key}", "kind": "ome_zarr"}]
     with pytest.raises(UserError, match=r"^https://host/get: two URLs differ in their passwords or tokens alone; give"):
         load_recipe(tree)
 
 
 def test_two_such_urls_on_a_command_line_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        f"data.{place}.0.path=https://host/get?key={key}" for place, key in (("train", "first"), ("valid", "second"))
+        f"data.{place}.0.path=https://host/get?token={key}" for place, key in (("train", "first"), ("valid", "second"))
     ]
     with pytest.raises(SystemExit) as ended:
         main(["train", "recipe.yaml", *words])

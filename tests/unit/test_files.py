@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from vitrail.data import files
+from vitrail.data.dataset import Dataset
+from vitrail.data.inspect import open_source
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
+from vitrail.recipe import kinds
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +140,76 @@ def test_a_server(tmp_path: Path, cache: Path, server: tuple[str, list[str]]) ->
     assert not list((cache / "files").glob(".*"))  # and no part of it is left
     with pytest.raises(OSError):
         files.read_bytes("http://127.0.0.1:9/a.bin")
+
+
+def test_what_cannot_come_of_an_archive_is_not_unpacked(tmp_path: Path, cache: Path) -> None:
+    place = tmp_path / "x.zip"
+    with zipfile.ZipFile(place, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a.bin", bytes(2**22))
+    size = place.stat().st_size
+    with pytest.raises(BadData, match=rf"says that it has 4,194,304 bytes, which cannot come of an archive of {size}"):
+        files.local_copy(f"zip://a.bin::{place}")
+    assert not list((cache / "files").iterdir())
+
+
+def test_what_the_disk_has_no_room_for_is_not_fetched(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.bin", bytes(2**20))
+    fsspec.filesystem("memory").pipe("/store/large.bin", bytes(2**20))
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**19))
+        for url in (f"zip://a.bin::{tmp_path / 'x.zip'}", "memory://store/large.bin"):
+            with pytest.raises(
+                UserError, match=r"GiB, and .*files has room for .*; free some space, or set VITRAIL_CA"
+            ):
+                files.local_copy(url)
+    assert not list((cache / "files").iterdir())
+    assert files.local_copy(f"zip://a.bin::{tmp_path / 'x.zip'}").stat().st_size == 2**20
+
+
+@pytest.mark.parametrize("told", [100, None])
+def test_a_copy_ends_where_it_should(cache: Path, monkeypatch: pytest.MonkeyPatch, told: int | None) -> None:
+    """Whatever comes beyond that is not written to the disk."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/store/longer.bin", bytes(2**20))
+    written = []
+    facts = memory.info("/store/longer.bin")
+    monkeypatch.setattr(type(memory), "info", lambda self, *_, **__: facts | {"size": told})
+    monkeypatch.setattr(type(memory), "blocksize", 1000)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    counting = files._counting
+    monkeypatch.setattr(files, "_counting", lambda most: (written.append(counting(most)), written[0])[1])
+    with pytest.raises(OSError, match="more than the 100 bytes came"):
+        files.local_copy("memory://store/longer.bin")
+    assert written[0].value == 1000  # and not all of it
+    assert not list((cache / "files").iterdir())
+
+
+def test_what_was_unpacked_and_is_bad_data_is_removed(tmp_path: Path, cache: Path) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "good.h5", "w") as file:
+        file["raw"] = np.ones((4, 4, 4), np.uint8)
+    for name, content in (("good", (tmp_path / "good.h5").read_bytes()), ("bad", b"rubbish" + bytes(2**16))):
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("v.h5", content)
+    assert open_source(f"zip://v.h5::{tmp_path / 'good.zip'}", kind="hdf5", settings=None)
+    kept = sorted((cache / "files").iterdir())
+    assert len(kept) == 2  # the copy and its checksum
+    entries = [kinds.find("source", "hdf5")(path=f"zip://v.h5::{tmp_path / name}") for name in ("good.zip", "bad.zip")]
+    for call in (
+        lambda: open_source(entries[1].path, kind="hdf5", settings=None),
+        lambda: Dataset(entries, (2, 2, 2), where="data.train"),
+    ):
+        with pytest.raises(BadData, match=r"bad\.zip"):
+            call()
+        assert sorted((cache / "files").iterdir()) == kept
 
 
 def test_a_list_of_places_is_followed_with_trust_alone(tmp_path: Path) -> None:

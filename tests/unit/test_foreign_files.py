@@ -227,6 +227,102 @@ def test_weights_whose_keys_would_be_hashed_for_ever(tmp_path: Path, old: bool) 
         open_weights(tmp_path / "a.pt")
 
 
+def saved(tree: Any) -> dict[str, bytes]:
+    """The members of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(tree, file)
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_an_old_file_of_weights_that_ends_as_an_archive_does(tmp_path: Path) -> None:
+    """PyTorch tells what a file is by its first bytes, and does not look at its end."""
+    from vitrail.weights.files import open_weights
+
+    end = io.BytesIO()
+    zipfile.ZipFile(end, "w").close()
+    file = io.BytesIO()
+    torch.save({}, file, _use_new_zipfile_serialization=False)
+    raw = pickle.PROTO + b"\x02" + as_key(pairs(plain(1))) + pickle.STOP
+    for content, why in (
+        (file.getvalue().replace(pickle.dumps({}, 2), raw), "many parts"),
+        (file.getvalue(), "ends as"),
+    ):
+        (tmp_path / "a.pt").write_bytes(content + end.getvalue())
+        with pytest.raises(UserError, match=why):
+            open_weights(tmp_path / "a.pt")
+
+
+def test_weights_with_two_lists_of_members(tmp_path: Path) -> None:
+    """Python takes the list right before the end of an archive, PyTorch the one that the end names."""
+    from vitrail.weights.files import open_weights
+
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in saved({"a": torch.zeros(2**14)}).items():
+            archive.writestr(name, content)
+    packed = file.getvalue()
+    end = packed.rindex(b"PK\5\6")
+    number, length, start = struct.unpack("<H2L", packed[end + 10 : end + 20])
+    names = [f"archive/{n}".encode() for n in range(number)]
+    plain = b"".join(
+        b"PK\1\2" + struct.pack("<6H3L5H2L", 20, 20, 0, 0, 0, 33, 0, 0, 0, len(n), 0, 0, 0, 0, 0, 0) + n for n in names
+    )
+    rest = length - len(plain)  # the comment of the last one
+    at = plain.rindex(b"PK\1\2") + 32
+    plain = plain[:at] + struct.pack("<H", rest) + plain[at + 2 :] + bytes(rest)
+    (tmp_path / "a.pt").write_bytes(packed[: start + length] + plain + packed[end:])
+    with zipfile.ZipFile(tmp_path / "a.pt") as seen:
+        assert sorted(seen.namelist()) == sorted(name.decode() for name in names)
+    with pytest.raises(UserError, match="its list of members does not lie where its end says"):
+        open_weights(tmp_path / "a.pt")
+    for wrong in (packed + b"x", packed[:-2] + b"\1\0x", packed[:-5] + bytes(1) + packed[-4:]):  # more, a comment
+        (tmp_path / "a.pt").write_bytes(wrong)
+        with pytest.raises(UserError, match=r"does not end as an archive does|does not lie where"):
+            open_weights(tmp_path / "a.pt")
+
+
+def test_weights_whose_pickle_has_its_name_in_other_cases(tmp_path: Path) -> None:
+    """PyTorch finds members in any mixture of cases."""
+    from vitrail.weights.files import open_weights
+
+    raw = pickle.PROTO + b"\x02" + as_key(pairs(plain(1))) + pickle.STOP
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name, content in saved({}).items():
+            archive.writestr(*((name.replace("data.pkl", "Data.PKL"), raw) if "data.pkl" in name else (name, content)))
+    with pytest.raises(UserError, match="has too many parts"):
+        open_weights(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_pickles_of_weights_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool) -> None:
+    from vitrail.weights.files import open_weights
+
+    names = {f"layer {number}": torch.zeros(1) for number in range(300)}
+    torch.save(names, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    assert len(open_weights(tmp_path / "a.pt").shapes) == 300
+    monkeypatch.setattr("vitrail.pickled.largest", lambda: 5000)
+    with pytest.raises(UserError, match="bytes, too many for memory"):
+        open_weights(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("place", [None, 0, 5 << 30])
+def test_ordinary_archives_of_weights_are_opened(tmp_path: Path, place: int | None) -> None:
+    """As torch.save writes them, as others do for small ones, and with numbers beyond 4 GiB."""
+    from vitrail.weights.files import open_weights
+
+    values = torch.arange(1000.0)
+    if place is None:
+        torch.save({"a": values}, tmp_path / "a.pt")
+    else:
+        with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+            for name, content in saved({"a": values}).items():
+                if name.endswith("/data/0"):
+                    archive.start_dir = max(archive.start_dir, place)  # type: ignore[attr-defined]  # after a hole
+                archive.writestr(name, content)
+    assert torch.equal(open_weights(tmp_path / "a.pt").read("a"), values)
+
+
 # ---------------------------------------------------------------- the one way in
 
 

@@ -1,5 +1,6 @@
 """TIFF files, scenes and images that others made: what they name, what lies beside them, and what their pieces say."""
 
+import gzip
 import struct
 import zlib
 from collections.abc import Iterator
@@ -109,6 +110,47 @@ def test_a_mask_beside_a_scene_that_names_overviews_elsewhere(tmp_path: Path, se
     assert asked == []
 
 
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize(
+    ("domain", "name"),
+    [
+        ("OVERVIEWS", "overview_file"),
+        ("OVERVIEWS", "Overview_File"),
+        ("overviews", "OVERVIEW_FILE"),
+        ("OVERVIEWS", "OTHER"),
+    ],
+)
+def test_overviews_elsewhere_are_refused_in_any_mixture_of_cases(
+    tmp_path: Path, server: tuple[str, list[str]], domain: str, name: str, beside: bool
+) -> None:
+    import tifffile
+
+    address, asked = server
+    place, far = tmp_path / "a.tif", f"/vsicurl/{address}/evil.tif"
+    text = f'<GDALMetadata><Item name="{name}" domain="{domain}">{far}</Item></GDALMetadata>'
+    tags: list[Any] = [] if beside else [(42112, 2, 0, text, True), (42113, 2, 0, "0", True)]
+    tifffile.imwrite(place, np.full((64, 64), 7, np.uint8), extratags=tags)
+    if beside:
+        Path(f"{place}.aux.xml").write_text(
+            f'<PAMDataset><Metadata domain="{domain}"><MDI key="{name}">{far}</MDI></Metadata></PAMDataset>'
+        )
+    with pytest.raises(BadData, match=r"a\.tif keeps its overviews in '/vsicurl/.*--trust"):
+        opened("geotiff", place)
+    assert asked == []
+
+
+def test_overviews_in_a_file_of_any_other_place_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    scene(tmp_path / "private" / "secret.tif", 32)
+    scene(tmp_path / "a.tif")
+    (tmp_path / "a.tif.aux.xml").write_text(
+        '<PAMDataset><Metadata domain="OVERVIEWS"><MDI key="overview_file">'
+        f"{tmp_path}/private/secret.tif</MDI></Metadata></PAMDataset>"
+    )
+    with pytest.raises(BadData, match=r"keeps its overviews in '.*secret\.tif'; build them anew"):
+        opened("geotiff", tmp_path / "a.tif")
+
+
 def test_names_in_other_cases_are_not_looked_for(tmp_path: Path, server: tuple[str, list[str]]) -> None:
     address, asked = server
     scene(tmp_path / "a.tif")
@@ -126,6 +168,9 @@ def test_a_name_that_gdal_alone_understands_is_refused(tmp_path: Path) -> None:
 
         def tags(self, ns: str) -> dict[str, str]:
             return {}
+
+        def get_tag_item(self, name: str, domain: str) -> None:
+            return None
 
     with pytest.raises(BadData, match=r"reads 'GTIFF_DIR:1:/other/secret\.tif', which is no file"):
         _check_named("a.tif", tmp_path / "a.tif", Raster())
@@ -158,6 +203,33 @@ def test_blocks_of_overviews_have_room_too(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(foreign, "room", lambda: 1000)  # bytes; a tile of the scene has 256, of the overview 4096
     with pytest.raises(BadData, match=r"a block of .*a\.tif(\.ovr|, overview 0) says that it takes"):
         opened("geotiff", tmp_path / "a.tif")
+
+
+# ---------------------------------------------------------------- scenes of ENVI
+
+
+def envi(folder: Path, content: bytes, more: str = "", offset: int = 7) -> Path:
+    """Two bands of 64 x 64 numbers of 16 bits after some other bytes, as the header says."""
+    shape = "samples = 64\nlines = 64\nbands = 2\ninterleave = bil\n"
+    (folder / "a.hdr").write_text(f"ENVI\n{shape}header offset = {offset}\ndata type = 12\nbyte order = 0\n{more}")
+    (folder / "a.img").write_bytes(content)
+    return folder / "a.img"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_envi_scene_that_is_cut_short_is_refused(tmp_path: Path, packed: bool) -> None:
+    values = np.arange(1, 2 * 64 * 64 + 1, dtype="<u2").reshape(64, 2, 64)  # [y, C, x]
+    content, more = bytes(7) + values.tobytes(), "file compression = 1\n" if packed else ""
+    whole = gzip.compress(content) if packed else content
+    np.testing.assert_array_equal(first("geotiff", envi(tmp_path, whole, more)), values.swapaxes(0, 1))
+    assert first("geotiff", envi(tmp_path, whole + b"more", more)).shape == (2, 64, 64)
+    for lost in (1, 2, 100, len(content) // 2, len(content) - 1000):
+        cut = content[: len(content) - lost]
+        with pytest.raises(BadData, match=rf"a\.img is cut short: .* 16,391 bytes, and there are {len(cut):,}; resto"):
+            opened("geotiff", envi(tmp_path, gzip.compress(cut) if packed else cut, more))
+    if packed:
+        with pytest.raises(BadData, match=r"a\.img is cut short: .* 16,391 bytes"):
+            opened("geotiff", envi(tmp_path, whole[: len(whole) // 2], more))
 
 
 # ---------------------------------------------------------------- files that OME-TIFF names

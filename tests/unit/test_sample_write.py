@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from vitrail.errors import UserError
 from vitrail.infer.collection import Generated
 from vitrail.infer.grid import draw_grid
 from vitrail.infer.kind import FORMATS, Kind, choose_format, decoded_kind, kind_of, of_samples, read_facts, stored_type
+from vitrail.infer.pages import draw_samples
 from vitrail.infer.plan import (
     MANIFEST,
     SETTINGS,
@@ -248,6 +250,106 @@ def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be"):
         open_folder(tmp_path / "file" / "out", settings, plan(4))
+
+
+# ---------------------------------------------------------------- samples of others
+
+
+def grey(format: str, axes: str = "yx") -> Kind:
+    return Kind(np.dtype("uint8"), tuple(axes), ("a",), (1.0,) * len(axes), None, format)
+
+
+def test_a_sample_in_tiff_leads_to_no_other_file(tmp_path):
+    (tmp_path / "private").mkdir()
+    (tmp_path / "samples").mkdir()
+    tifffile.imwrite(tmp_path / "private" / "s.ome.tif", np.full((8, 8), 99, np.uint8), ome=True)
+    text = (
+        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:1"><Image ID="Image:0"><Pixels '
+        'ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="8" SizeY="8" SizeC="1" SizeZ="1" SizeT="1"><TiffData '
+        'IFD="0" PlaneCount="1"><UUID FileName="../private/s.ome.tif">urn:uuid:2</UUID></TiffData></Pixels></Image>'
+        "</OME>"
+    )
+    place = tmp_path / "samples" / "0.tif"
+    tifffile.imwrite(place, np.full((8, 8), 7, np.uint8), description=text, metadata=None)
+    assert np.unique(read_sample(place, grey("tiff"))).tolist() == [7]
+
+
+def test_a_sample_in_tiff_has_as_many_bytes_as_pixels(tmp_path):
+    place = tmp_path / "0.tif"
+    tifffile.imwrite(place, np.zeros((2048, 2048), np.uint8), compression="zlib")
+    with pytest.raises(UserError, match=r"0\.tif does not hold its pixels as they are; make it again"):
+        read_sample(place, grey("tiff"))
+    tifffile.imwrite(place, np.zeros((64, 64), np.uint8))
+    whole = place.read_bytes()
+    for number in range(1, 8):
+        place.write_bytes(whole[: len(whole) * number // 8])
+        with pytest.raises(UserError, match=r"0\.tif "):
+            read_sample(place, grey("tiff"))
+
+
+def test_a_sample_in_png_starts_no_program(tmp_path, monkeypatch):
+    """Pillow takes what it finds for what it is, and has Ghostscript draw PostScript."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexit 1\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    page = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "0.png").write_bytes(page)
+    with pytest.raises(UserError, match=r"0\.png is not a PNG"):
+        read_sample(tmp_path / "0.png", grey("png"))
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_sample_in_npy_is_as_large_as_it_says(tmp_path):
+    place = tmp_path / "0.npy"
+    np.save(place, np.zeros((8, 8), np.uint8))
+    whole = place.read_bytes()
+    for content in (whole[:-1], whole + b"x", whole.replace(b"(8, 8), ", b"(8, 2**9)"), whole.replace(b"|u1", b"|i1")):
+        place.write_bytes(content)
+        with pytest.raises(UserError, match=r"0\.npy "):
+            read_sample(place, grey("npy"))
+    np.save(place, np.array([[{}]]), allow_pickle=True)
+    with pytest.raises(UserError, match="Python objects"):
+        read_sample(place, grey("npy"))
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(UserError, match="is a FIFO"):
+        read_sample(place, grey("npy"))
+
+
+@pytest.mark.parametrize("reader", [read_sample, lambda path, kind: draw_samples(path.parent, drawn(path), kind, {})])
+def test_a_sample_in_ome_zarr_unpickles_nothing(tmp_path, reader):
+    """Neither where it is measured nor where it is drawn."""
+
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    place = write_sample(tmp_path / "0.ome.zarr", np.zeros((1, 2, 2, 2), np.uint8), grey("ome-zarr", "zyx"))
+    reader(place, grey("ome-zarr", "zyx"))
+    for file in place.rglob("*"):
+        if file.is_file() and "s0" in file.parts:
+            file.unlink()
+    codecs = [{"id": "vlen-utf8"}, {"id": "pickle"}]
+    facts = {"shape": [2, 2, 2], "chunks": [2, 2, 2], "dtype": "|O", "fill_value": "", "order": "C"}
+    (place / "zarr.json").unlink()
+    (place / ".zgroup").write_text('{"zarr_format": 2}')
+    scales = [{"path": "s0", "coordinateTransformations": [{"type": "scale", "scale": [1, 1, 1]}]}]
+    axes = [{"name": name, "type": "space"} for name in "zyx"]
+    attributes = {"multiscales": [{"version": "0.4", "axes": axes, "datasets": scales}]}
+    (place / ".zattrs").write_text(json.dumps(attributes))
+    (place / "s0" / ".zarray").write_text(
+        json.dumps({"zarr_format": 2, "compressor": None, "filters": codecs, **facts})
+    )
+    (place / "s0" / "0.0.0").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(UserError, match=r"0\.ome\.zarr"):
+        reader(place, grey("ome-zarr", "zyx"))
+    assert not (tmp_path / "ran").exists()
+
+
+def drawn(path: Path) -> dict[str, object]:
+    settings = {"sampler": "euler", "steps": 1, "guidance": 1, "interval": [0, 1]}
+    about = {"settings": settings, "seed": 0, "weights": "ema", "run": "r", "step": 1}
+    return {"files": [{"path": path.name, "counter": 0}], **about}
 
 
 # ---------------------------------------------------------------- the page

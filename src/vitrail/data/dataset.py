@@ -11,6 +11,7 @@ from vitrail.data.bad import Policy
 from vitrail.data.balance import Balanced, Shares, share
 from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.checks import check_augment, check_size, check_source, without
+from vitrail.data.files import unpacking
 from vitrail.data.filter import NothingLeft, Occupancy, cell_of, check_filter, occupancy_of
 from vitrail.data.fingerprint import fingerprint
 from vitrail.data.mixture import Groups, check_batch, group_entries, source_shares
@@ -50,7 +51,7 @@ class Dataset:
         self.configs, self.crop, self.where, self.labels, self.tick = list(configs), crop, where, labels, tick
         self.settings = settings if settings is not None else Data.model_construct(augment=Augment())
         self.policy = Policy.of(self.settings)  # of reads before the first step
-        self.sources: list[Source] = [c.open() for c in configs]
+        self.sources: list[Source] = [_open(c) for c in configs]
         if self.settings.bad == "skip":
             self._leave_out_bad()
         self._unchanged = Augmenter(Augment(), crop, seed=0)
@@ -408,3 +409,9 @@ def check_balance(batch: int | str, dataset: Dataset) -> int:
             "data.balance: entries with different variables cannot share a batch; leave it out, and they take turns"
         )
     return batch
+
+
+def _open(config: Any) -> Source:
+    with unpacking():
+        source: Source = config.open()
+        return source

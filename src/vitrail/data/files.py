@@ -3,6 +3,8 @@
 - a plain path and file:// never go through fsspec; its libraries are imported for other URLs only
 - `local_copy` downloads a remote file once into the cache folder ($VITRAIL_CACHE, else ~/.cache/vitrail); a file that
   has changed at its place is downloaded anew, and so is a copy that is not as it was made, or somebody else's
+- no copy becomes larger than it is said to be, than what an archive can hold or than the disk has room for; what was
+  unpacked and turns out to be bad data is removed
 - what no second try can mend (no such file, no permission) is told as BadData; other errors of reading stay OSErrors,
   so that the reader may try again
 """
@@ -13,10 +15,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -24,12 +28,13 @@ from urllib.parse import unquote, urlsplit
 from vitrail.credentials import REMEDY, reveal, strip
 from vitrail.data.bad import ShortRead
 from vitrail.data.cache import cache_folder, is_as_recorded, read_own, record_of
-from vitrail.disk import replacing
+from vitrail.disk import remove, replacing
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import METADATA, check_plain, is_trusting, open_plain, parse_json
 from vitrail.recipe.kinds import nearest, remedy
 from vitrail.sums import sealed, sum_of_file, unsealed
 
+BEST_PACKED = 1032  # bytes that can come of one in an archive
 ARCHIVES = ("zip://", "tar://", "libarchive://")
 LASTING = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -190,21 +195,81 @@ def local_copy(path: str | Path) -> Path:
         mark = hashlib.blake2b("\n".join([url, *state]).encode(), digest_size=8).hexdigest()
         name = re.sub(r"[^\w.-]", "_", base_name(url))[-80:]  # its suffix may tell the format
         copy = cache_folder("files") / f"{mark}-{name}"
-        _fetch(url, copy, size, lambda draft: system.get_file(remote, draft))
+        _fetch(url, copy, size, lambda draft, count: system.get_file(remote, draft, callback=count))
         return copy
 
 
-def _fetch(url: str, copy: Path, size: Any, get: Callable[[str], Any]) -> None:
+_unpacked: ContextVar[list[Path] | None] = ContextVar("unpacked", default=None)
+
+
+@contextlib.contextmanager
+def unpacking() -> Iterator[None]:
+    """What is unpacked from archives in here is removed again where it turns out to be bad data."""
+    made: list[Path] = []
+    token = _unpacked.set(made)
+    try:
+        yield
+    except BadData:
+        for copy in made:
+            for place in (copy.with_name(f"{copy.name}.sum"), copy):
+                with contextlib.suppress(OSError, UserError):
+                    remove(place, inside=copy.parent)
+        raise
+    finally:
+        _unpacked.reset(token)
+
+
+def _most(url: str, copy: Path, size: Any) -> int:
+    """Bytes that may be written for a copy: those that it is said to have, if it can, and if the disk has room."""
+    free = shutil.disk_usage(copy.parent).free
+    if not isinstance(size, int):
+        return free
+    if (packed := _archive_size(url)) is not None and size > BEST_PACKED * packed:
+        raise BadData(
+            f"{url} says that it has {size:,} bytes, which cannot come of an archive of {packed:,}; restore the "
+            "archive, or unpack it yourself if you know who made it"
+        )
+    if size > free:
+        raise UserError(
+            f"{url} has {size / 2**30:,.3g} GiB, and {copy.parent} has room for {free / 2**30:,.3g}; free some space, "
+            "or set VITRAIL_CACHE to a folder with more"
+        )
+    return size
+
+
+def _archive_size(url: str) -> int | None:
+    """Bytes of the archive that a file lies in, if it does."""
+    first, chained, rest = url.partition("::")
+    return local_copy(rest).stat().st_size if chained and first.lower().startswith(ARCHIVES) else None
+
+
+def _counting(most: int) -> Any:
+    """Ends a copy that becomes larger than it may."""
+    from fsspec.callbacks import Callback
+
+    class Count(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            super().relative_update(inc)
+            if self.value > most:
+                raise OSError(errno.EIO, f"more than the {most:,} bytes came that it should have")
+
+    return Count()
+
+
+def _fetch(url: str, copy: Path, size: Any, get: Callable[[str, Any], Any]) -> None:
     """See to it that a copy in the cache is what was fetched once, by this user."""
     sidecar = copy.with_name(f"{copy.name}.sum")
     with contextlib.suppress(OSError, ValueError):
         record = unsealed(json.loads(read_own(sidecar)))
         if record is not None and size in (None, record.get("size")) and is_as_recorded(copy, record):
             return
+    most = _most(url, copy, size)
+    if (made := _unpacked.get()) is not None and url.lower().startswith(ARCHIVES):
+        made.append(copy)
     try:
         with replacing(copy, durable=False) as draft:  # several processes may do this at once
             os.fchmod(draft.fileno(), 0o600)  # before there is anything to read
-            get(draft.name)
+            get(draft.name, _counting(most))
             came = os.stat(draft.name).st_size
             if size is not None and came != size:
                 raise OSError(errno.EIO, f"{came} of {size} bytes came")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.advice import MANY_LABELS, entry_of, suggest_crop, suggest_recipe, warn
+from vitrail.data.files import unpacking
 from vitrail.data.picture import has_labels, picture, round_length, spread
 from vitrail.data.protection import checksums_of
 from vitrail.data.source import Source
@@ -90,7 +91,8 @@ def open_source(path: str, *, kind: str | None, settings: dict[str, Any] | None)
     given = dict(settings or {})
     cls: Any = kinds.find("source", kind or guess_kind(path), key="--kind")
     config = entry_of(cls, {"path": path, **given})
-    source: Source = config.open()
+    with unpacking():
+        source: Source = config.open()
     found = source.describe().get("labels")
     if "labels" not in given and not has_labels(source) and isinstance(found, list) and found:
         try:

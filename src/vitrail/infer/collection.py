@@ -21,7 +21,6 @@ from vitrail.data.image_source import ImageSource
 from vitrail.data.loader import Loader
 from vitrail.data.sampler import Sample
 from vitrail.data.sources import guess_kind
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.data.stage import as_opened
 from vitrail.data.stored import TOLERANCE, unit_ratio
 from vitrail.draws import key
@@ -89,8 +88,6 @@ class Generated:
         path = sample_path(self.folder, self.files[number][0])
         check_sample(self.folder, self.files[number][0], self.manifest)
         try:
-            if self.kind.format == "ome-zarr":  # by the source, to which a chunk that is not there is a loss
-                return OmeZarrConfig(path=str(path)).open().read(0, (slice(None),) * len(self.kind.axes))
             return read_sample(path, self.kind)
         except Exception as error:  # whatever a library says of a file that is cut off or of another kind
             why = " ".join(str(error).split()) or type(error).__name__

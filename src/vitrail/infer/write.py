@@ -3,19 +3,29 @@
 - whole numbers are rounded and kept in the range of their type; floats stay floats, in 32 bits
 - a file is there whole or not at all, so what is there need not be made again
 - the same values give the same bytes: no file holds a time or a random name
+- what is read back may be somebody else's: it names no other file, runs no program, and becomes no more than it has
 """
 
 import io
+import math
+import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from vitrail.data.formats import decoding
+from vitrail.data.images import decode
 from vitrail.data.ngff_write import write_ome_zarr
+from vitrail.data.npy import read_header
+from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.stored import by
+from vitrail.data.tiff_file import check_chain, check_frame
 from vitrail.disk import write_whole
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
+from vitrail.foreign import open_plain
 from vitrail.infer.kind import Kind
 
 OME_UNITS = {  # of lengths, as OME-XML writes them; sizes in any other are left out, since readers would guess
@@ -61,24 +71,16 @@ def write_sample(path: Path, sample: np.ndarray, kind: Kind) -> Path:
 
 
 def read_sample(path: Path, kind: Kind) -> np.ndarray:
-    """What `write_sample` has written, [C, *axes]."""
-    if kind.format == "ome-zarr":
-        import zarr
-
-        return np.asarray(zarr.open_group(str(path), mode="r")["s0"])[None]
-    if kind.format == "npy":
-        found = np.load(path, allow_pickle=False)
-    elif kind.format == "tiff":
-        found = _read_tiff(path, kind)
-    else:
-        from PIL import Image
-
-        with Image.open(path) as image:
-            found = np.asarray(image)
+    """What `write_sample` has written, [C, *axes]; of somebody else's folder, too, so that nothing is believed."""
     channels = len(kind.variables)
-    if kind.format == "png" and channels == 3:
-        found = np.moveaxis(found, -1, 0)
-    return found.reshape(channels, *found.shape[-len(kind.axes) :])
+    with decoding(str(path)):
+        if kind.format == "ome-zarr":  # by the source, to which a chunk that is not there is a loss
+            return OmeZarrConfig(path=str(path)).open().read(0, (slice(None),) * len(kind.axes))
+        with open_plain(path) as file:
+            if kind.format == "png":
+                return decode(file, str(path), kind.dtype, [0, 1, 2] if channels == 3 else None)
+            found = _read_npy(file, path, kind) if kind.format == "npy" else _read_tiff(file, path, kind)
+        return found.reshape(channels, *found.shape[-len(kind.axes) :])
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,36 @@ def _npy(sample: np.ndarray, kind: Kind, name: str) -> bytes:
     return stream.getvalue()
 
 
-def _read_tiff(path: Path, kind: Kind) -> np.ndarray:
-    """[C, *axes], with axes of length 1, which are left out where nobody asks for them."""
+def _read_npy(file: BinaryIO, path: Path, kind: Kind) -> np.ndarray:
+    header, size = read_header(file, str(path)), os.fstat(file.fileno()).st_size
+    if header.dtype != kind.dtype or header.end != size:
+        raise BadData(
+            f"{path} says that it is {by(header.shape)} of {header.dtype}, {header.end:,} bytes, and it has {size:,}, "
+            f"of {kind.dtype}; make it again with `vitrail sample`"
+        )
+    file.seek(0)
+    return np.load(file, allow_pickle=False)
+
+
+def _read_tiff(file: BinaryIO, path: Path, kind: Kind) -> np.ndarray:
+    """[C, *axes] out of the pages, one after the other: the description may name other files, and is not asked."""
     import tifffile
 
-    with tifffile.TiffFile(path) as file:
-        series = file.series[0]
-        names, found = series.get_axes(squeeze=False), series.asarray(squeeze=False)
-    channel = "S" if _is_colour(len(kind.variables), kind) else "C"
-    wanted = [names.index(letter) for letter in (channel, *_letters(kind))]
-    others = [axis for axis in range(found.ndim) if axis not in wanted]
-    return np.squeeze(found.transpose(*others, *wanted), tuple(range(len(others))))
+    check_chain(str(path), path)
+    left, pages = os.fstat(file.fileno()).st_size, []
+    with tifffile.TiffFile(file) as tif:
+        page: Any
+        for page in tif.pages:
+            check_frame(str(path), page)
+            shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
+            left -= math.prod(shape) * page.dtype.itemsize
+            if left < 0 or not page.is_contiguous:
+                raise BadData(f"{path} does not hold its pixels as they are; make it again with `vitrail sample`")
+            pages.append(page.asarray().reshape(shape))
+    found = np.stack(pages)  # [N, y, x, S]
+    if _is_colour(len(kind.variables), kind):
+        return np.moveaxis(found, -1, 1)[0]
+    return found.reshape(len(kind.variables), *(-1,) * (len(kind.axes) - 2), *found.shape[1:3])
 
 
 def _letters(kind: Kind) -> str:

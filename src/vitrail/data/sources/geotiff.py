@@ -2,14 +2,18 @@
 
 - only drivers whose files hold their own pixels: others (VRT, WMS, ...) read what a file names, on disks and in
   networks; with `--trust` GDAL may use all that it has
-- a block that was never written would read as zeros: unless nodata stands for it, `missing` decides
+- a block that was never written would read as zeros: unless nodata stands for it, `missing` decides; so would what is
+  cut off a scene of ENVI, which is refused
 - windows are read by blocks; each thread has a file handle of its own, as GDAL wants it; overviews are levels
 - scale and offset of bands are applied, as float32
 - voxel size from the transform, its unit from the CRS; y counts southwards, so that labels are placed by their corner
 """
 
+import contextlib
+import gzip
 import itertools
 import math
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +30,7 @@ from vitrail.foreign import check_plain, check_room, is_trusting, named_file, op
 from vitrail.recipe import config
 
 Files = Handles[Any]
+BEST_PACKED = 1032  # bytes that can come of one
 SUFFIXES = (".tif", ".tiff", ".gtiff", ".jp2", ".vrt", ".img")
 # First bytes of files, and the driver that opens them; without --trust no other is asked.
 DRIVERS = {
@@ -136,7 +141,7 @@ def _is_hfa(file: Path) -> bool:
 
 def _check_named(path: str, place: Path, raster: Any) -> None:
     """Refuse overviews in other places: GDAL opens them by any driver, whatever opened the file itself."""
-    if not is_trusting() and (elsewhere := raster.tags(ns="OVERVIEWS").get("OVERVIEW_FILE")):
+    if not is_trusting() and (elsewhere := _overview_file(raster)) is not None:
         raise BadData(
             f"{path} keeps its overviews in {elsewhere!r}; build them anew, or give --trust if you know who made it"
         )
@@ -144,6 +149,35 @@ def _check_named(path: str, place: Path, raster: Any) -> None:
         if not (Path(file).is_absolute() and named_file(place, file).exists()) and not is_trusting():
             # A name that GDAL alone understands, such as that of a page of another file.
             raise BadData(f"{path} reads {file!r}, which is no file; save it anew, or give --trust")
+
+
+def _overview_file(raster: Any) -> str | None:
+    """Where a file says that its overviews lie: GDAL knows the word in any mixture of cases, and what it stands for."""
+    told: str | None = raster.get_tag_item("OVERVIEW_FILE", "OVERVIEWS")
+    for name, value in raster.tags(ns="OVERVIEWS").items():
+        if name.upper() == "OVERVIEW_FILE" or value.startswith("/vsi") or "://" in value:
+            told = told or value
+    return told or None
+
+
+def _check_whole(path: str, place: Path, raster: Any) -> None:
+    """Refuse a scene of ENVI that is cut short: GDAL gives zeros for what is not there."""
+    if raster.driver != "ENVI":
+        return
+    told = raster.tags(ns="ENVI")
+    offset, packed = (re.match(r"\d+", told.get(key, "")) for key in ("header_offset", "file_compression"))
+    pixels = raster.height * raster.width * sum(np.dtype(kind).itemsize for kind in raster.dtypes)
+    wanted = int(offset[0] if offset else 0) + pixels
+    found = size = place.stat().st_size
+    if packed and int(packed[0]) and wanted <= BEST_PACKED * size:  # by gzip, which does not tell how much it holds
+        found = 0
+        with open_plain(place) as file, gzip.GzipFile(fileobj=file) as unpacked, contextlib.suppress(EOFError):
+            while found < wanted and (piece := unpacked.read(min(1 << 20, wanted - found))):
+                found += len(piece)
+    if found < wanted:
+        raise BadData(
+            f"{path} is cut short: its header tells of {wanted:,} bytes, and there are {found:,}; restore the file"
+        )
 
 
 def _check_block(name: str, raster: Any) -> None:
@@ -162,6 +196,7 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
         _check_beside(here, files)
         raster = files(place, None)
         _check_named(path, here, raster)
+        _check_whole(path, here, raster)
         alpha = [i for i, colour in enumerate(raster.colorinterp, 1) if colour.name == "alpha"]
         bands = [i for i in raster.indexes if i not in alpha]
         if not bands:
