@@ -543,7 +543,7 @@ def test_a_full_disk_ends_with_a_sentence(volume: Path, tmp_path: Path) -> None:
     make_disk = f"mount -t tmpfs -o size=4m tmpfs {disk}"
     if shutil.which("unshare") is None or subprocess.run([*mount, make_disk], capture_output=True).returncode:
         pytest.skip("this system does not let users mount a small disk")
-    tree = small(volume, disk / "run", run__steps=40, checkpoint={"every": 10, "keep": 1}, log__pictures=10)
+    tree = small(volume, disk / "run", run__steps=40, checkpoint={"every": 10, "keep": 1}, log__pictures=1)
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
     train_it = f"{sys.executable} -m vitrail train {recipe}"
     script = f"{make_disk} && head -c 3000000 /dev/zero > {disk}/other && {train_it}; echo code $?; "
