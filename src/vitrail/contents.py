@@ -99,11 +99,16 @@ def check_layout(top: Path, layout: Layout) -> None:
                 break
 
 
+def is_begun(run: Path) -> bool:
+    """Whether a run has written in a folder."""
+    return "vitrail" in _read_environment(run) or _read_lock(run).startswith(OWNER)
+
+
 def check_begun(run: Path) -> None:
     """Refuse a folder that is not that of a run and holds files of such names: a run would replace them."""
-    lock = _read_lock(run)
-    if "vitrail" in _read_environment(run) or lock.startswith(OWNER):
+    if is_begun(run):
         return
+    lock = _read_lock(run)
     for name in FILES:
         if os.path.lexists(run / name) and (name != ".lock" or lock):  # an empty one is nobody's loss
             raise UserError(

@@ -396,6 +396,9 @@ def test_unwritable_page_is_one_sentence(tmp_path):
 def test_a_page_of_an_early_version_is_kept_beside_the_new_one(tmp_path):
     run = make_run(tmp_path / "r", [])
     (run / "report.html").write_text("<!doctype html>without a mark")
+    with pytest.raises(UserError, match="not as vitrail would have written it"):  # no run has written in that folder
+        write_report(run)
+    (run / "environment.json").write_text('{"vitrail": "0.1.0"}')
     page = write_report(run)
     assert "without a mark" not in page.read_text()
     (old,) = run.glob("report.html.old-*")

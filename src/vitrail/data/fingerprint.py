@@ -2,7 +2,7 @@
 
 - links are followed, in no circle; where the files lie, and on which disk, does not count: a copy that keeps times is
   the same data
-- what lies beside data and is none does not count: hidden files but those of Zarr, thumbnails, a README
+- what lies beside data and is none does not count: hidden files but those of Zarr and vitrail, thumbnails, a README
 - of very many files the folders beyond so many count by their entries and the time when one came or went; beyond ten
   times as many a folder counts by that time alone, and is not looked into
 - of a URL its size counts, and what the server says that changes with it; where it says nothing, nothing can be told
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.files import is_url, local_path, remote_state
+from vitrail.disk import MARK
 
 MOST_FILES = 200_000  # whose age is part of a fingerprint, each by itself
 IDLE = ("Thumbs.db", "desktop.ini", "__MACOSX", "lost+found")
@@ -152,9 +153,9 @@ def _ages(place: Path, without: Set[tuple[int, int] | str]) -> Iterator[tuple[st
 
 
 def _is_idle(name: str) -> bool:
-    """Whether a file or folder is one that people and systems leave beside data; hidden ones of Zarr are data."""
+    """Whether a file or folder is one that people and systems leave beside data; some hidden ones are data."""
     if name.startswith("."):
-        return not name.startswith(".z")
+        return not name.startswith((".z", MARK))
     return name in IDLE or name.upper().startswith(("README", "LICENSE"))
 
 

@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.disk import sweep, write_own
+from vitrail.contents import is_begun
+from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots, sections
 from vitrail.report.defaults import list_changes
@@ -29,7 +30,9 @@ def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
     path = run / "report.html"
     sweep(run)
     try:
-        return write_own(path, html.encode("utf-8", errors="replace"))
+        # A page of somebody else's folder is replaced only if it is vitrail's.
+        write = write_own if is_begun(run) else write_output
+        return write(path, html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; make the run folder writable.") from error
 
