@@ -30,11 +30,10 @@ from vitrail.data.bad import ShortRead
 from vitrail.data.cache import cache_folder, is_as_recorded, read_own, record_of
 from vitrail.disk import remove, replacing
 from vitrail.errors import BadData, UserError
-from vitrail.foreign import METADATA, check_plain, is_trusting, open_plain, parse_json
+from vitrail.foreign import BEST_PACKED, METADATA, check_plain, is_trusting, open_plain, parse_json
 from vitrail.recipe.kinds import nearest, remedy
 from vitrail.sums import sealed, sum_of_file, unsealed
 
-BEST_PACKED = 1032  # bytes that can come of one in an archive
 ARCHIVES = ("zip://", "tar://", "libarchive://")
 LASTING = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 

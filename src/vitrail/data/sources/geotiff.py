@@ -26,11 +26,10 @@ from vitrail.data.formats import Handles, decoding, library, list_items, pair_la
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.stored import Filling
 from vitrail.errors import BadData, MissingData
-from vitrail.foreign import check_plain, check_room, is_trusting, named_file, open_plain
+from vitrail.foreign import BEST_PACKED, check_plain, check_room, is_trusting, named_file, open_plain
 from vitrail.recipe import config
 
 Files = Handles[Any]
-BEST_PACKED = 1032  # bytes that can come of one
 SUFFIXES = (".tif", ".tiff", ".gtiff", ".jp2", ".vrt", ".img")
 # First bytes of files, and the driver that opens them; without --trust no other is asked.
 DRIVERS = {

@@ -19,7 +19,7 @@ from vitrail.data.formats import Mapped, decoding, file_mark, library, list_item
 from vitrail.data.grid import TOLERANCE, Entry, GridConfig, GridSource, Stored, Window, plain_unit
 from vitrail.data.nnunet import Case, is_layout, read_layout
 from vitrail.errors import BadData, UserError
-from vitrail.foreign import check_plain, check_room, open_plain
+from vitrail.foreign import BEST_PACKED, check_plain, check_room, open_plain
 from vitrail.recipe import config
 
 SUFFIXES = (".nii.gz", ".nii")
@@ -27,7 +27,6 @@ HEADER = 544  # bytes, at most
 MOST_START = 2**28  # bytes before the first voxel, extensions and all
 MOST_BEHIND = 2**24  # and after the last one
 MOST_EXTENSIONS = 1000  # of a header; each is an object of the library
-BEST_PACKED = 1032  # bytes that can come of one
 
 
 @config

@@ -16,11 +16,10 @@ from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, spl
 from vitrail.data.npy import read_header
 from vitrail.data.stored import NOT_SPACE
 from vitrail.errors import BadData, UserError
-from vitrail.foreign import check_room, open_plain
+from vitrail.foreign import BEST_PACKED, check_room, open_plain
 from vitrail.recipe import config
 
 SUFFIXES = (".npy", ".npz")
-BEST_PACKED = 1032  # bytes that can come of one
 
 
 @config
