@@ -86,8 +86,8 @@ WRONG = {
     "a list for a mapping": ({"optimizer": [1]}, r"^optimizer: expected a mapping such as \{kind: adamw\}"),
     "unknown model": ({"model.kind": "mea"}, r"^model\.kind: 'mea' is not a known model; did you mean 'mae'\?"),
     "unknown optimizer": (
-        {"optimizer": {"kind": "lion"}},
-        r"^optimizer\.kind: 'lion' is not a known optimizer.*adamw, sgd",
+        {"optimizer": {"kind": "tiger"}},
+        r"^optimizer\.kind: 'tiger' is not a known optimizer.*adamw, lion, muon, sgd",
     ),
     "unknown objective": ({"objective": {"kind": "reconstrct"}}, r"^objective\.kind: .*did you mean 'reconstruct'\?"),
     "unknown source": (

@@ -228,11 +228,16 @@ def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path):
         os.utime(draft, (0, 0))
     young = out / "samples" / "a" / ".00003.png.0123456789abcdef.part"  # of another call, which is writing it
     young.touch()
+    for counter in range(4):
+        (out / plan(4).file(counter)).touch()
     close_folder(out, {"files": []})
     assert open_folder(out, settings, plan(4)) == 4
     sweep(out)
     assert list(out.rglob(".*.part")) == [young]
     assert (out / MANIFEST).exists()
+    (out / plan(4).file(1)).unlink()
+    assert open_folder(out, settings, plan(4)) == 4
+    assert not (out / MANIFEST).exists()  # it told of a file that is made anew
     with pytest.raises(UserError, match=r"seed: 1 became 2.*choose another folder with --out"):
         open_folder(out, settings | {"seed": 2}, plan(4))
     assert open_folder(out, settings, plan(6)) == 6  # more of the same
