@@ -1,10 +1,13 @@
 """How the command line reads words, and hands them on."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from vitrail import cli
 from vitrail.errors import UserError
 from vitrail.infer import sample
+from vitrail.verbs import words
 from vitrail.verbs.words import note, print_rows, print_tree, read_pair, read_sizes, refuse_options
 
 
@@ -62,3 +65,30 @@ def test_every_wish_for_samples_is_handed_on(monkeypatch, capsys):
     expected = {option.strip("-"): value for option, value in (numbers | texts).items()}
     expected |= {"run": "run", "interval": (0.2, 0.8), "latents": True, "trust": False, "quiet": False}
     assert expected.items() <= told.items()
+
+
+@pytest.mark.parametrize("seconds", [0, 10, 1000])
+def test_a_rank_waits_until_the_first_has_spoken(seconds, tmp_path, monkeypatch, capfd) -> None:
+    """torchrun ends all ranks when one ends: the sentence of the first was lost where another was much quicker."""
+    mine, first = tmp_path / "1" / "error.json", tmp_path / "0" / "error.json"
+    for path in (mine, first):
+        path.parent.mkdir()
+    clock = [0.0]
+
+    def sleep(time: float) -> None:
+        assert not mine.exists()
+        clock[0] += time
+        if clock[0] >= seconds:
+            first.write_text("{}")
+
+    monkeypatch.setattr(words, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(words, "is_chief", lambda: False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(mine))
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    words.tell("data.batch: 3 samples")
+    assert min(seconds, words.FIRST_SPEAKS) <= clock[0] <= words.FIRST_SPEAKS + 1
+    assert mine.exists()
+    assert capfd.readouterr().err == ""  # one of each host is enough

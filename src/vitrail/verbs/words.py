@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import typer
 
 from vitrail.credentials import strip
 from vitrail.errors import UserError, printable
+
+FIRST_SPEAKS = 30  # seconds in which the first rank should meet the trouble of another: starts differ under load
 
 
 def _trust(context: typer.Context, given: bool) -> bool:
@@ -84,13 +87,26 @@ def tell(message: str) -> None:
 
     if was_said(message):
         return
-    tell_launcher(message)
+    shown = message
     if not is_chief() and not message.startswith("rank "):
-        # Where the first rank has the same trouble it says so; launchers would end it if this one were quicker.
-        time.sleep(3)
-        message = _signed(message)
-    for line in message.splitlines():
+        _let_the_first_speak()
+        shown = _signed(message)
+    for line in shown.splitlines():
         note(f"error: {line}")
+    tell_launcher(message)  # last: other ranks take it as a sign that all was said
+
+
+def _let_the_first_speak() -> None:
+    """Where the first rank has the same trouble it says so; a launcher would end it if this one were quicker.
+
+    torchrun's ranks see in its folder of this attempt when their first has spoken; elsewhere a moment must do.
+    """
+    mine = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    first = mine.parent.parent / "0" / mine.name
+    told = first != mine and mine.parent.name.isdigit()
+    end = time.monotonic() + (FIRST_SPEAKS if told else 3)
+    while time.monotonic() < end and not (told and first.exists()):
+        time.sleep(0.1)
 
 
 def _signed(message: str) -> str:
