@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from vitrail.launch.machine import environment
-from vitrail.layers import kernels
 from vitrail.layers.attention import attend, attend_reference, key_mask
 from vitrail.layers.backends import Call, available_backends, choose, machine, refusal, use_backend
+from vitrail.layers.kernels import attention as kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = {"H100": 989.4, "H200": 989.4, "GH200": 990.0, "A100": 312.0, "B200": 2250.0}  # dense bf16 TFLOP/s

@@ -30,7 +30,7 @@ import torch
 import vitrail
 from vitrail.infer.quality import quality
 from vitrail.launch.machine import environment
-from vitrail.recipe.find import find_recipe
+from vitrail.recipe.load import find_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK = "cifar10.npz"

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from simulated_context import simulate_context
 from torch import Tensor
 
 from vitrail.launch.machine import environment
 from vitrail.layers.attention import attend, attend_reference
 from vitrail.layers.backends import available_backends, use_backend
-from vitrail.parallel.context import simulate_context
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (2, 4, 8)

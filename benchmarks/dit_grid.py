@@ -22,12 +22,11 @@ import torch
 from planner import STOPPED, clean, compare, predict
 from planner import summary as summary_of
 
-from vitrail.bench.measure import measure
-from vitrail.bench.numbers import environment_of
+from vitrail.bench.measure import environment_of, measure
 from vitrail.bench.runner import Options, Stopped, Sweep, plan_sweep
 from vitrail.bench.sweep import Cell
-from vitrail.bench.trial import is_out_of_memory
 from vitrail.cost.cluster import Cluster, load_cluster
+from vitrail.errors import is_out_of_memory
 from vitrail.training.failures import summary
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -113,7 +113,7 @@ class Train(Deed):
         call("train", home / "recipe.yaml", "--quiet")
 
     def check_killed(self, home: Path, whole: Path) -> None:
-        from vitrail.training.checkpoint import list_checkpoints, read_manifest, verify
+        from vitrail.weights.runs import list_checkpoints, read_manifest, verify
 
         for folder in list_checkpoints(home / "out/checkpoints"):
             verify(folder, read_manifest(folder))
@@ -198,7 +198,7 @@ class Bench(Deed):
         call("report", home / "out")
 
     def check_done(self, home: Path, whole: Path) -> None:
-        from vitrail.bench.results import read_lines
+        from vitrail.bench.sweep import read_lines
 
         results, _ = read_lines(home / "out")
         newest = {result["name"]: result for result in results}
@@ -208,8 +208,8 @@ class Bench(Deed):
 
 class Stage(Deed):
     def act(self, stock: Path, home: Path) -> None:
-        from vitrail.data.sources.ome_zarr import OmeZarrConfig
-        from vitrail.data.stage import stage
+        from vitrail.data.files.stage import stage
+        from vitrail.data.sources.zarr import OmeZarrConfig
 
         stage([OmeZarrConfig(path=str(stock / VOLUME))], home / "out", 2**30)
 
@@ -222,7 +222,7 @@ class Stage(Deed):
 
     def copies(self, home: Path) -> dict[str, bytes]:
         """Without the records of them, whose lines come in the order of the call and hold times."""
-        from vitrail.data.stage import LOCK
+        from vitrail.data.files.stage import LOCK
 
         return {name: content for name, content in contents(home / "out").items() if name != LOCK}
 

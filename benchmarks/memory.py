@@ -35,12 +35,12 @@ from vitrail.layers.flops import peak_tflops
 from vitrail.layers.init import init_rules, initialise, local_shard
 from vitrail.layers.patches import grid_coordinates
 from vitrail.models import DecoderConfig, DiTConfig, EncoderConfig, MAEConfig, ViTConfig
-from vitrail.models.inputs import encoder_of
+from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import Loss
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.parallel import float8
+from vitrail.parallel.flow import parallelize
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
-from vitrail.parallel.parallelize import parallelize
 from vitrail.recipe.sections import Chunk, Parallel, Recompute
 
 ROOT = Path(__file__).resolve().parent.parent

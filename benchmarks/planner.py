@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from vitrail.bench.trial import is_out_of_memory
 from vitrail.cost.cluster import Cluster, load_cluster
 from vitrail.disk import write_whole
-from vitrail.errors import UserError
+from vitrail.errors import UserError, is_out_of_memory
 from vitrail.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,6 +9,10 @@ touches 27 chunks. The bare decoders deliver nothing: chunks are decoded by as m
 lie in memory, or with their files read. Two more rows tell what a reader can reach that delivers each decoded voxel
 once: chunks copied in one piece to memory as large as some batches, and the crops of "vitrail, reuse 1" made by a loop
 that is written for them alone.
+
+The same is done with two more kinds of data: images with labels of their voxels (a second volume of bytes, in pieces of
+one class each), and volumes of float32, which take up to 5 GiB of disk. There tensorstore reads both volumes of a
+labelled crop; rates are of bytes delivered.
 """
 
 import argparse
@@ -19,8 +23,9 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +35,46 @@ import tensorstore
 import torch
 import zarr
 
-from vitrail.data.chunks import copy_part
-from vitrail.data.loader import Loader
-from vitrail.data.reader import Reader
-from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.batch import Batch, Labelling
+from vitrail.data.chunks.decoded import copy_part, shared
+from vitrail.data.order.sampler import Extent, Sampler
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.reader import Reader
 from vitrail.data.sources.zarr import ZarrConfig
 from vitrail.launch.machine import environment, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 CROP, CHUNK, BATCH = 128, 64, 8
-CACHE = 240 * 2**20  # bytes of batches that are read together
+CACHE = 240 * 2**20  # bytes of batches of byte images that are read together; others have as many times more
 # Voxels along a block of starts (that of recipes by default, and one chunk), and crops of a block before the next one.
 BLOCKS = {"vitrail, reuse 1": (128, 7), "vitrail, reuse 4": (64, 14)}
 GOALS = {  # method: [(times, of what)]
     "vitrail, reuse 1": [(2.5, "tensorstore"), (0.8, "zstd alone")],
     "vitrail, reuse 4": [(7.0, "tensorstore")],
 }
+OTHER_GOALS = {
+    "vitrail, reuse 1": [(2.0, "tensorstore")],
+    "vitrail, reuse 4": [(5.0, "tensorstore")],
+}
+CLASSES = 8
 
 
-def write_volume(path: Path, side: int, threads: int) -> float:
-    """Chunks of noise with the spread of noisy electron microscopy; returns how much smaller they became."""
+def write_volume(path: Path, side: int, threads: int, kind: str = "noise") -> float:
+    """Write chunks of a kind; return how much smaller they became.
+
+    Noise has the spread of noisy electron microscopy, as bytes or as floats; labels are boxes of one class each.
+    """
+    dtype = np.dtype("float32" if kind == "floats" else "uint8")
     zarr.create_array(
-        str(path), shape=(side,) * 3, chunks=(CHUNK,) * 3, dtype="uint8", compressors=zarr.codecs.ZstdCodec(level=3)
+        str(path), shape=(side,) * 3, chunks=(CHUNK,) * 3, dtype=dtype, compressors=zarr.codecs.ZstdCodec(level=3)
     )
     rng = np.random.default_rng(0)
-    noise = np.clip(rng.normal(128, 38, 2**24), 0, 255).astype(np.uint8)
+    noise = rng.normal(128, 38, 2**24).astype(np.float32)
+    if kind == "noise":
+        noise = np.clip(noise, 0, 255).astype(np.uint8)
+    elif kind == "labels":
+        small = rng.integers(0, CLASSES, (2**12, 4, 4, 4), np.uint8)
+        noise = small.repeat(4, axis=1).repeat(4, axis=2).repeat(4, axis=3).reshape(-1)
     size, codec = CHUNK**3, numcodecs.Zstd(3)
     names = [path / "c" / str(z) / str(y) for z in range(side // CHUNK) for y in range(side // CHUNK)]
     starts = rng.integers(0, len(noise) - size, (len(names), side // CHUNK))
@@ -65,7 +85,77 @@ def write_volume(path: Path, side: int, threads: int) -> float:
         return sum((names[row] / str(x)).write_bytes(chunk) for x, chunk in enumerate(chunks))
 
     with ThreadPoolExecutor(threads) as pool:
-        return side**3 / sum(pool.map(write, range(len(names))))
+        return side**3 * dtype.itemsize / sum(pool.map(write, range(len(names))))
+
+
+def open_tensorstore(path: Path) -> Any:
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+    return tensorstore.open(spec, open=True, read=True).result()
+
+
+def make_loader(source: Any, side: int, block: int, turns: int, threads: int, labels: bool = False) -> Loader:
+    """Batches of crops as training gets them."""
+    labelling = Labelling("voxel", tuple(f"class {n}" for n in range(CLASSES))) if labels else None
+    voxel = source.dtype.itemsize + labels
+    reader = Reader([source], (CROP,) * 3, whole_blocks=True, cache_bytes=CACHE * voxel, labelling=labelling)
+    extent = Extent(0, 0, (side,) * 3, (CHUNK,) * 3, (0,) * 3, 1.0)
+    sampler = Sampler([extent], (CROP,) * 3, seed=0, lanes=BATCH, reuse=turns, block=(block,) * 3)
+    return Loader(
+        sampler,
+        reader,
+        lambda step: range(step * BATCH, (step + 1) * BATCH),
+        device=torch.device("cpu"),
+        workers=threads,
+        prefetch=3,
+    )
+
+
+def some_windows(rng: np.random.Generator, side: int, number: int) -> list[tuple[slice, ...]]:
+    starts = rng.integers(0, side - CROP + 1, (number, 3)).tolist()
+    return [tuple(slice(a, a + CROP) for a in start) for start in starts]
+
+
+class Others:
+    """Crops of another kind of data, by tensorstore and by vitrail: floats, or images with their labels."""
+
+    def __init__(self, paths: list[Path], side: int, threads: int):
+        self.side, self.rng = side, np.random.default_rng(1)
+        self.stores = [open_tensorstore(path) for path in paths]
+        self.pool = ThreadPoolExecutor(threads)
+        labels = str(paths[1]) if len(paths) > 1 else None
+        self.source = ZarrConfig(path=str(paths[0]), labels=labels).open()
+        self.decoder: Any = self.source.entries[0].images[0].chunk_reader
+        shared.limit = CACHE  # of what is not read together
+        self.loaders = {
+            name: make_loader(self.source, side, *block, threads, labels is not None) for name, block in BLOCKS.items()
+        }
+        self.steps = dict.fromkeys(BLOCKS, 0)  # so far
+        self.work: dict[str, Callable[[], int]] = {
+            "tensorstore": self.take_tensorstore,
+            f"tensorstore, {threads} at a time": self.take_tensorstore_at_once,
+            **{name: partial(self.take_vitrail, name) for name in BLOCKS},
+        }
+
+    def _crop(self, window: tuple[slice, ...]) -> int:
+        asked = [store[window].read() for store in self.stores]
+        return sum(one.result().nbytes for one in asked)
+
+    def take_tensorstore(self, number: int = 20) -> int:
+        return sum(map(self._crop, some_windows(self.rng, self.side, number)))
+
+    def take_tensorstore_at_once(self, number: int = 20) -> int:
+        return sum(self.pool.map(self._crop, some_windows(self.rng, self.side, number)))
+
+    def take_vitrail(self, name: str, number: int = 112) -> int:
+        batches = take_batches(self.loaders[name], self.steps, name, number)
+        return sum(b.values.nbytes + (0 if b.labels is None else b.labels.nbytes) for b in batches)
+
+
+def take_batches(loader: Loader, steps: dict[str, int], name: str, number: int) -> Iterator[Batch]:
+    """Batches from the first request to the last one: blocks that are used up."""
+    first, turns = steps[name], loader.sampler.reuse
+    steps[name] += turns * math.ceil(number / BATCH / turns)
+    return loader.batches(first, steps[name])
 
 
 class Methods:
@@ -75,35 +165,20 @@ class Methods:
         self.side, self.threads = side, threads
         self.rng = np.random.default_rng(1)
         self.zarr = zarr.open_array(str(path), mode="r")
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
-        self.tensorstore = tensorstore.open(spec, open=True, read=True).result()
+        self.tensorstore = open_tensorstore(path)
         self.pool = ThreadPoolExecutor(threads)
         count = side // CHUNK
         self.files = [str(path / "c" / str(z) / str(y) / str(x)) for z, y, x in np.ndindex(count, count, count)]
         self.chunks = [Path(file).read_bytes() for file in self.files[:: max(1, len(self.files) // 1024)]]
         self.source = ZarrConfig(path=str(path)).open()
         self.decoder: Any = self.source.entries[0].images[0].chunk_reader
-        self.loaders = {name: self.loader(*block) for name, block in BLOCKS.items()}
+        self.loaders = {name: make_loader(self.source, side, *block, threads) for name, block in BLOCKS.items()}
         self.steps = dict.fromkeys(BLOCKS, 0)  # so far
         self.by_hand = 0  # visits so far
         self.memory = np.zeros((BATCH * BLOCKS["vitrail, reuse 1"][1], CROP, CROP, CROP), np.uint8)
 
-    def loader(self, block: int, turns: int) -> Loader:
-        reader = Reader([self.source], (CROP,) * 3, whole_blocks=True, cache_bytes=CACHE)
-        extent = Extent(0, 0, (self.side,) * 3, (CHUNK,) * 3, (0,) * 3, 1.0)
-        sampler = Sampler([extent], (CROP,) * 3, seed=0, lanes=BATCH, reuse=turns, block=(block,) * 3)
-        return Loader(
-            sampler,
-            reader,
-            lambda step: range(step * BATCH, (step + 1) * BATCH),
-            device=torch.device("cpu"),
-            workers=self.threads,
-            prefetch=3,
-        )
-
     def windows(self, number: int) -> list[tuple[slice, ...]]:
-        starts = self.rng.integers(0, self.side - CROP + 1, (number, 3)).tolist()
-        return [tuple(slice(a, a + CROP) for a in start) for start in starts]
+        return some_windows(self.rng, self.side, number)
 
     def take_zarr(self, number: int = 10) -> int:
         return sum(self.zarr[window].nbytes for window in self.windows(number))
@@ -166,11 +241,7 @@ class Methods:
         return len(blocks) * turns * CROP**3
 
     def take_vitrail(self, name: str, number: int = 448) -> int:
-        """Batches as training gets them, from the first request to the last batch: blocks that are used up."""
-        loader, first = self.loaders[name], self.steps[name]
-        turns = loader.sampler.reuse
-        self.steps[name] += turns * math.ceil(number / BATCH / turns)
-        return sum(batch.values.numel() for batch in loader.batches(first, self.steps[name]))
+        return sum(batch.values.numel() for batch in take_batches(self.loaders[name], self.steps, name, number))
 
 
 def cut_block(
@@ -229,8 +300,8 @@ def uniformity(starts: np.ndarray, places: int) -> dict[str, float]:
     return found
 
 
-def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
-    work: dict[str, Callable[[], int]] = {
+def work_of(methods: Methods) -> dict[str, Callable[[], int]]:
+    return {
         "zarr-python": methods.take_zarr,
         "tensorstore": methods.take_tensorstore,
         f"tensorstore, {methods.threads} at a time": methods.take_tensorstore_at_once,
@@ -238,12 +309,17 @@ def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
         "zstd and files": methods.decode_files,
         "zstd, files, one copy": methods.copy_files,
         "zstd, files, crops by hand": methods.crops_by_hand,
-        **{name: lambda name=name: methods.take_vitrail(name) for name in BLOCKS},  # type: ignore[misc]
+        **{name: partial(methods.take_vitrail, name) for name in BLOCKS},
     }
+
+
+def measure(
+    work: dict[str, Callable[[], int]], decoder: Any, repeats: int, bytes_of_voxel: int = 1
+) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {name: {"rates": [], "cpu": [], "reuse": []} for name in work}
     for repeat in range(repeats + 1):
         for name, take in work.items():
-            decoded, start, busy = methods.decoder.decoded, time.perf_counter(), time.process_time()
+            decoded, start, busy = decoder.decoded, time.perf_counter(), time.process_time()
             amount = take()
             seconds, busy = time.perf_counter() - start, time.process_time() - busy
             if not repeat:  # warm-up
@@ -251,7 +327,8 @@ def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
             rows[name]["rates"].append(amount / seconds / 1e9)
             rows[name]["cpu"].append(busy / amount * 1e9)
             if name in BLOCKS:
-                rows[name]["reuse"].append(amount / max(1, methods.decoder.decoded - decoded) / CHUNK**3)
+                chunks = max(1, decoder.decoded - decoded)
+                rows[name]["reuse"].append(amount / bytes_of_voxel / chunks / CHUNK**3)
     for row in rows.values():
         row["rate"] = statistics.median(row["rates"])
         row["cpu"] = statistics.median(row["cpu"])
@@ -260,18 +337,48 @@ def measure(methods: Methods, repeats: int) -> dict[str, dict[str, Any]]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
+    peers = [name for name in ("tensorstore", "zstd alone", "zstd and files") if name in rows]
     lines = [
-        "| | GB/s (least-most) | times tensorstore | of zstd alone | of zstd and files | CPU ns/byte | reuse |",
-        "|---|---|---|---|---|---|---|",
+        f"| | GB/s (least-most) | {' | '.join(f'times {name}' for name in peers)} | CPU ns/byte | reuse |",
+        "|---" * (len(peers) + 4) + "|",
     ]
     for name, row in rows.items():
-        shares = [row["rate"] / rows[other]["rate"] for other in ("tensorstore", "zstd alone", "zstd and files")]
+        shares = " | ".join(f"{row['rate'] / rows[peer]['rate']:.2f}" for peer in peers)
         reuse = "" if row["reuse"] is None else f"{row['reuse']:.2f}"
-        lines.append(
-            f"| {name} | {row['rate']:.2f} ({min(row['rates']):.2f}-{max(row['rates']):.2f}) | {shares[0]:.2f} | "
-            f"{shares[1]:.2f} | {shares[2]:.2f} | {row['cpu']:.2f} | {reuse} |"
-        )
+        rates = f"{row['rate']:.2f} ({min(row['rates']):.2f}-{max(row['rates']):.2f})"
+        lines.append(f"| {name} | {rates} | {shares} | {row['cpu']:.2f} | {reuse} |")
     return "\n".join(lines)
+
+
+def judge(rows: dict[str, dict[str, Any]], goals: dict[str, list[tuple[float, str]]]) -> list[dict[str, Any]]:
+    """Compare methods with their goals, and say so."""
+    judged = []
+    for m, each in goals.items():
+        for t, o in each:
+            # Methods take turns, so that each round is a fair comparison, however busy the machine is just then.
+            ratios = [a / b for a, b in zip(rows[m]["rates"], rows[o]["rates"], strict=True)]
+            found = {"found": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+            found["by_cpu"] = rows[o]["cpu"] / rows[m]["cpu"]
+            met = "reached" if found["found"] >= t else "NOT reached"
+            print(
+                f"{m}: {found['found']:.2f} ({found['least']:.2f}-{found['most']:.2f}; by CPU time "
+                f"{found['by_cpu']:.2f}) of {o}, goal {t}: {met}"
+            )
+            judged.append({"method": m, "times": t, "of": o, **found})
+    return judged
+
+
+def measure_others(folder: Path, side: int, threads: int, repeats: int) -> dict[str, Any]:
+    """Rows and goals of labelled images and of floats."""
+    found = {}
+    for name, kinds in {"labelled": ("noise", "labels"), "float32": ("floats",)}.items():
+        paths = [folder / name / f"{kind}.zarr" for kind in kinds]
+        ratios = [write_volume(path, side, threads, kind) for path, kind in zip(paths, kinds, strict=True)]
+        others = Others(paths, side, threads)
+        rows = measure(others.work, others.decoder, repeats, 4 if kinds == ("floats",) else len(kinds))
+        print(f"\n{name}: zstd ratios {', '.join(f'{ratio:.3f}' for ratio in ratios)}\n{table(rows)}")
+        found[name] = {"zstd_ratios": ratios, "rows": rows, "goals": judge(rows, OTHER_GOALS)}
+    return found
 
 
 def main() -> None:
@@ -288,9 +395,10 @@ def main() -> None:
         path = Path(folder) / "noise.zarr"
         ratio = write_volume(path, arguments.side, arguments.threads)
         methods = Methods(path, arguments.side, arguments.threads)
-        rows = measure(methods, arguments.repeats)
+        rows = measure(work_of(methods), methods.decoder, arguments.repeats)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(table(rows))
+        others = measure_others(Path(folder), arguments.side, arguments.threads, arguments.repeats)
+    print(f"\nimages\n{table(rows)}")
     print(f"zstd ratio {ratio:.3f}; peak memory {peak:.2f} GiB")
     offsets = {}
     for name in BLOCKS:
@@ -300,20 +408,7 @@ def main() -> None:
         starts = np.array([sampler(counter).start for counter in drawn])
         offsets[name] = {"crops": len(starts), **uniformity(starts, arguments.side - CROP + 1)}
         print(f"{name}: offsets {offsets[name]}")
-    goals = []
-    for m, each in GOALS.items():
-        for t, o in each:
-            # Methods take turns, so that each round is a fair comparison, however busy the machine is just then.
-            ratios = [a / b for a, b in zip(rows[m]["rates"], rows[o]["rates"], strict=True)]
-            found = {"found": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-            found["by_cpu"] = rows[o]["cpu"] / rows[m]["cpu"]
-            goals.append({"method": m, "times": t, "of": o, **found})
-    for goal in goals:
-        met = "reached" if goal["found"] >= goal["times"] else "NOT reached"
-        print(
-            f"{goal['method']}: {goal['found']:.2f} ({goal['least']:.2f}-{goal['most']:.2f}; by CPU time "
-            f"{goal['by_cpu']:.2f}) of {goal['of']}, goal {goal['times']}: {met}"
-        )
+    goals = judge(rows, GOALS)
     result = {
         "benchmark": "volumes",
         "side": arguments.side,
@@ -325,6 +420,7 @@ def main() -> None:
         "offsets": offsets,
         "goals": goals,
         "rows": rows,
+        "others": others,
         "environment": environment(),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -142,7 +142,7 @@ def _judge(case: dict[str, Any]) -> str:
     except UserError as error:
         return f"error: {error}"
     except OSError as error:
-        # The reader tries again, and then says so in a sentence (data/bad.py).
+        # The reader tries again, and then says so in a sentence (data/reading/pool.py).
         return f"refused: {error}" if "call" not in case else f"BUG: {traceback.format_exc()[-1500:]}"
     except BaseException:
         return f"BUG: {traceback.format_exc()[-1500:]}"

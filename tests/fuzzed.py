@@ -128,7 +128,7 @@ def _images(folder: Path, add: Callable[..., None]) -> None:
     import pyarrow.parquet as pq
     from PIL import Image
 
-    from vitrail.data.latents_write import write_latents
+    from vitrail.data.latents.store import write_latents
 
     colours = np.repeat(VALUES[0, ..., None], 3, 2)
     encoded = {}

@@ -1,6 +1,6 @@
 """Ranks that are not ended by the clock: another is hung only once the file `hang` lies in their run's folder."""
 
-from vitrail.training.guards import Watchdog
+from vitrail.training.failures import Watchdog
 
 
 def _least(watchdog: Watchdog) -> float:

@@ -14,8 +14,8 @@ import torch
 from support import LONG, environment, is_gone, start, torchrun
 
 from vitrail import cli
-from vitrail.training.checkpoint import list_checkpoints, load_tensors, read_manifest, verify
-from vitrail.training.safe_dcp import TensorReader
+from vitrail.weights.runs import list_checkpoints, load_tensors, read_manifest, verify
+from vitrail.weights.safe_dcp import TensorReader
 
 
 def call(*words: str | Path) -> int:

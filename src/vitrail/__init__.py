@@ -15,19 +15,24 @@ __all__ = ["evaluate", "load", "load_recipe", "load_weights", "sample", "train"]
 if TYPE_CHECKING:
     from vitrail.infer.sample import sample_run as sample
     from vitrail.recipe import load_recipe
-    from vitrail.training.run import evaluate, load, train
+    from vitrail.training.run import evaluate, train
     from vitrail.weights import load_weights
+    from vitrail.weights.runs import load
+
+_HOMES = {
+    "evaluate": "training.run:evaluate",
+    "load": "weights.runs:load",
+    "load_recipe": "recipe:load_recipe",
+    "load_weights": "weights:load_weights",
+    "sample": "infer.sample:sample_run",
+    "train": "training.run:train",
+}
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("evaluate", "load", "train"):
-        return getattr(importlib.import_module("vitrail.training.run"), name)
-    if name == "load_recipe":
-        return getattr(importlib.import_module("vitrail.recipe"), name)
-    if name == "load_weights":
-        return getattr(importlib.import_module("vitrail.weights"), name)
-    if name == "sample":
-        return importlib.import_module("vitrail.infer.sample").sample_run
-    raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"vitrail.{module}"), attribute)

@@ -1,4 +1,4 @@
-"""What a folder of a run, or of a benchmark, may hold: plain files and folders.
+"""The contents of a folder of a run or a benchmark, which may be plain files and folders only.
 
 Nothing here imports torch: reports and recipes ask, too. Such a folder may come from somebody else. A link in it would
 have files elsewhere overwritten or removed, reading a pipe would wait for ever, and a file with a second name elsewhere
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitrail.errors import UserError
-from vitrail.versions import check_version
+from vitrail.sums import check_version
 
 FORMAT = 1  # of run folders, which environment.json tells; that of checkpoints is theirs
 FILES = ("recipe.yaml", "metrics.jsonl", "environment.json", "data.json", "report.html", ".lock")
@@ -100,7 +100,7 @@ def check_layout(top: Path, layout: Layout) -> None:
 
 
 def is_begun(run: Path) -> bool:
-    """Whether a run has written in a folder."""
+    """Tell whether a run has written in a folder."""
     return "vitrail" in _read_environment(run) or _read_lock(run).startswith(OWNER)
 
 
@@ -118,7 +118,7 @@ def check_begun(run: Path) -> None:
 
 
 def find_early(run: Path) -> Iterator[Path]:
-    """Files that a run has written before its first step."""
+    """List the files that a run writes before its first step."""
     yield from (run / name for name in FILES)
     for name, written in EARLY.items():
         if (run / name).is_dir():
@@ -126,7 +126,7 @@ def find_early(run: Path) -> Iterator[Path]:
 
 
 def _read_lock(run: Path) -> str:
-    """How the lock of a run begins."""
+    """Read how the lock of a run begins."""
     try:
         with open(run / ".lock", "rb") as file:
             return file.read(len(OWNER)).decode(errors="replace")

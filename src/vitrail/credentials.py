@@ -18,12 +18,7 @@ REMEDY = f"passwords and tokens are not stored: set {VARIABLE} to the URL with t
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>`{}\[\]\\]+")  # in a text
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", re.DOTALL)
-_NAMED = (
-    "http",
-    "https",
-    "ftp",
-    "ftps",
-)  # where a name alone before the @ may be a token; elsewhere it is an address
+_NAMED = ("http", "https", "ftp", "ftps")  # a name alone before the @ may be a token; elsewhere it is an address
 # Names of parameters that open doors; with one of them, those that it was signed with go, too.
 _SECRET = re.compile(
     r"x-(amz|goog|ms|oss|cos)-.*|.*(token|secret|passw|pwd|signature|credential|api[-_]?key|access[-_]?(key|id)|auth(?!or)|jwt"
@@ -66,7 +61,7 @@ class _Opened(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """What must not be seen anywhere."""
+        """Return the words that must not be seen anywhere."""
         parts = re.split("[&;/]", self.whole) + re.split("[&;]", self.secret + self.hidden)
         values = [part.partition("=")[2] for part in parts]
         values += [part.partition("=")[2] for part in self.secret.split("&")] + [self.user.partition(":")[2]]
@@ -97,7 +92,7 @@ def _open(url: str) -> _Opened | None:
 
 
 def _divided(text: str, *, bare: bool = True) -> tuple[str, str]:
-    """Parameters that may be shown, and those that may not; `bare` if names alone are parameters, too."""
+    """Split parameters into those that may be shown and those that may not; `bare`: names alone are some, too."""
     parts: list[str] = []
     for part in re.split("(?=&)", text):
         # What follows a secret behind a semicolon may be the rest of it.
@@ -115,7 +110,7 @@ def _name(part: str) -> str:
 
 
 def _is_secret(part: str) -> bool:
-    """Whether a parameter opens a door: by its name, or where that may mean anything by its value."""
+    """Tell whether a parameter opens a door: by its name, or where that may mean anything by its value."""
     name = _name(part)
     if _SECRET.fullmatch(name):
         return True
@@ -123,14 +118,14 @@ def _is_secret(part: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Whether a word is long, and does not look as if a person had thought of it."""
+    """Tell whether a word is long, and does not look as if a person had thought of it."""
     pieces = re.findall(r"[^\W_]+", value)
     switches = sum(len(re.findall(r"(?<=\d)(?=[^\W\d])|(?<=[^\W\d])(?=\d)", piece)) for piece in pieces)
     return len(value) >= 16 and (switches >= 4 or max(map(len, pieces), default=0) >= 24)
 
 
 def hide(url: str) -> str:
-    """A URL, or a chain of them, without its credentials, which are kept for `reveal`."""
+    """Take the credentials out of a URL, or a chain of them, and keep them for `reveal`."""
     shown = []
     for part in url.split("::"):
         opened = _open(part)
@@ -141,7 +136,7 @@ def hide(url: str) -> str:
 
 
 def clash(texts: Iterable[str]) -> str | None:
-    """Why some texts are refused: two URLs in them differ in their credentials alone, and hidden they would be one."""
+    """Say why texts are refused: two URLs in them differ in their credentials alone, and hidden they would be one."""
     given: dict[str, tuple[str, ...]] = {}
     for part in (part for text in texts for url in _URL.findall(text) for part in url.split("::")):
         opened = _open(part)
@@ -153,7 +148,7 @@ def clash(texts: Iterable[str]) -> str | None:
 
 
 def hide_in(text: str) -> str:
-    """A word of a command line, with the credentials of all URLs in it hidden."""
+    """Hide the credentials of all URLs in a word of a command line."""
     key, mark, value = text.partition("=")
     if re.fullmatch(r"[\w.]*", key) and _PARTS.fullmatch(value):
         return f"{key}{mark}{hide(value)}"
@@ -161,7 +156,7 @@ def hide_in(text: str) -> str:
 
 
 def reveal(url: str) -> str:
-    """A URL, or a chain of them, with what is known of its credentials."""
+    """Put what is known of its credentials back into a URL, or a chain of them."""
     known = [opened for word in os.environ.get(VARIABLE, "").split() if (opened := _open(word)) is not None]
     return "::".join(_reveal(part, known) for part in url.split("::")) if known else url
 
@@ -186,7 +181,7 @@ def _begins(path: str, start: str) -> bool:
 
 
 def strip(text: str) -> str:
-    """A text without the credentials of the URLs in it, and without any that are known."""
+    """Take the credentials of URLs out of a text, and any that are known."""
     if "://" in text:
         text = _URL.sub(lambda found: _in_text(found.group(), _shown), text)
     for word in os.environ.get(VARIABLE, "").split():
@@ -197,7 +192,7 @@ def strip(text: str) -> str:
 
 
 def are_known() -> bool:
-    """Whether this process has credentials that no file of its has."""
+    """Tell whether this process has credentials that no file of its has."""
     return bool(os.environ.get(VARIABLE, "").strip())
 
 

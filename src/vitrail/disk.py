@@ -43,9 +43,6 @@ _LONGEST = 2**15  # bytes of a line of a list of files: a path has no more than 
 Tell = Callable[[str], None]
 
 
-# ---------------------------------------------------------------- files
-
-
 def write_whole(path: str | Path, content: bytes | str, *, durable: bool = True, parents: bool = False) -> Path:
     """Write a file whole or not at all, over a plain file of that name or none."""
     with replacing(path, durable=durable, parents=parents) as file:
@@ -55,14 +52,14 @@ def write_whole(path: str | Path, content: bytes | str, *, durable: bool = True,
 
 @contextlib.contextmanager
 def replacing(path: str | Path, *, durable: bool = True, parents: bool = False) -> Iterator[BinaryIO]:
-    """A new file that takes the name of a plain file, or a free one, when the block ends well; `.name` is its path."""
+    """Open a new file that takes the name of a plain file, or a free one, when the block ends well."""
     path = Path(path)
     check_plain(path)
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
     try:
-        with open(draft, "xb", opener=_open_new) as file:
+        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
             yield file
             file.flush()
             if durable:
@@ -78,7 +75,7 @@ def replacing(path: str | Path, *, durable: bool = True, parents: bool = False) 
 
 
 def appending(path: str | Path) -> BinaryIO:
-    """A plain file, made if need be, to read and to write at its end: a log or a lock; never through a link."""
+    """Open a plain file, made if need be, to read and to write at its end: a log or a lock; never through a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)
@@ -110,7 +107,7 @@ def publish(draft: str | Path, target: str | Path) -> None:
 
 
 def sync_folder(path: str | Path) -> None:
-    """See to it that names in a folder are on the disk."""
+    """Make sure that names in a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -122,12 +119,8 @@ def sync_folder(path: str | Path) -> None:
 
 
 def scratch(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """A folder in the system's place for such, gone after the `with` block."""
+    """Make a folder in the system's place for such, gone after the `with` block."""
     return tempfile.TemporaryDirectory(prefix=prefix)
-
-
-def _open_new(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _open_old(path: str, flags: int) -> int:
@@ -135,24 +128,24 @@ def _open_old(path: str, flags: int) -> int:
 
 
 def draft_of(path: Path) -> Path:
-    """A name beside a path, which nobody can foresee."""
+    """Return a name beside a path, which nobody can foresee."""
     name = os.fsdecode(os.fsencode(path.name)[:200])  # of a name's 255 bytes
     return path.with_name(f".{name}.{secrets.token_hex(8)}.part")
 
 
 def meant_by(draft: str | Path) -> Path | None:
-    """The path that a draft was to get; None for what has not the name of one."""
+    """Return the path that a draft was to get; None for what has not the name of one."""
     found = _DRAFT.fullmatch(Path(draft).name)
     return found and Path(draft).with_name(found[1])
 
 
 def is_draft(path: str | Path) -> bool:
-    """Whether a name is that of a draft."""
+    """Tell whether a name is that of a draft."""
     return meant_by(path) is not None
 
 
 def _kind(path: str | Path) -> str | None:
-    """What lies at a path, in a word; None where nothing does. Links are not followed."""
+    """Name what lies at a path, in a word; None where nothing does. Links are not followed."""
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -168,9 +161,6 @@ def check_plain(path: str | Path) -> None:
         raise UserError(f"{path} is a {kind} and not replaced by a file; remove it, or choose another path")
 
 
-# ---------------------------------------------------------------- removing what vitrail keeps for itself
-
-
 def remove(path: str | Path, *, inside: str | Path) -> None:
     """Remove a file or a folder of vitrail's own, if it is there, from a folder that is vitrail's own.
 
@@ -179,31 +169,37 @@ def remove(path: str | Path, *, inside: str | Path) -> None:
     path, inside = Path(path).absolute(), Path(inside).absolute()  # `..` stays: behind a link it leads elsewhere
     if inside not in path.parents or ".." in path.relative_to(inside).parts:
         raise UserError(f"{path} is not removed: it does not lie in {inside}, which is all that may be tidied")
-    parent = os.open(inside, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for part in path.relative_to(inside).parts[:-1]:
-            try:
-                deeper = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-            except FileNotFoundError:
-                return
-            except NotADirectoryError:  # a link, too
-                raise UserError(f"{path} is not removed: {part} on the way is a link or a file") from None
-            os.close(parent)
-            parent = deeper
+    with contextlib.ExitStack() as stack:
         try:
+            parent = stack.enter_context(_folder_below(inside, path.relative_to(inside).parts[:-1]))
             mode = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode
         except FileNotFoundError:
             return
+        except NotADirectoryError as error:  # a link, too
+            raise UserError(f"{path} is not removed: {error.filename} on the way is a link or a file") from None
         _check_place(path, "removed")
-        for name, kind in _strangers(path, mode):
-            raise UserError(f"{path} is not removed: {name} is a {kind}, which vitrail never writes; take it away")
+        for found in (path, *(_walk(path) if stat.S_ISDIR(mode) else ())):
+            if (kind := _kind(found)) not in (None, "file", "folder"):
+                raise UserError(f"{path} is not removed: {found} is a {kind}, which vitrail never writes; take it away")
         with contextlib.suppress(FileNotFoundError):  # another process tidies, too
             if stat.S_ISDIR(mode):
                 shutil.rmtree(path.name, dir_fd=parent)
             else:
                 os.unlink(path.name, dir_fd=parent)
+
+
+@contextlib.contextmanager
+def _folder_below(root: Path, folders: Sequence[str]) -> Iterator[int]:
+    """Open a folder below a root, with no link on the way to it."""
+    here = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for folder in folders:
+            deeper = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+            os.close(here)
+            here = deeper
+        yield here
     finally:
-        os.close(parent)
+        os.close(here)
 
 
 def remove_empty(folder: str | Path) -> None:
@@ -223,26 +219,12 @@ def sweep(folder: str | Path) -> None:
                     remove(draft, inside=folder)
 
 
-def _strangers(path: Path, mode: int) -> Iterator[tuple[Path, str]]:
-    """What is neither a plain file nor a folder, at a path and below."""
-    if not stat.S_ISDIR(mode):
-        if not stat.S_ISREG(mode):
-            yield path, _kind(path) or "special file"
-        return
-    for found in _walk(path):
-        if (kind := _kind(found)) not in (None, "file", "folder"):
-            yield found, kind
-
-
 def _walk(folder: Path) -> Iterator[Path]:
-    """All that lies below a folder, in order, links not followed."""
-    for place, folders, files in os.walk(folder, onerror=_raise):
-        folders.sort()
-        yield from (Path(place, name) for name in sorted([*folders, *files]))
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    """List all that lies below a folder, in order, links not followed."""
+    for found in sorted(folder.iterdir()):
+        yield found
+        if _kind(found) == "folder":
+            yield from _walk(found)
 
 
 def _check_place(path: Path, done: str) -> None:
@@ -270,7 +252,7 @@ def _protected() -> Iterator[tuple[str, Path]]:
 
 
 def _mounts(path: Path) -> list[Path]:
-    """Mount points of this process; without /proc, at least the path itself if it is one."""
+    """List the mount points of this process; without /proc, at least the path itself if it is one."""
     try:
         with open("/proc/self/mountinfo", "rb") as file:
             fields = [line.split(b" ")[4] for line in file]
@@ -280,14 +262,11 @@ def _mounts(path: Path) -> list[Path]:
     return [Path(os.fsdecode(place)) for place in spelled]
 
 
-# ---------------------------------------------------------------- folders that appear when complete
-
-
 @contextlib.contextmanager
 def new_folder(
     target: str | Path, *, force: bool | None = None, seal: str | None = None, tell: Tell = lambda line: None
 ) -> Iterator[Path]:
-    """A draft of a folder, which gets its name when the block ends well and is removed if not.
+    """Make a draft of a folder, which gets its name when the block ends well and is removed if not.
 
     `seal` names the folder in it that gets the list of all files, "." for itself: without it, nothing can be replaced.
     With `force`, a sealed folder that lies there is kept beside it as NAME.old-TIME until the new one is in its place.
@@ -307,8 +286,8 @@ def new_folder(
         os.mkdir(draft)
         yield draft
         if seal is not None:
-            files = {"vitrail": "folder", "files": _digests(draft)}
-            write_whole(draft / seal / MARK, json.dumps(files, indent=0))
+            files = {str(path.relative_to(draft)): _digest(path) for path in _walk(draft) if _kind(path) == "file"}
+            write_whole(draft / seal / MARK, json.dumps({"vitrail": "folder", "files": files}, indent=0))
         if force and _kind(target) is not None:
             _swap(draft, target, tell)
         else:
@@ -322,7 +301,7 @@ def new_folder(
 
 @contextlib.contextmanager
 def told(target: str | Path) -> Iterator[None]:
-    """What the system refuses while a thing is written, as a sentence."""
+    """Tell what the system refuses while a thing is written, in a sentence."""
     try:
         yield
     except OSError as error:
@@ -349,7 +328,7 @@ def check_free(target: str | Path, *, force: bool | None = None, tell: Tell = la
 
 
 def check_ours(folder: str | Path) -> list[Path]:
-    """The files of a sealed folder that holds just what vitrail wrote, unchanged; otherwise refused, with the first."""
+    """Return the files of a sealed folder that holds just what vitrail wrote, unchanged; refuse any other."""
     folder = Path(folder)
     _check_place(folder, "replaced")
     mark = _find_mark(folder)
@@ -384,20 +363,19 @@ def check_ours(folder: str | Path) -> list[Path]:
 
 
 def _find_mark(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The list of files of a sealed folder: in it, or in a folder right below, where a volume's readers do not look."""
+    """Find the list of files of a sealed folder: in it, or right below, where a volume's readers do not look."""
     places = [folder / MARK, *(below / MARK for below in sorted(folder.iterdir()) if _kind(below) == "folder")]
     for place in places:
-        if _kind(place) == "file":
-            found = _read_mark(place)
-            if found.get("vitrail") == "folder" and isinstance(found.get("files"), dict):
-                return place, found["files"]
+        found = _read_mark(place) if _kind(place) == "file" else {}
+        if found.get("vitrail") == "folder" and isinstance(found.get("files"), dict):
+            return place, found["files"]
     return None
 
 
 def first_changed(
     place: Path, root: Path, files: Sequence[str], wanted: Callable[[str], bool], *, most: int
 ) -> str | None:
-    """Of the files below a root that the mark at a place lists, the first wanted one that is not as it was written.
+    """Find the first wanted file below a root that is not as the mark at a place says it was written.
 
     `files` are their names without folders. The list may be anybody's: links below the root are not followed, and no
     more than `most` bytes are read of all files.
@@ -417,7 +395,7 @@ def first_changed(
 
 
 def _listed(place: Path, files: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """Files of some names in the mark at a place, each with its size and digest.
+    """List the files of some names in the mark at a place, each with its size and digest.
 
     The list of a large volume is large: it is read line by line, and what vitrail would write otherwise is passed over.
     """
@@ -434,17 +412,10 @@ def _listed(place: Path, files: Sequence[str]) -> Iterator[tuple[str, list[Any]]
 
 
 def _open_below(root: Path, name: str) -> BinaryIO:
-    """A plain file below a root, open for reading, with no link on the way to it."""
+    """Open a plain file below a root for reading, with no link on the way to it."""
     *folders, last = Path(name).parts
-    here = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for folder in folders:
-            deeper = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
-            os.close(here)
-            here = deeper
+    with _folder_below(root, folders) as here:
         handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=here)
-    finally:
-        os.close(here)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
@@ -456,10 +427,6 @@ def _read_mark(place: Path) -> dict[str, Any]:
         found = json.loads(file.read(_LARGEST))
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def _digests(folder: Path) -> dict[str, list[Any]]:
-    return {str(path.relative_to(folder)): _digest(path) for path in _walk(folder) if _kind(path) == "file"}
 
 
 def _digest(path: Path) -> list[Any]:
@@ -475,7 +442,7 @@ def _digest_of(file: BinaryIO) -> list[Any]:
 
 
 def _is_as_listed(path: Path, listed: Any) -> bool:
-    """Whether a file has the size and the digest of a list; one of another size is not read."""
+    """Tell whether a file has the size and the digest of a list; one of another size is not read."""
     return isinstance(listed, list) and [path.lstat().st_size] == listed[:1] and _digest(path) == listed
 
 
@@ -505,8 +472,8 @@ def _swap(draft: Path, target: Path, tell: Tell) -> None:
 
 
 def _old_of(target: Path) -> Path:
-    moment = time.strftime("%Y%m%d-%H%M%S")
-    names = (f"{target.name}.old-{moment}{more}" for more in ("", *(f"-{n}" for n in range(2, 100))))
+    name = f"{target.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (name, *(f"{name}-{n}" for n in range(2, 100)))
     return next(place for place in map(target.with_name, names) if _kind(place) is None)
 
 
@@ -535,7 +502,7 @@ def _sweep_beside(target: Path) -> None:
 
 
 def _is_left_draft(draft: Path) -> bool:
-    """Whether it is a folder that vitrail began and no process is writing: the lock goes with the process.
+    """Tell whether it is a folder that vitrail began and no process is writing: the lock goes with the process.
 
     A kill may come before the mark: then there is nothing in it, or half of the mark, and it must be old. So must that
     of another machine, whose locks a shared disk need not tell of.
@@ -557,23 +524,17 @@ def _is_left_draft(draft: Path) -> bool:
 
 
 def _is_old(draft: Path) -> bool:
-    """Whether nothing in a draft was touched for long."""
-    times = [os.lstat(draft).st_mtime]
-    for folder, names, files in os.walk(draft):
-        times += [os.lstat(os.path.join(folder, name)).st_mtime for name in (*names, *files)]
-    return time.time() - max(times) > OLD
+    """Tell whether nothing in a draft was touched for long."""
+    return time.time() - max(os.lstat(found).st_mtime for found in (draft, *_walk(draft))) > OLD
 
 
 @cache
 def _machine() -> str:
-    """Tells this machine from others, since it was started."""
+    """Return what tells this machine from others, since it was started."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
-
-
-# ---------------------------------------------------------------- single files that a user names
 
 
 def write_output(path: str | Path, content: bytes, *, parents: bool = False) -> Path:
@@ -606,7 +567,7 @@ def check_output(path: str | Path) -> None:
 
 
 def is_ours(path: str | Path) -> bool:
-    """Whether a file carries the mark and is as it was written."""
+    """Tell whether a file carries the mark and is as it was written."""
     if _kind(path) != "file" or os.lstat(path).st_size > _LARGEST:
         return False
     with open(path, "rb", opener=_open_old) as file:
@@ -617,7 +578,7 @@ def is_ours(path: str | Path) -> bool:
 
 
 def mark(content: bytes) -> bytes:
-    """A PNG, page, JSON object or text with vitrail's mark: a digest of all else in it."""
+    """Add vitrail's mark, a digest of all else in it, to a PNG, page, JSON object or text."""
     words = b"written by vitrail "
     if content.startswith(_PNG) and content.endswith(_PNG_END):
         body = b"tEXtComment\x00" + words  # a chunk: length, type, text and a CRC

@@ -31,7 +31,7 @@ def key(seed: int, purpose: str, *counters: int | str) -> int:
 
 
 def keys(seed: int, purpose: str, counters: Iterable[int], *more: int | str) -> np.ndarray:
-    """key(seed, purpose, counter, *more) of many counters [B], uint64."""
+    """Return key(seed, purpose, counter, *more) of many counters [B], uint64."""
     begin, digests = hashlib.blake2b(f"{seed}:{purpose}:".encode(), digest_size=8), bytearray()
     end = "".join(f":{part}" for part in more)
     for counter in counters:
@@ -42,14 +42,14 @@ def keys(seed: int, purpose: str, counters: Iterable[int], *more: int | str) -> 
 
 
 def stream(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """An endless sequence of its own for each name: Philox takes the whole key, PyTorch's CPU generator 32 bits."""
+    """Return an endless sequence for each name: Philox takes the whole key, PyTorch's CPU generator 32 bits."""
     return np.random.Generator(np.random.Philox(key=key(seed, purpose, *counters)))
 
 
 def uniforms(
     seed: int, purpose: str, counters: Sequence[int], number: int, dtype: type = np.float64, *, few: int = _FEW
 ) -> np.ndarray:
-    """The first numbers in [0, 1) of the stream of each counter [B, number], as its generator would give them."""
+    """Return the first numbers in [0, 1) of each counter's stream [B, number], as its generator would give them."""
     halves = np.dtype(dtype).itemsize // 4
     blocks = -(-number * halves // 8)
     if len(counters) < few or blocks > _SMALL:
@@ -66,12 +66,12 @@ def uniforms(
 
 
 def between(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Numbers in [0, 1) as a generator's uniform(low, high) would give them."""
+    """Map numbers in [0, 1) to those that a generator's uniform(low, high) would give."""
     return low + (high - low) * numbers
 
 
 def _philox(secrets: np.ndarray, blocks: int) -> np.ndarray:
-    """What np.random.Philox gives first for each key: [B, 4 * blocks] uint64, all of them at once."""
+    """Return the first numbers of np.random.Philox for each key, [B, 4 * blocks] uint64, all of them at once."""
     number, low, half = len(secrets), np.uint64(_MASK), np.uint64(32)
     factor = np.array(_FACTORS, np.uint64)[:, None]
     factor_low, factor_high = factor & low, factor >> half
@@ -94,7 +94,7 @@ def _philox(secrets: np.ndarray, blocks: int) -> np.ndarray:
 
 
 def sent(table: Any, device: "torch.device | str | None") -> "Tensor":
-    """What was drawn or looked up on the host, on a device: without waiting for what the device is at."""
+    """Send what was drawn or looked up on the host to a device, without waiting for what the device is at."""
     import torch
 
     own = torch.as_tensor(table)
@@ -110,7 +110,7 @@ class Draws:
         self.counters = list(counters)
 
     def uniform(self, purpose: str, *shape: int) -> "Tensor":
-        """Numbers in [0, 1), one table a sample [B, *shape]: drawn on the CPU, so that every device gets the same."""
+        """Draw numbers in [0, 1), one table a sample [B, *shape], on the CPU, so that every device gets the same."""
         import torch
 
         out = uniforms(self.seed, purpose, self.counters, math.prod(shape), np.float32)
@@ -119,7 +119,7 @@ class Draws:
     def normal(
         self, purpose: str, *shape: int, device: "torch.device | str | None" = None, rows: range | None = None
     ) -> "Tensor":
-        """Numbers of mean 0 and variance 1 [B, *shape], float32; with `rows`, those of the second axis alone.
+        """Draw numbers of mean 0 and variance 1 [B, *shape], float32; with `rows`, those of the second axis alone.
 
         An image has too many to draw them on the host, so each hashes its own place, on the device asked for: two
         hashes of 32 bits, by Box and Muller's way. In float64 until the end, so that rounding does not depend on how
@@ -153,7 +153,7 @@ class Draws:
 
 
 def hash32(place: "Tensor", secret: "Tensor") -> "Tensor":
-    """32 well-mixed bits of each place (int64) and secret; products wrap, and only their low bits count."""
+    """Hash each place (int64) and secret to 32 well-mixed bits; products wrap, and only their low bits count."""
     bits = (place + ((place >> 32) * 0x9E3779B1) + (secret & _MASK)) & _MASK
     high = (secret >> 31) & _MASK
     for _ in range(2):

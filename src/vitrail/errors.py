@@ -8,7 +8,7 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 
 
 def printable(text: str) -> str:
-    """A text without what terminals obey: names and words in files of strangers may hold it."""
+    """Return a text without what terminals obey: names and words in files of strangers may hold it."""
     return _CONTROL.sub("", text)
 
 
@@ -54,7 +54,7 @@ NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, means that memory ran out or would, on a device or on the host."""
+    """Tell whether an error, or its cause, means that memory ran out or would, on a device or on the host."""
     import torch
 
     seen: set[int] = set()

@@ -5,21 +5,47 @@
 - what a file says of its own sizes is compared with its bytes and with this machine's memory before anything is
   allocated
 - what a file says of other files counts in its own folder alone, unless `--trust` is given; no recipe can say so
+
+How much memory there is on the host, for this process and for one piece of data.
 """
 
 import contextlib
 import errno
 import json
 import os
+import resource
 import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from vitrail.errors import BadData
-from vitrail.memory import room
+
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container or a job
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine, or of the container or job where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *(int(limit) for limit in map(_read, LIMITS) if limit.isdigit())])
+
+
+@cache
+def room() -> int:
+    """Return the bytes that one piece of data may take: half of the memory that this process may have."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min(memory_bytes(), limit if limit > 0 else 2**63) // 2
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
 
 METADATA = 16 << 20  # bytes; no list of facts is larger
 BEST_PACKED = 1032  # bytes that can come of one of gzip, zip or PNG: deflate does no better
@@ -36,7 +62,7 @@ _trusting: ContextVar[bool] = ContextVar("trusting", default=False)
 
 @contextlib.contextmanager
 def trusted(trust: bool = True) -> Iterator[None]:
-    """Data opened in here may read what they name anywhere, if `trust` is set: for those who said `--trust`."""
+    """Let data opened in here read what they name anywhere, if `trust` is set: for those who said `--trust`."""
     token = _trusting.set(trust or _trusting.get())
     try:
         yield
@@ -58,17 +84,17 @@ def check_plain(path: str | Path) -> None:
 
 
 def open_plain(path: str | Path) -> BinaryIO:
-    """A plain file, open for reading bytes."""
+    """Open a plain file for reading bytes."""
     return open(path, "rb", opener=_open)
 
 
 def open_descriptor(path: str | Path) -> int:
-    """The descriptor of a plain file, open for reading."""
+    """Open a plain file for reading; return its descriptor."""
     return _open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def read_plain(path: str | Path, most: int = METADATA) -> bytes:
-    """The bytes of a plain file that may not be larger than `most`."""
+    """Read a plain file that may not be larger than `most`."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -101,7 +127,7 @@ def _refuse(path: str | Path, mode: int) -> None:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text; ValueError for whatever is wrong with it, keys that are given twice too."""
+    """Read the value of a JSON text; ValueError for whatever is wrong with it, keys that are given twice too."""
     try:
         return json.loads(content, object_pairs_hook=_object)
     except RecursionError:
@@ -109,7 +135,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a small plain file of JSON; ValueError for what is wrong with its text."""
+    """Read the value in a small plain file of JSON; ValueError for what is wrong with its text."""
     return parse_json(read_plain(path))
 
 
@@ -131,7 +157,7 @@ def check_room(name: str, size: int) -> None:
 
 
 def named_file(file: str | Path, name: str) -> Path:
-    """The file that another one names, in the folder of that one or below it; elsewhere with `--trust` alone."""
+    """Return the file that another one names, in that one's folder or below it; elsewhere with `--trust` alone."""
     folder, given = Path(os.path.abspath(file)).parent, PurePosixPath(name)
     place = folder / given
     if not is_trusting() and (".." in given.parts or not place.is_relative_to(folder) or "://" in name):

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from typing import IO, Any
 
-from vitrail.memory import room
+from vitrail.foreign import room
 
 GROWTH = 128  # bytes of memory that one byte of a pickle takes at most
 MOST_PARTS = 1000  # of a tuple that holds tuples, or is a key
@@ -42,12 +42,12 @@ class Program(BadPickle):
 
 
 def largest() -> int:
-    """Bytes of a pickle for which there is room in memory, whatever it becomes."""
+    """Return the bytes of a pickle for which there is room in memory, whatever it becomes."""
     return room() // GROWTH
 
 
 class Unpickler(pickle._Unpickler):
-    """Knows the steps that metadata and weights are written with; `find_class` is for those who inherit."""
+    """An unpickler of the steps that metadata and weights are written with; `find_class` is for those who inherit."""
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
@@ -66,7 +66,7 @@ class Unpickler(pickle._Unpickler):
             raise BadPickle("a key in it has too many parts")
 
     def count(self, found: tuple[Any, ...]) -> int:
-        """The parts of a tuple, and of those that it holds."""
+        """Count the parts of a tuple, and of those that it holds."""
         inner = [self.nested[id(part)][0] if id(part) in self.nested else len(part) for part in _tuples(found)]
         return len(found) + sum(inner)
 
@@ -116,7 +116,7 @@ Unpickler.dispatch = (
 
 
 class _Rehearsal(Unpickler):
-    """Goes through the steps of a pickle and makes nothing."""
+    """An unpickler that goes through the steps of a pickle and makes nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         return None
@@ -153,7 +153,7 @@ def check_saved(file: IO[bytes], size: int) -> None:
 
 
 class _Beginning:
-    """What is read from a file, up to the bytes for which there is room in memory."""
+    """The beginning of a file, up to the bytes for which there is room in memory."""
 
     def __init__(self, file: IO[bytes]):
         self.file, self.most = file, largest()

@@ -17,9 +17,9 @@ from vitrail.cli import main as main_verb
 from vitrail.errors import BadData, UserError
 from vitrail.infer.encode import encode
 from vitrail.training import alike, trainer
-from vitrail.training.checkpoint import BadCheckpoint
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.run import evaluate, train
+from vitrail.weights.runs import BadCheckpoint
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 OTHER = 1  # the rank that differs

@@ -32,10 +32,8 @@ class Broken(Reconstruct):
         super().__init__(*arguments)
         self.broken = broken
 
-    def prepare(
-        self, batch: Batch, draws: Draws, *, evaluating: bool = False, **options: Any
-    ) -> tuple[dict[str, Any], Any]:
-        inputs, targets = super().prepare(batch, draws, evaluating=evaluating, **options)
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
+        inputs, targets = super().prepare(batch, draws, evaluating=evaluating)
         if not evaluating and not set(self.broken.bad).isdisjoint(batch.counters):
             targets = replace(targets, values=torch.full_like(targets.values, float("inf")))
         return inputs, targets

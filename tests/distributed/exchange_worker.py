@@ -6,14 +6,13 @@ import torch.distributed as dist
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.layers.masks import RandomMask, StratifiedMask
-from vitrail.layers.parts import Part, Slab, join
-from vitrail.layers.patches import gather_tokens
+from vitrail.layers.patches import Part, Slab, gather_tokens, join
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
-from vitrail.parallel import exchange
-from vitrail.parallel.exchange import Exchange, fetch_rows
+from vitrail.parallel import split as exchange
+from vitrail.parallel.split import Lists, Split, fetch_rows
 
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.float32, torch.bfloat16, torch.float64)
 sent: list[int] = []  # bytes of each call
@@ -64,11 +63,12 @@ def check_objective(group: dist.ProcessGroup, *, stratified: bool, separate: boo
     values = torch.randint(0, 256, (2, 2, 16, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     draws, names = Draws(0, [5, 6]), ("a", "b")
     inputs, targets = objective.prepare(Batch([5, 6], values, None, names), draws)
-    slab = objective.slab((16, 16, 16), part)
+    split = Split(config, part, group)
+    slab = split.slab(objective, (16, 16, 16))
     assert slab == Slab(part, (16, 16, 16))
     batch = Batch([5, 6], values[:, :, slab.rows.start : slab.rows.stop], None, names, slab)
     before = len(sent)
-    mine, own = objective.prepare(batch, draws, part=part, exchange=Exchange(group))
+    mine, own = split.prepare(objective, batch, draws)
     travelled = len(sent) - before
     assert (travelled > 0) != stratified
     assert own.tokens is None
@@ -78,7 +78,7 @@ def check_objective(group: dist.ProcessGroup, *, stratified: bool, separate: boo
     assert torch.equal(join(pieces, inputs["x"].shape[1], groups=groups), inputs["x"])
     pieces = [torch.empty_like(own.values) for _ in range(world)]
     dist.all_gather(pieces, own.values.contiguous(), group=group)
-    assert torch.equal(objective.join(pieces, targets), targets.values)
+    assert torch.equal(Lists(targets.lengths, groups).join(pieces), targets.values)
 
 
 def main() -> None:

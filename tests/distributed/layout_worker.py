@@ -81,7 +81,7 @@ def take_steps(recipe: Recipe, place: Place, data: DataParts, objective: Any, pa
 
     def step(optimizer: Any, rate: float, skip: Tensor) -> None:
         for group in optimizer.param_groups:
-            for source in group["sources"]:
+            for source in group.sources:
                 gradient = torch.zeros_like(source) if source.grad is None else source.grad
                 found.update(pieces(f"gradient{trainer.done}", names[id(source)], gradient, source))
         update(optimizer, rate, skip)

@@ -19,8 +19,8 @@ from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
 from vitrail.models.encoder import EncoderConfig
-from vitrail.models.inputs import make_inputs
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
+from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig

@@ -18,6 +18,8 @@ from support import ROOT, events, write_volume
 STEPS = 5
 GOLDEN = Path(__file__).parent / "golden.json"
 RUN = Path(__file__).parent / "run"  # of an early version; what was saved once is opened for ever
+# Where that run was made; processors of the same name differ in their instructions, and so in the last bit.
+RUN_MACHINE = "x86_64, AMD EPYC, 25, 1, AVX2, torch 2.13.0+cpu, numpy 2.4.6"
 
 # What makes a recipe tiny: of a model, and of where its data come from.
 _WIDTHS = ["width=32", "depth=2", "heads=4"]

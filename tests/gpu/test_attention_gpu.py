@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.layers import kernels
 from vitrail.layers.attention import attend, attend_reference, key_mask
 from vitrail.layers.backends import Call, available_backends, machine, refusal, use_backend
 from vitrail.layers.block import Block, BlockConfig
+from vitrail.layers.kernels import attention as kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,7 @@ def test_a_gpu_tells_more(monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_is_out_of_memory(monkeypatch):
-    from vitrail.bench.trial import is_out_of_memory
+    from vitrail.errors import is_out_of_memory
 
     monkeypatch.delenv("RANK", raising=False)
     torch.cuda.set_per_process_memory_fraction(0.001)

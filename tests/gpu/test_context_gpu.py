@@ -1,13 +1,15 @@
 """Rings and Ulysses on a GPU, with all ranks in one process, against the reference in fp32."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from vitrail.layers.attention import attend, attend_reference, key_mask
 from vitrail.layers.backends import Call, available_backends, machine, refusal, use_backend
-from vitrail.layers.kernels import run_part, run_part_backward
-from vitrail.parallel.context import simulate_context
+from vitrail.layers.kernels.attention import run_part, run_part_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +24,15 @@ SHAPES = [  # batch, queries and keys a rank, heads, groups, width
 NAMES = (
     [name for name, reason in available_backends("cuda").items() if reason is None] if torch.cuda.is_available() else []
 )
+
+SPEC = importlib.util.spec_from_file_location(
+    "simulated_context", Path(__file__).parents[2] / "benchmarks/simulated_context.py"
+)
+assert SPEC is not None
+assert SPEC.loader is not None
+SIMULATED = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(SIMULATED)
+simulate_context = SIMULATED.simulate_context
 
 
 def draw(shape: tuple[int, ...], ranks: int, dtype: torch.dtype) -> list[Tensor]:

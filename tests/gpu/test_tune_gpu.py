@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitrail.bench.calibrate import calibrate
-from vitrail.bench.trial import take_steps
+from vitrail.bench.cell import take_steps
 from vitrail.bench.tune import tune
 from vitrail.cost.cluster import load_cluster
 from vitrail.recipe import load_recipe

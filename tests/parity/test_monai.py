@@ -7,9 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from vitrail.errors import UserError
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.unetr import UNETRConfig
-from vitrail.weights.monai import monai_unetr
+from vitrail.weights import load_weights
+from vitrail.weights.adapters import translate
+from vitrail.weights.files import open_weights
+from vitrail.weights.pieces import Target
 
 monai = pytest.importorskip("monai.networks.nets", reason="MONAI is not installed: pip install monai")
 
@@ -70,7 +74,7 @@ def theirs(**options: Any) -> nn.Module:
 def test_outputs_equal_monai(options: dict[str, Any]) -> None:
     reference = theirs(**options)
     model = config_like(**options).build()
-    model.load_state_dict(monai_unetr(reference.state_dict(), model.config))
+    load_weights(model, reference.state_dict(), adapter="monai")
     images = torch.randn(2, options["in_channels"], *options["img_size"])
     expected = reference(images).detach()
     ours = model(**model.inputs(images))
@@ -81,18 +85,20 @@ def test_outputs_equal_monai(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [CASES["2-D"], CASES["affine"]], ids=["2-D", "affine"])
 def test_gradients_equal_monai(options: dict[str, Any]) -> None:
     """In double precision: in single, norms of a few voxels differ by more than a mistake would."""
-    reference = theirs(**options).double()
+    reference = theirs(**options)
     model = config_like(**options).build()
-    model.load_state_dict(monai_unetr(reference.state_dict(), model.config))
+    load_weights(model, reference.state_dict(), adapter="monai")
+    reference.double()
     model.double()
     images = torch.randn(2, options["in_channels"], *options["img_size"], dtype=torch.float64)
     reference(images).square().mean().backward()
     model(**model.inputs(images)).square().mean().backward()
     gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    wanted = monai_unetr(gradients, model.config)
+    pieces = translate(open_weights(gradients), Target(model), "monai").pieces
     for name, parameter in model.named_parameters():
         if "qkv.bias" not in name or options.get("qkv_bias"):
-            assert (parameter.grad - wanted[name]).abs().max() <= 1e-8 * wanted[name].abs().max() + 1e-12, name
+            wanted = pieces[name].make(*(gradients[source] for source in pieces[name].sources)).value
+            assert (parameter.grad - wanted).abs().max() <= 1e-8 * wanted.abs().max() + 1e-12, name
 
 
 def test_parameters_of_the_published_size() -> None:
@@ -110,13 +116,14 @@ def test_what_does_not_fit_is_refused() -> None:
     options: dict[str, Any] = CASES["2-D"]
     state = theirs(**options).state_dict()
     config = config_like(**options)
-    with pytest.raises(ValueError, match=r"model.encoder.eps: 1e-06 does not fit MONAI's UNETR, which has 1e-05"):
-        monai_unetr(state, replace(config, encoder=replace(config.encoder, eps=1e-6)))
-    with pytest.raises(ValueError, match=r"model.encoder.positions: rope does not fit"):
-        monai_unetr(state, replace(config, encoder=replace(config.encoder, positions="rope")))
-    with pytest.raises(ValueError, match=r"weights have 12 blocks, model.encoder.depth is 8"):
-        monai_unetr(state, replace(config, encoder=replace(config.encoder, depth=8)))
-    with pytest.raises(ValueError, match=r"head\.weight is not a name of MONAI's UNETR"):
-        monai_unetr(state | {"head.weight": torch.zeros(1)}, config)
-    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
-    assert monai_unetr(wrapped, config).keys() == monai_unetr(state, config).keys()
+
+    def refused(words: str, given: dict[str, Any] = state, **encoder: Any) -> None:
+        other = replace(config, encoder=replace(config.encoder, **encoder))
+        with pytest.raises(UserError, match=words):
+            load_weights(other.build(), given, adapter="monai")
+
+    refused(r"model.encoder.eps: 1e-06 does not fit MONAI's UNETR, which has 1e-05", eps=1e-6)
+    refused(r"model.encoder.positions: rope does not fit", positions="rope")
+    refused(r"its encoder has 12 blocks, the model's 8", depth=8)
+    refused(r"the model has no place for head\.weight", state | {"head.weight": torch.zeros(1)})
+    load_weights(config.build(), {f"module.{name}": tensor for name, tensor in state.items()})

@@ -24,12 +24,10 @@ class Raising(Reconstruct):
         super().__init__(*arguments)
         self.bad = bad
 
-    def prepare(
-        self, batch: Batch, draws: Draws, *, evaluating: bool = False, **options: Any
-    ) -> tuple[dict[str, Any], Any]:
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
         if not evaluating and self.bad in batch.counters:
             raise ArithmeticError(f"sample {self.bad} cannot be")
-        return super().prepare(batch, draws, evaluating=evaluating, **options)
+        return super().prepare(batch, draws, evaluating=evaluating)
 
 
 kinds.register("objective", "raising", RaisingConfig)

@@ -24,7 +24,7 @@ from watching import WATCHED
 import vitrail as library
 from vitrail import cli
 from vitrail.data.generate import Volume, write_ome_zarr
-from vitrail.data.inspect import open_source
+from vitrail.data.look.inspect import open_source
 from vitrail.errors import BadData, MissingData, RunFailed, UserError
 from vitrail.recipe import load_recipe
 

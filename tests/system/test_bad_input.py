@@ -16,7 +16,7 @@ from support import events, losses, run, tiny_recipe, torchrun, vitrail, write_r
 
 from vitrail import cli
 from vitrail.data.generate import Volume, write_ome_zarr
-from vitrail.data.sampler import Sampler
+from vitrail.data.order.sampler import Sampler
 from vitrail.recipe import load_recipe
 
 

@@ -15,11 +15,9 @@ from test_bench_report import H200, ablation, result, scaling, write_bench
 
 from vitrail.cli import main
 from vitrail.errors import UserError
-from vitrail.report.bench_bars import choose_bars
-from vitrail.report.bench_cells import read_bench
-from vitrail.report.bench_facts import bench_summary
-from vitrail.report.bench_page import write_bench_report
-from vitrail.report.bench_study import split_studies
+from vitrail.report.bench_cells import read_bench, split_studies
+from vitrail.report.bench_page import bench_summary, write_bench_report
+from vitrail.report.bench_plots import choose_bars
 
 
 class Page(HTMLParser):

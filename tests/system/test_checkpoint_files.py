@@ -24,8 +24,10 @@ from watching import assert_same, call, last_line, saved, steps_saved
 import vitrail as package
 from vitrail.errors import UserError
 from vitrail.training import run as run_module
-from vitrail.training.checkpoint import Checkpoints, list_checkpoints
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.run import evaluate, train
+from vitrail.weights import runs
+from vitrail.weights.runs import list_checkpoints
 
 CHANGES = {
     "ema": {"decay": 0.9},
@@ -172,7 +174,8 @@ def test_a_checkpoint_that_vanishes_is_replaced_by_the_next(begun: Path, home: P
             shutil.rmtree(path)
         load_weights(model, path, *arguments)
 
-    monkeypatch.setattr(run_module, "load_weights", vanish_and_load)
+    for module in (run_module, runs):  # of evaluate(), and of load()
+        monkeypatch.setattr(module, "load_weights", vanish_and_load)
     assert evaluate(begun, samples=2)["step"] == 5
     shutil.copytree(home / "begun" / "checkpoints", begun / "checkpoints", dirs_exist_ok=True)
     model = package.load(begun, weights="raw")
@@ -184,13 +187,13 @@ def test_a_checkpoint_that_vanishes_is_replaced_by_the_next(begun: Path, home: P
 
 
 def test_when_all_have_vanished_there_is_one_sentence(begun: Path, home: Path, monkeypatch) -> None:
-    verify_one = run_module.verify
+    verify_one = runs.verify
 
     def vanish(path: Path, manifest) -> None:
         shutil.rmtree(path)
         verify_one(path, manifest)
 
-    monkeypatch.setattr(run_module, "verify", vanish)
+    monkeypatch.setattr(runs, "verify", vanish)
     with pytest.raises(UserError, match="no checkpoint here"):
         package.load(begun)
 
@@ -200,7 +203,7 @@ def test_when_all_have_vanished_there_is_one_sentence(begun: Path, home: Path, m
         verify_one(path, manifest)
 
     shutil.copytree(home / "begun" / "checkpoints", begun / "checkpoints", dirs_exist_ok=True)
-    monkeypatch.setattr(run_module, "verify", vanish_and_come)
+    monkeypatch.setattr(runs, "verify", vanish_and_come)
     with pytest.raises(UserError, match="no usable checkpoint"):
         package.load(begun)
 

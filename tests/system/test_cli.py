@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,6 @@ from support import LONG, ROOT, end, environment, start, tiny_recipe, write_reci
 
 from vitrail import cli
 from vitrail.errors import RunFailed, UserError
-from vitrail.recipe import kinds
 from vitrail.training import run as training
 
 VERBS = (
@@ -233,7 +233,7 @@ def test_descriptors_that_are_closed_at_the_start_are_filled(tmp_path):
         "import os, sys\n"
         "for number in (0, 1, 2): os.close(number)\n"
         "sys.stdout = sys.stderr = None\n"
-        "from vitrail.verbs import streams\n"
+        "from vitrail.cli import words as streams\n"
         "streams.settle()\n"
         f"with open({str(tmp_path / 'told')!r}, 'w') as file:\n"
         "    file.write(str(file.fileno()))\n"
@@ -249,7 +249,7 @@ def test_a_crash_in_compiled_code_tells_where_it_was(tmp_path):
     script = (
         "import resource, signal\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "from vitrail.verbs import streams\n"
+        "from vitrail.cli import words as streams\n"
         "streams.settle()\n"
         "def in_a_kernel(): signal.raise_signal(signal.SIGSEGV)\n"
         "in_a_kernel()\n"
@@ -464,118 +464,20 @@ def test_recipes_are_valid_and_give_their_command(path):
     assert any(command in line for line in header for command in commands)
 
 
-# Headings of docs/recipe.md and the parts of the JSON Schema that they describe.
-SECTIONS = {
-    "run": "Run",
-    "model: mae": "MAEConfig",
-    "encoder": "EncoderConfig",
-    "decoder": "DecoderConfig",
-    "mask": "BlockMask",  # it has every key of random, tube and grid
-    "mask: stratified": "StratifiedMask",
-    "tokens: adaptive": "AdaptiveTokens",
-    "score": "CannyScore",
-    "score: registered": "RegisteredScore",
-    "variables": "VariablesConfig",
-    "model: vit": "ViTConfig",
-    "model: study_vit": "StudyViTConfig",
-    "model: unetr": "UNETRConfig",
-    "model: sap": "SAPConfig",
-    "model: diffusion_vit": "DiffusionViTConfig",
-    "diffusion_vit.decoder": "DiffusionDecoderConfig",
-    "model: dit": "DiTConfig",
-    "model: autoencoder": "AutoencoderConfig",
-    "objective: reconstruct": "ReconstructConfig",
-    "objective: classify": "ClassifyConfig",
-    "objective: segment": "SegmentConfig",
-    "objective: flow": "FlowConfig",
-    "objective: denoise": "DenoiseConfig",
-    "objective.sampling": "SamplingConfig",
-    "objective: autoencode": "AutoencodeConfig",
-    "codec: identity": "IdentityConfig",
-    "codec: kl": "KLConfig",
-    "codec: torchscript": "TorchScriptConfig",
-    "codec: autoencoder": "AutoencoderCodecConfig",
-    "init": "Init",
-    "data": "Data",
-    "data.augment": "Augment",
-    "data.augment.elastic": "Elastic",
-    "data.augment.resized_crop": "ResizedCrop",
-    "data.augment.sections": "Artefacts",
-    "data.augment.jitter": "Jitter",
-    "data.normalize": "Statistics",
-    "data.tiles": "Tiles",
-    "data.fit": "Fit",
-    "data.filter": "Filter",
-    "data.balance": "Balance",
-    "data.stage": "Stage",
-    "sources of grids": "GridConfig",
-    "sources of items": "ItemsConfig",
-    "sources of images": "ImagesConfig",
-    **{f"source: {name}": path.rpartition(":")[2] for name, path in kinds.BUILT_IN["source"].items()},
-    "optimizer: adamw": "AdamWConfig",
-    "optimizer: adam": "AdamConfig",
-    "optimizer: lion": "LionConfig",
-    "optimizer: muon": "MuonConfig",
-    "optimizer: sgd": "SGDConfig",
-    "optimizer.groups": "GroupRule",
-    "schedule": "CosineConfig",
-    "ema": "EMA",
-    "parallel": "Parallel",
-    "parallel.prefetch": "Prefetch",
-    "parallel.recompute": "Recompute",
-    "parallel.chunk": "Chunk",
-    "precision": "Precision",
-    "checkpoint": "Checkpoint",
-    "eval": "Eval",
-    "log": "Log",
-    "logger: tensorboard": "TensorboardConfig",
-    "logger: wandb": "WandbConfig",
-    "logger: mlflow": "MlflowConfig",
-}
-
-
-def test_the_reference_of_recipes_has_every_key_with_its_default():
-    from pydantic import TypeAdapter
-
-    from vitrail.data.grid import GridConfig
-    from vitrail.data.image_source import ImagesConfig
-    from vitrail.data.items import ItemsConfig
-    from vitrail.recipe import json_schema, seconds_of, yaml
-
-    parts = json_schema()["$defs"]
-    parts |= {cls.__name__: TypeAdapter(cls).json_schema() for cls in (GridConfig, ItemsConfig, ImagesConfig)}
-    bases = {"model: vit": "EncoderConfig", "model: study_vit": "ViTConfig", "sources of images": "ItemsConfig"}
-    bases |= {f"source: {name}": kinds.find("source", name).__mro__[1].__name__ for name in kinds.BUILT_IN["source"]}
-    # What has no key that another page does not show.
-    alike = {"RandomMask", "TubeMask", "GridMask", "LinearConfig", "ConstantConfig"}
-    alike |= {"UniformTokens", "GradientScore", "VarianceScore"}
-    assert set(SECTIONS.values()) | alike == set(parts)
-    text = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    pages = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    for heading, name in SECTIONS.items():
-        rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", pages[heading], re.MULTILINE))
-        fields = dict(parts[name]["properties"])
-        base = bases.get(heading)
-        if base:  # its own keys, and those with another default
-            known = parts[base]["properties"]
-            fields = {
-                k: f
-                for k, f in fields.items()
-                if k not in known or known[k].get("default", "-") != f.get("default", "-")
-            }
-        assert set(rows) == set(fields), heading
-        for key, cell in rows.items():
-            where = f"{heading}, {key}"
-            if key == "kind":
-                continue
-            assert (cell == "*required*") == (key in parts[name].get("required", ())), where
-            default = fields[key].get("default")
-            if cell == "*required*" or isinstance(default, dict) or "$ref" in fields[key]:
-                continue
-            value = yaml.parse(cell.strip("`"))
-            if key in ("hang_limit", "read_limit"):
-                value = seconds_of(value)
-            assert value == ({} if key in ("region", "options", "label_map") else default), where
+def test_the_reference_of_recipes_is_written_from_the_code():
+    """`python docs/tables.py` writes it anew."""
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    page = tables["PAGE"].read_text(encoding="utf-8")
+    assert tables["write"](page) == page
+    alike = {"UniformTokens"}  # it has no key but its kind
+    assert set(tables["places_of"](page)) | alike == set(tables["definitions"]())
+    for line in (
+        "| `crop` | whole number or list of whole numbers | *required* | size of a sample in voxels, one number",
+        "| `hang_limit` | text | `60s` |",
+        "| `smooth` | list of numbers | `[0.0, 1e-6]` |",
+        "| `tokens` | mapping or [tokens: adaptive](#tokens-adaptive) | `{}` |",
+    ):
+        assert line in page
 
 
 # ---------------------------------------------------------------- make

@@ -9,7 +9,7 @@ from PIL import Image
 from support import tiny_recipe, write_recipe, write_volume
 
 from vitrail import cli
-from vitrail.data.generate_digits import write_digits
+from vitrail.data.generate import write_digits
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.training.diagnose import bench, summarise
 

@@ -10,7 +10,7 @@ import torch
 from support import events, losses, merge, parameters, vitrail, write_recipe
 
 import vitrail as library
-from vitrail.data.latents_write import write_latents
+from vitrail.data.latents.store import write_latents
 from vitrail.errors import UserError
 from vitrail.objectives.generate import Generate
 from vitrail.recipe import load_recipe

@@ -40,10 +40,10 @@ from watching import (
 )
 
 from vitrail.errors import RunFailed, UserError
-from vitrail.training.checkpoint import read_manifest
 from vitrail.training.run import train
 from vitrail.training.runfolder import RunFolder
 from vitrail.training.session import Session
+from vitrail.weights.runs import read_manifest
 
 STEPS, MANY = 60, 160
 EVERY = 5

@@ -57,7 +57,7 @@ def test_a_run_of_an_early_version_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert vitrail.train("runs/old", quiet=True).step == 10
     found = losses(folder)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    if json.loads((cases.RUN / "environment.json").read_text())["cpu"]["model"] in cases.machine():
+    if cases.machine() == cases.RUN_MACHINE:
         assert list(found) == list(expected)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000005", "step-00000010"]
     assert "early stop" not in write_report(folder).read_text()

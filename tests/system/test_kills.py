@@ -12,8 +12,8 @@ from support import ROOT, environment, run, tiny_recipe
 
 import vitrail
 from vitrail import disk
-from vitrail.bench.results import Results
-from vitrail.data.cache import keep
+from vitrail.bench.sweep import Results
+from vitrail.data.files.cache import keep
 from vitrail.report import write_report
 
 SAMPLE = (  # each verb, and layouts that save in different ways; benchmarks/kills.py without --only has 16 of them

@@ -14,11 +14,11 @@ from support import LONG, environment, losses, merge, run, torchrun, write_recip
 
 from vitrail import cli
 from vitrail.codecs import open_codec
-from vitrail.codecs.autoencoder import AutoencoderCodecConfig
+from vitrail.codecs.own import AutoencoderCodecConfig
 from vitrail.data.sources import guess_kind
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.latents import LatentsConfig
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.sources.zarr import OmeZarrConfig
 
 ROWS, BATCH = 3, 2  # of a shard, and of a forward
 
@@ -152,7 +152,7 @@ zarr = {"rows": rows, "batch": batch, "store": "zarr", "split": "valid", "quiet"
 for target in ("c/0", "valid"):
     child = os.fork()
     if not child:
-        from vitrail.data import latents_write
+        from vitrail.data.latents import store as latents_write
         append = latents_write._append
         def deadly(*arguments):
             append(*arguments)
@@ -198,7 +198,7 @@ def test_encoding_survives_kills(made, tmp_path):
 
 def test_ranks_hear_that_the_first_one_gets_on(made, tmp_path, monkeypatch):
     """While it looks at the files of the data, at shards that are there, and merges them: each may take hours."""
-    from vitrail.training import waiting
+    from vitrail.parallel import agree as waiting
 
     heard = []
     share = waiting.share_json
@@ -206,8 +206,9 @@ def test_ranks_hear_that_the_first_one_gets_on(made, tmp_path, monkeypatch):
     monkeypatch.setattr(waiting, "share_json", lambda value, group: heard.append(value) or share(value, group))
     assert call(*encoding(made, tmp_path / "out"), "--split", "valid") == 0
     files, shards = 8, 3
-    assert heard == [{"busy": True}] * len(heard)
-    assert len(heard) >= 2 * files + 2 * shards  # before and after, and each shard when it is looked for and merged
+    assert (
+        heard.count({"busy": True}) >= 2 * files + 2 * shards
+    )  # before and after, and each shard when it is looked for and merged
 
 
 @pytest.mark.slow

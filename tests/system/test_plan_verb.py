@@ -11,9 +11,9 @@ import typer
 from support import LONG, ROOT
 from typer.testing import CliRunner
 
+from vitrail.cli.plan import add
 from vitrail.cost import trace as tracing
 from vitrail.errors import UserError
-from vitrail.verbs.plan import add
 
 KEYS = {"strategy", "group", "tensor", "context", "pipeline", "gpus", "fits", "memory_gib", "step_seconds"}
 KEYS |= {"samples_per_second", "mfu", "limited_by"}
@@ -140,7 +140,7 @@ def test_what_is_compared_is_near_what_is_traced() -> None:
 
 
 def test_the_verb_costs_nothing_until_it_is_called() -> None:
-    code = "import sys; from vitrail.verbs import plan; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    code = "import sys; from vitrail.cli import plan; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -154,7 +154,7 @@ def test_wrong_words_are_told_before_torch_is_loaded() -> None:
         code = f"""
 import sys, typer
 from vitrail.errors import UserError
-from vitrail.verbs.plan import add
+from vitrail.cli.plan import add
 app = typer.Typer()
 app.callback()(lambda: None)
 add(app)

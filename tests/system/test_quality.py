@@ -20,14 +20,13 @@ from support import ROOT, environment, run, tiny_recipe
 
 import vitrail
 from vitrail.cli import main
-from vitrail.data.generate_digits import write_digits
+from vitrail.data.generate import write_digits
 from vitrail.errors import UserError
 from vitrail.infer import features
 from vitrail.infer.collection import Generated, Real, open_real
 from vitrail.infer.features import RunNetwork, find_inception
-from vitrail.infer.kind import Kind
+from vitrail.infer.folder import Kind, write_sample
 from vitrail.infer.quality import quality
-from vitrail.infer.write import write_sample
 from vitrail.models import ViT, ViTConfig
 
 DIGIT = Kind(np.dtype("uint8"), ("y", "x"), ("grey",), (1.0, 1.0), None, "png")
@@ -140,7 +139,7 @@ def test_without_accuracy_there_are_distances(home: Path, tmp_path: Path) -> Non
 
 def test_a_vit_that_classifies_tokens_names_no_class_of_an_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ViT(ViTConfig(width=8, depth=1, heads=1, patch=4, shape=8, channels=1, classes=10, pool="tokens"))
-    monkeypatch.setattr("vitrail.training.run.load", lambda run, checkpoint: model.eval())
+    monkeypatch.setattr("vitrail.infer.features.load", lambda run, checkpoint: model.eval())
     network = RunNetwork(home / "names")
     assert network.names == ()
     seen = network(torch.zeros(2, 1, 8, 8))

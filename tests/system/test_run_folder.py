@@ -16,9 +16,10 @@ from watching import call, last_line, steps_saved
 from vitrail.contents import check_contents
 from vitrail.errors import RunFailed, UserError
 from vitrail.report.page import write_report
-from vitrail.training.run import evaluate, load, train
+from vitrail.training.run import evaluate, train
 from vitrail.training.runfolder import RunFolder
 from vitrail.training.session import Session
+from vitrail.weights.runs import load
 
 SMALL = {"run__steps": 12, "log__pictures": 10**6, "log__activations": "off", "eval__every": 10**6}
 

@@ -17,9 +17,9 @@ from watching import call, last_line
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import UserError
-from vitrail.training.checkpoint import list_checkpoints, read_manifest
+from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.run import train
-from vitrail.training.same_data import compare_data, data_facts
+from vitrail.weights.runs import list_checkpoints, read_manifest
 
 SMALL = {"run__steps": 4, "checkpoint__every": 2, "log__pictures": 10**6, "log__activations": "off", "eval__every": 100}
 
@@ -160,7 +160,7 @@ def test_untouched_files_are_not_read_again(tmp_path: Path, monkeypatch) -> None
     folder = tmp_path / "images"
     write_images(folder, 4)
     before = facts_of(folder)
-    monkeypatch.setattr("vitrail.training.same_data._look", lambda *_: pytest.fail("was read again"))
+    monkeypatch.setattr("vitrail.training.alike._look", lambda *_: pytest.fail("was read again"))
     assert facts_of(folder, before) == before
 
 

@@ -19,13 +19,12 @@ from support import LONG, end, merge, run, start, torchrun, write_volume
 
 import vitrail
 from vitrail import cli
-from vitrail.data.entries import stored as stored_statistics
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.sources.zarr import OmeZarrConfig
+from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.infer.collection import Generated, find_run
-from vitrail.infer.kind import Kind
-from vitrail.infer.write import read_sample
-from vitrail.training.run import find_checkpoint, load_weights, stored_recipe
+from vitrail.infer.folder import Kind, read_sample
+from vitrail.weights.runs import find_checkpoint, load_weights, stored_recipe
 
 NAMES = ("bar", "cross", "disc")
 
@@ -156,7 +155,7 @@ def test_samples_are_what_the_objective_makes_of_their_labels_and_counters(place
     def generate(labels: list[int], seed: int = 7) -> np.ndarray:
         with torch.no_grad():
             return objective.generate(
-                lambda inputs: [model(**inputs)],
+                lambda inputs: model(**inputs),
                 counters=range(4),
                 seed=seed,
                 labels=torch.tensor(labels),
@@ -305,7 +304,7 @@ def test_the_command_line(place, tmp_path, capsys, monkeypatch):
         ("fields", {"number": 0}, "number: 0 must be at least 1"),
         ("fields", {"batch": 0}, "batch: 0 must be at least 1"),
         ("fields", {"classes": "disk"}, "classes: 'disk' is not a class of this run; did you mean 'disc'"),
-        ("fields", {"sampler": "eular"}, "sampler: 'eular' is unknown; did you mean 'euler'"),
+        ("fields", {"sampler": "eular"}, "sampler 'eular' is unknown; did you mean 'euler'"),
         ("fields", {"steps": 0}, "steps 0 must be at least 1"),
         ("fields", {"guidance": -1.0}, "guidance -1 must be 0 or more"),
         ("fields", {"interval": (0.8, 0.2)}, "interval 0.8, 0.2 must be two"),

@@ -12,9 +12,10 @@ import torch
 from support import MODELS, environment, merge, run, tiny_recipe, write_recipe
 
 from vitrail.cli import main
-from vitrail.data.pool import Pool
+from vitrail.data.reading.pool import Pool
 from vitrail.errors import UserError
-from vitrail.recipe import load_recipe, sizes
+from vitrail.recipe import load_recipe
+from vitrail.recipe import problems as sizes
 
 HUGE = 10**12
 # Changes of a recipe: what `train` says. All of them are refused by arithmetic, or do no harm.

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import UserError
-from vitrail.layers import backends, kernels
+from vitrail.layers import backends
 from vitrail.layers.attention import CrossAttention, KeyMask, SelfAttention, attend, attend_reference, key_mask
 from vitrail.layers.backends import NAMES, Call, available_backends, choose, refusal, use_backend
 from vitrail.layers.block import Block, BlockConfig
+from vitrail.layers.kernels import attention as kernels
 
 ON_CPU = ["auto", "flash", "math", "reference"]
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from vitrail.data.augment import Augmenter, Raw, orient, orientations
 from vitrail.data.augment import affine as affine_module
-from vitrail.data.augment import noise as noise_module
+from vitrail.data.augment import intensity as noise_module
 from vitrail.data.augment.affine import mirror, resample, resample_labels
 from vitrail.data.augment.geometry import Geometry, Move
-from vitrail.data.augment.intensity import blur
-from vitrail.data.augment.noise import add_noise, normal
+from vitrail.data.augment.intensity import add_noise, blur, normal
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.source import Item
 from vitrail.draws import Draws

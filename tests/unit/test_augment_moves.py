@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data.augment import Augmenter, Raw, colour, orient, orientations, window
+from vitrail.data.augment import Augmenter, Raw, orient, orientations, window
+from vitrail.data.augment import intensity as colour
 from vitrail.data.augment.affine import resample
-from vitrail.data.augment.geometry import MOST_TAPS, Geometry, Move, Moves, _about
-from vitrail.data.augment.orientations import flip_first
+from vitrail.data.augment.geometry import MOST_TAPS, Geometry, Move, Moves, _about, flip_first
 from vitrail.draws import stream
-from vitrail.layers.parts import Part, Slab
+from vitrail.layers import kernels
+from vitrail.layers.patches import Part, Slab
 from vitrail.recipe.sections import Augment
 
 AXES = ("z", "y", "x")
@@ -138,7 +139,7 @@ def test_colours_are_those_of_each_sample() -> None:
         pull = saturation * np.eye(3) + (1 - saturation) * np.outer(np.ones(3), colour.GREY)
         return brightness, contrast, np.linalg.inv(colour._YIQ) @ turn @ colour._YIQ @ pull
 
-    for found, counter in zip(zip(*colour._draw(c, 2, range(50)), strict=True), range(50), strict=True):
+    for found, counter in zip(zip(*colour._draw_jitter(c, 2, range(50)), strict=True), range(50), strict=True):
         for one, other in zip(found, alone(counter), strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -222,3 +223,12 @@ def test_mixing_alone_leaves_samples_as_they_are(kind: type) -> None:
     for row in range(4):
         own = found.soft[row, row]
         torch.testing.assert_close(found.values[row], own * values[row] + (1 - own) * values[row ^ 1])
+
+
+def test_one_thread_augments_while_another_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch says of all threads that it compiles; a sample must not depend on what else goes on."""
+    found = object()
+    monkeypatch.setattr(kernels, "_load", lambda *_: found)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert kernels.load_kernels("vitrail.data.augment.affine_kernels", torch.device("cuda"), "augmentation") is found
+    assert kernels.adaptive_kernels("nodes", torch.zeros(1, device="meta")) is None

@@ -11,12 +11,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data import chunks
 from vitrail.data.augment import Augmenter
 from vitrail.data.augment.geometry import Geometry, touched_by
-from vitrail.data.chunks import spans_of
+from vitrail.data.chunks import decoded as chunks
+from vitrail.data.chunks.decoded import spans_of
 from vitrail.data.dataset import Dataset
-from vitrail.data.loader import Loader
+from vitrail.data.reading.loader import Loader
 from vitrail.data.sources.zarr import ZarrConfig
 from vitrail.recipe.sections import Augment
 
@@ -113,7 +113,7 @@ def test_samples_are_those_of_whole_windows(axes: str, tmp_path: Path, monkeypat
         reader = data.reader(sampler, lanes=4, cache_bytes=2**20)
         loader = Loader(sampler, reader, device=torch.device("cpu"), workers=2, prefetch=1, augmenter=augmenter)
         monkeypatch.setattr(chunks, "shared", cache)
-        monkeypatch.setattr("vitrail.data.hierarchy.shared", cache)
+        monkeypatch.setattr("vitrail.data.sources.zarr.shared", cache)
         found = loader.load([0, 1, 2, 3]).values
         return found, sum(e.images[0].chunk_reader.decoded for source in data.sources for e in source.entries)
 

@@ -144,7 +144,7 @@ def test_the_objective(tmp_path):
 def test_pictures_of_volumes(tmp_path):
     from PIL import Image
 
-    from vitrail.report.pairs import pairs_panel
+    from vitrail.report.panels import pairs_panel
 
     volume = np.random.default_rng(0).normal(size=(1, 4, 8, 8)).astype(np.float32)
     with Image.open(pairs_panel(tmp_path / "a.png", [(volume, volume), (volume, -volume)], title="t")) as image:

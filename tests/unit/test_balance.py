@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.cli import main
-from vitrail.data.balance import Balanced, Shares, share, share_ranks
-from vitrail.data.balance_report import compare, rows
-from vitrail.data.mixture import Groups
-from vitrail.data.proof import TIMES, deal, prove, prove_crops, prove_tiles
-from vitrail.data.sampler import Extent, Sampler, choose
-from vitrail.data.tiles import Tiles
+from vitrail.data.order.mixture import Balanced, Groups, Shares, share, share_ranks
+from vitrail.data.order.proof import TIMES, compare, deal, prove, prove_crops, prove_tiles, rows
+from vitrail.data.order.sampler import Extent, Sampler, choose
+from vitrail.data.order.tiles import Tiles
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
 

@@ -11,10 +11,9 @@ from support import ROOT
 
 from vitrail.bench import bench, check_mode
 from vitrail.bench import measure as measuring
-from vitrail.bench import split as splitting
-from vitrail.bench.facts import alone, describe, name_recompute
-from vitrail.bench.numbers import slowest, spread, used_since
-from vitrail.bench.split import Marks, covered, is_collective, marked
+from vitrail.bench import measure as splitting
+from vitrail.bench.measure import Marks, covered, is_collective, marked, slowest, spread, used_since
+from vitrail.bench.runner import alone, describe, name_recompute
 from vitrail.errors import UserError
 from vitrail.parallel import check, float8
 from vitrail.recipe import load_recipe
@@ -80,7 +79,7 @@ def test_tokens_that_are_hidden_are_counted_apart_and_volumes_are_no_images():
 
 
 def test_loading_alone_builds_no_model(monkeypatch):
-    monkeypatch.setattr(measuring, "build_model", None)
+    monkeypatch.setattr("vitrail.training.diagnose.build_model", None)
     found = bench(MAE, mode="io", windows=2, steps=3)
     assert found["samples_per_s"] > 0
     assert found["split"]["forward"] is found["tflops"] is found["loss"] is None

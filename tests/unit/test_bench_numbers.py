@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from vitrail.bench.numbers import energy_of, notes_on, speed
+from vitrail.bench.measure import energy_of, notes_on, speed
 
 
 def test_flops_are_those_of_one_device():

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from vitrail.errors import UserError
-from vitrail.report.bench_cells import read_bench
-from vitrail.report.bench_facts import bench_summary
-from vitrail.report.bench_study import split_studies
+from vitrail.report.bench_cells import read_bench, split_studies
+from vitrail.report.bench_page import bench_summary
 
 H200 = {"device": "NVIDIA H200", "torch": "2.11.0", "python": "3.11.9", "vitrail": "0.1", "commit": "abc"}
 

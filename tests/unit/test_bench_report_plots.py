@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from test_bench_report import only, result, scaling, write_bench
 
-from vitrail.report.bench_cells import read_bench
-from vitrail.report.bench_facts import bench_summary, summarize_bench
-from vitrail.report.bench_plots import draw_all
-from vitrail.report.bench_study import split_studies
-from vitrail.report.bench_style import Picture, shorten
+from vitrail.report.bench_cells import read_bench, split_studies
+from vitrail.report.bench_page import bench_summary, summarize_bench
+from vitrail.report.bench_plots import Picture, draw_all
+from vitrail.report.figures import shorten_middle
 
 LONG = "parallel.prefetch_of_the_next_blocks_of_all"
 
@@ -85,9 +84,9 @@ def test_thin_lines_of_scaling_are_inside(tmp_path: Path) -> None:
 
 
 def test_long_names_keep_their_ends() -> None:
-    assert shorten("short", 5) == "short"
-    assert shorten("abcdefghij", 6) == "abc…ij"
-    assert len(shorten("x" * 99, 64)) == 64
+    assert shorten_middle("short", 5) == "short"
+    assert shorten_middle("abcdefghij", 6) == "abc…ij"
+    assert len(shorten_middle("x" * 99, 64)) == 64
 
 
 @pytest.mark.parametrize(

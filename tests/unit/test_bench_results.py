@@ -16,13 +16,12 @@ import torch
 from support import LONG, ROOT, eventually, is_gone
 
 from vitrail.bench import cell as cells
-from vitrail.bench import child as children
-from vitrail.bench import explain as explaining
 from vitrail.bench import runner
-from vitrail.bench.results import Results, identity, read_results
-from vitrail.bench.trial import is_out_of_memory
-from vitrail.errors import RunFailed, TooLarge, UserError
+from vitrail.bench import supervise as children
+from vitrail.bench.sweep import Results, identity, read_results
+from vitrail.errors import RunFailed, TooLarge, UserError, is_out_of_memory
 from vitrail.report import bench_summary, write_bench_report
+from vitrail.report.modes import explain
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
 OK = {
@@ -248,16 +247,16 @@ def test_the_end_of_a_cell_is_judged_by_files_then_by_its_code(tmp_path):
             (tmp_path / f"a.{rank}.note").write_text(
                 json.dumps(dict(zip(("status", "error", "lost"), note, strict=False)))
             )
-        found = cells.judge(code, out, log, starved=starved)
-        cells.forget(out)
+        found = children.judge_cell(code, out, log, starved=starved)
+        children.forget(out)
         return found["status"], found["error"]
 
-    assert judge(-9) == judge(137) == ("failed", cells.KILLED)
-    assert judge(-9, starved=True) == ("oom", cells.STARVED)
+    assert judge(-9) == judge(137) == ("failed", children.KILLED)
+    assert judge(-9, starved=True) == ("oom", children.STARVED)
     torchrun = "Root Cause (first observed failure):\n  rank : 1\n  exitcode  : -9 (pid: 7)\n"
     ended = ("failed", "rank 0 is the last one", True)
-    assert judge(1, torchrun, rank0=ended) == ("failed", cells.KILLED)
-    assert judge(1, torchrun, rank0=ended, starved=True) == ("oom", cells.STARVED)
+    assert judge(1, torchrun, rank0=ended) == ("failed", children.KILLED)
+    assert judge(1, torchrun, rank0=ended, starved=True) == ("oom", children.STARVED)
     assert judge(1, rank0=ended, starved=True) == ended[:2]  # somebody else's memory
     assert judge(1, rank0=ended, rank1=("oom", "CUDA out of memory")) == ("oom", "CUDA out of memory")
     assert judge(1, rank0=ended, rank1=("failed", "ValueError: x", False)) == ("failed", "ValueError: x")
@@ -269,7 +268,7 @@ def test_the_end_of_a_cell_is_judged_by_files_then_by_its_code(tmp_path):
     (tmp_path / "ab.rank0.note").write_text('{"status": "oom", "error": "of another cell"}')
     assert judge(1)[0] == "failed"
     out.write_text(json.dumps(OK))
-    assert cells.judge(1, out, log)["notes"] == ["its processes ended with 1 after it was measured"]
+    assert children.judge_cell(1, out, log)["notes"] == ["its processes ended with 1 after it was measured"]
 
 
 def test_a_rank_that_lost_another_says_so():
@@ -282,12 +281,12 @@ def test_a_rank_that_lost_another_says_so():
 
 def test_the_system_tells_whether_memory_ran_out(monkeypatch):
     monkeypatch.setattr(children, "oom_kills", lambda: 2)
-    monkeypatch.setattr("vitrail.memory.memory_bytes", lambda: 100)
+    monkeypatch.setattr("vitrail.foreign.memory_bytes", lambda: 100)
     monkeypatch.setattr(children, "largest_child", lambda: 45)
-    assert children.Watch(kills=1, peak=90).starved(1)
-    assert children.Watch(kills=2, peak=10).starved(2)
-    assert not children.Watch(kills=2, peak=10).starved(1)
-    assert not children.Watch(kills=2, peak=45).starved(2)  # that was an earlier cell
+    assert children.Watch(kills=1, peak=90).killed()
+    assert children.Watch(kills=2, peak=10).crowded(2)
+    assert not children.Watch(kills=2, peak=10).crowded(1)
+    assert not children.Watch(kills=2, peak=45).crowded(2)  # that was an earlier cell
 
 
 def test_children_keep_what_the_user_has_set(monkeypatch):
@@ -327,18 +326,18 @@ def test_a_cell_that_hangs_is_ended_and_one_that_is_killed_ran_out_only_if_the_s
         return wait(self, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_it)
-    found = cells.run_cell(order, 1, log=tmp_path / "a.log", limit=0.25)
+    found = children.run_cell(order, 1, log=tmp_path / "a.log", limit=0.25)
     assert found == {"status": "failed", "error": "it took longer than the limit of 0 s, and was ended"}
     sleeper = int((tmp_path / "pid").read_text())
     assert eventually(lambda: is_gone(sleeper))
     child(monkeypatch, tmp_path, "kill -9 $$")
-    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG)["error"] == cells.KILLED
+    assert children.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG)["error"] == children.KILLED
     counts = iter((4, 5))
     monkeypatch.setattr(children, "oom_kills", lambda: next(counts))
-    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG)["status"] == "oom"
+    assert children.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG)["status"] == "oom"
     monkeypatch.setattr(children, "oom_kills", lambda: 5)
     child(monkeypatch, tmp_path, f"echo '{json.dumps(OK)}' > a.json")
-    assert cells.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG) == OK
+    assert children.run_cell(order, 1, log=tmp_path / "a.log", limit=LONG) == OK
     assert not (tmp_path / "a.json").exists()
 
 
@@ -355,7 +354,7 @@ def test_ranks_may_be_started_by_other_words(monkeypatch, tmp_path):
     assert program.exists()
     program.write_bytes(b"\0")
     with pytest.raises(UserError, match=r"--start-with: './child' cannot be started"):
-        cells.run_cell({"out": "a.json"}, 1, log=tmp_path / "a.log", limit=1, starter=["./child"])
+        children.run_cell({"out": "a.json"}, 1, log=tmp_path / "a.log", limit=1, starter=["./child"])
 
 
 # ---------------------------------------------------------------- the order of a sweep
@@ -411,7 +410,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, measured):
 
 
 def test_what_jobs_leave_is_taken_in_and_missing_cells_get_scripts(tmp_path, measured):
-    from vitrail.bench.jobs import write_jobs
+    from vitrail.bench.sweep import write_jobs
 
     sweep = runner.plan_sweep(
         str(TOY), sweep=["nodes=1,2,4"], mode="syn", ranks=2, out=tmp_path, options=runner.Options(steps=3)
@@ -455,7 +454,7 @@ def test_a_kill_after_the_result_leaves_nothing_behind(tmp_path, measured):
 
 
 def test_a_cell_that_a_job_began_is_left_to_it(tmp_path, measured, monkeypatch):
-    from vitrail.bench.jobs import write_jobs
+    from vitrail.bench.sweep import write_jobs
 
     told = []
 
@@ -504,13 +503,13 @@ def result(mode, seconds, *, data=0.0, gpus=1):
 
 def test_the_difference_between_modes_is_one_sentence():
     real, syn, io = result("real", 1.0, data=0.58), result("syn", 0.42), result("io", 0.9)
-    said = explaining.explain([real, syn, io])
+    said = explain([real, syn, io])
     assert said.startswith("58 % of the step waits for data; a step takes 1 s with real data and 0.42 s with one batch")
     assert "raise data.workers" in said
-    assert explaining.explain([real]) == "58 % of the step waits for data"
-    said = explaining.explain([result("syn", 1.0, gpus=4), result("compute", 0.75)])
+    assert explain([real]) == "58 % of the step waits for data"
+    said = explain([result("syn", 1.0, gpus=4), result("compute", 0.75)])
     assert said.startswith("25 % of a step is communication and waiting for other ranks")
-    assert "this may be chance" in explaining.explain([result("real", 1.0), result("syn", 1.0)])
-    assert explaining.explain([result("syn", 1.0)]) == "backward takes 67 % of a step"
-    assert explaining.explain([result("real", 0.5), result("syn", 1.0)]).startswith("no verdict")
-    assert explaining.explain([{"status": "oom", "mode": "real"}]) == ""
+    assert "this may be chance" in explain([result("real", 1.0), result("syn", 1.0)])
+    assert explain([result("syn", 1.0)]) == "backward takes 67 % of a step"
+    assert explain([result("real", 0.5), result("syn", 1.0)]).startswith("no verdict")
+    assert explain([{"status": "oom", "mode": "real"}]) == ""

@@ -3,8 +3,7 @@
 import pytest
 from support import ROOT
 
-from vitrail.bench.results import identity
-from vitrail.bench.sweep import check_cells, read_axis, read_cells, too_large
+from vitrail.bench.sweep import check_cells, identity, read_axis, read_cells, too_large
 from vitrail.errors import UserError
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from vitrail.layers.block import Block, BlockConfig
-from vitrail.layers.mlp import MLP, SwiGLU
+from vitrail.layers.block import MLP, Block, BlockConfig, SwiGLU
 
 CONFIG = {"width": 24, "heads": 2, "kv_heads": 2, "hidden": 48, "mlp": "gelu", "norm": "layer", "eps": 1e-6}
 

@@ -10,9 +10,7 @@ from support import environment, run, torchrun
 
 from vitrail.bench import calibrate as calibration
 from vitrail.bench import probe as probing
-from vitrail.bench.calibrate import calibrate, known_cluster, table
-from vitrail.bench.launches import launch_seconds
-from vitrail.bench.links import fit
+from vitrail.bench.calibrate import calibrate, fit, known_cluster, launch_seconds, table
 from vitrail.bench.probe import Probe
 from vitrail.cost.cluster import WALKS, load_cluster
 from vitrail.errors import UserError

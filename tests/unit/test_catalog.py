@@ -158,7 +158,7 @@ def test_study_vit_overfits_a_batch() -> None:
 
 
 def test_sap_overfits_a_batch() -> None:
-    from vitrail.models.inputs import make_inputs
+    from vitrail.models.model import make_inputs
 
     torch.manual_seed(0)
     tokens = AdaptiveTokens(length=40, score=GradientScore())

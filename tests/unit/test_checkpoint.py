@@ -44,17 +44,10 @@ from torch.distributed.checkpoint import metadata as parts
 from vitrail.errors import UserError
 from vitrail.sums import sum_of_file
 from vitrail.training import checkpoint as module
-from vitrail.training.checkpoint import (
-    BadCheckpoint,
-    Checkpoints,
-    check_space,
-    list_checkpoints,
-    load_tensors,
-    read_manifest,
-    stored_tensors,
-    verify,
-)
-from vitrail.training.safe_dcp import UnsafeCheckpoint, _tiles, _Unpickler
+from vitrail.training.checkpoint import Checkpoints, check_space
+from vitrail.weights import runs
+from vitrail.weights.runs import BadCheckpoint, list_checkpoints, load_tensors, read_manifest, stored_tensors, verify
+from vitrail.weights.safe_dcp import UnsafeCheckpoint, _tiles, _Unpickler
 
 NUMBERS = {
     "samples": 0,
@@ -683,7 +676,7 @@ def test_a_pickle_that_names_far_places_takes_no_memory() -> None:
 def test_metadata_and_manifests_are_read_within_bounds(folder: Path, monkeypatch) -> None:
     newest = folder / "step-00000002"
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.safe_dcp.largest", lambda: 100)
+        patch.setattr("vitrail.weights.safe_dcp.largest", lambda: 100)
         with pytest.raises(UnsafeCheckpoint, match="more than the 100 that such a file can need"):
             stored_tensors(newest, read_manifest(newest))
     with open(newest / "manifest.json", "ab") as file:
@@ -763,9 +756,9 @@ def test_parts_that_fill_a_tensor_are_read(folder: Path) -> None:
 
 def test_a_checkpoint_of_a_newer_vitrail_is_refused_and_not_set_aside(folder: Path) -> None:
     """To go on from an older one would throw away what the newer has made."""
-    reseal(folder / "step-00000002", format=module.FORMAT + 1)
+    reseal(folder / "step-00000002", format=runs.FORMAT + 1)
     before = sorted(folder.rglob("*"))
-    with pytest.raises(UserError, match=rf"step-00000002 was written by a newer vitrail: version {module.FORMAT + 1}"):
+    with pytest.raises(UserError, match=rf"step-00000002 was written by a newer vitrail: version {runs.FORMAT + 1}"):
         load_newest(open_checkpoints(folder))
     again = open_checkpoints(folder)
     again.remember_best("loss")
@@ -777,4 +770,4 @@ def test_a_checkpoint_of_an_older_vitrail_is_read(folder: Path) -> None:
     reseal(folder / "step-00000002", format=1)
     assert read_manifest(folder / "step-00000002") == manifest | {"data": None}
     assert load_newest(open_checkpoints(folder)) == (2, [])
-    assert set(module.UPGRADES) == set(range(1, module.FORMAT))
+    assert set(runs.UPGRADES) == set(range(1, runs.FORMAT))

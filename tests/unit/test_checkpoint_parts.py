@@ -9,8 +9,9 @@ import pytest
 
 from vitrail.errors import BadData
 from vitrail.sums import sealed
-from vitrail.training import run
-from vitrail.training.checkpoint import FORMAT, KEYS, MANIFEST, BadCheckpoint, Checkpoints, read_manifest
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.weights import runs as run
+from vitrail.weights.runs import FORMAT, KEYS, MANIFEST, BadCheckpoint, read_manifest
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,19 @@ import torch
 import zarr
 from test_loader import reading_threads
 
-from vitrail.data import chunk_layers
-from vitrail.data import pool as pool_module
 from vitrail.data.augment import Augmenter, orientations
-from vitrail.data.bad import Policy, SlowRead
-from vitrail.data.chunk_layers import find_layers
-from vitrail.data.chunks import ChunkReader, open_chunks, parts
-from vitrail.data.loader import Loader
-from vitrail.data.reader import Reader
-from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.batch import Labelling
+from vitrail.data.chunks import decoded as chunk_layers
+from vitrail.data.chunks.decoded import ChunkReader, find_layers, open_chunks, parts
+from vitrail.data.order.sampler import Extent, Sampler
+from vitrail.data.order.tiles import Tiles
+from vitrail.data.reading import pool as pool_module
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.pool import Policy, SlowRead
+from vitrail.data.reading.reader import Reader
 from vitrail.data.sources.zarr import ZarrConfig
-from vitrail.data.tiles import Tiles
 from vitrail.errors import BadData, MissingData
-from vitrail.layers.parts import Part, Slab
+from vitrail.layers.patches import Part, Slab
 from vitrail.recipe.sections import Augment
 
 
@@ -139,19 +139,19 @@ class Volume:
 
 @pytest.fixture
 def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Volume:
-    monkeypatch.setattr("vitrail.data.reader.MUCH_MORE", 0)  # however small it is
+    monkeypatch.setattr("vitrail.data.reading.reader.MUCH_MORE", 0)  # however small it is
     monkeypatch.setattr(pool_module, "PATIENCE", 0.3)
     return Volume(tmp_path / "a")
 
 
-def chunks_of(loader: Loader, steps: range) -> int:
-    """Chunks that the samples of some steps touch, each counted once for a block."""
+def chunks_of(loader: Loader, steps: range, grid: tuple[int, ...] = (4, 4, 4)) -> int:
+    """Chunks that the samples of some steps touch, each counted once for a block; or once, of a step that is alone."""
     blocks: dict[Any, set[Any]] = {}
     for counter in [c for step in steps for c in loader.counters(step)]:
         sample = loader.sampler(counter)
         window = tuple(slice(s, s + n) for s, n in zip(sample.start, CROP, strict=True))
-        name = tuple((b.start, b.stop) for b in sample.block)
-        blocks.setdefault(name, set()).update(part.chunk for part in parts((4, 4, 4), window))
+        name = len(steps) > 1 and tuple((b.start, b.stop) for b in sample.block)
+        blocks.setdefault(name, set()).update(part.chunk for part in parts(grid, window))
     return sum(map(len, blocks.values()))
 
 
@@ -163,7 +163,6 @@ def test_crops_of_a_visit_are_read_together(volume: Volume, workers: int, first:
     volume.check(loader, first, 14)
     ends = [first, 4, 8, 12, 14]
     assert volume.decoder.decoded == sum(chunks_of(loader, range(*each)) for each in itertools.pairwise(ends))
-    assert bool(loader.reader._blocks) == (first == 3)  # of the step that is alone
 
 
 def test_steps_that_share_blocks_with_others_are_not_begun_together(volume: Volume) -> None:
@@ -269,7 +268,7 @@ def test_errors_that_pass_leave_no_trace(volume: Volume, monkeypatch: pytest.Mon
             raise OSError(5, "Input/output error")
         return decode(self, chunk, *given)
 
-    monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("vitrail.data.reading.pool.FIRST_WAIT", 0.001)
     monkeypatch.setattr(ChunkReader, "decode", fail_once)
     loader = volume.loader(workers=4)
     volume.check(loader, 0, 16)
@@ -324,3 +323,115 @@ def test_a_second_try_is_not_kept_waiting_by_reads_that_hang(
     finally:
         stop.set()
     assert failed
+
+
+# ---------------------------------------------------------------- floats and labels
+
+
+class Labelled(Volume):
+    """A volume of a type, with labels of its voxels in an array of their own."""
+
+    def __init__(self, path: Path, dtype: str, **options: Any):
+        self.values = write(path / "image", (26, 24, 30), (4, 4, 4), dtype)
+        self.labels = write(path / "labels", (26, 24, 30), (8, 4, 4), "uint16") % 7
+        labels = zarr.open_array(str(path / "labels"), mode="a")
+        labels[...] = self.labels
+        self.path = path / "image"
+        self.source = ZarrConfig(path=str(self.path), labels=str(path / "labels"), **options).open()
+
+    def of(self, loader: Loader, counter: int) -> tuple[np.ndarray, np.ndarray]:
+        start = loader.sampler(counter).start
+        inside = tuple(slice(s, s + n) for s, n in zip(start, CROP, strict=True))
+        return self.values[inside][None], self.labels[inside]
+
+
+def labelled_loader(volume: Labelled, names: int = 7, ignore: int | None = None, **options: Any) -> Loader:
+    labelling = Labelling("voxel", tuple(f"class {n}" for n in range(names)), ignore)
+    made = volume.loader(**options)
+    reader = Reader([volume.source], CROP, whole_blocks=True, cache_bytes=1 << 20, labelling=labelling, retries=0)
+    return Loader(
+        made.sampler,
+        reader,
+        made.counters,
+        device=torch.device("cpu"),
+        workers=2,
+        prefetch=PREFETCH,
+        policy=Policy(retries=0),
+    )
+
+
+@pytest.fixture
+def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.reading.reader.MUCH_MORE", 0)
+    monkeypatch.setattr(pool_module, "PATIENCE", 0.3)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64"])
+@pytest.mark.usefixtures("however_small")
+def test_floats_and_labels_are_read_together(tmp_path: Path, dtype: str) -> None:
+    """Each chunk of both arrays is decoded once a visit; what travels in another type of floats is read by itself."""
+    volume = Labelled(tmp_path, dtype, label_map={3: 5, 5: 3})
+    volume.labels = np.array([0, 1, 2, 5, 4, 3, 6], np.uint16)[volume.labels]
+    loader = labelled_loader(volume)
+    assert [len(steps) for steps in loader._visits(0, 8)] == [REUSE, REUSE]
+    for batch in loader.batches(0, 8):
+        assert batch.labels is not None
+        for counter, values, labels in zip(batch.counters, batch.values, batch.labels, strict=True):
+            image, classes = volume.of(loader, counter)
+            np.testing.assert_array_equal(values.numpy(), image)
+            np.testing.assert_array_equal(labels.numpy(), classes)
+    entry = volume.source.entries[0]
+    if dtype != "float64":
+        visits = [range(0, REUSE), range(REUSE, 2 * REUSE)]
+        assert entry.images[0].chunk_reader.decoded == sum(chunks_of(loader, steps) for steps in visits)
+        assert entry.labels.chunk_reader.decoded == sum(chunks_of(loader, steps, (8, 4, 4)) for steps in visits)
+
+
+@pytest.mark.parametrize("nodata", ["error", "fill"])
+@pytest.mark.usefixtures("however_small")
+def test_floats_that_are_no_numbers_spoil_only_the_crops_that_hold_them(tmp_path: Path, nodata: str) -> None:
+    volume = Labelled(tmp_path, "float32", nodata=nodata, fill_value=-2.5)
+    volume.values[13, 11, 14] = np.nan
+    stored = zarr.open_array(str(volume.path), mode="a")
+    stored[...] = volume.values
+    loader = volume.loader()
+    assert loader.reader.reads_together(0)
+
+    def holds(counter: int) -> bool:
+        start = loader.sampler(counter).start
+        return all(s <= at < s + n for s, at, n in zip(start, (13, 11, 14), CROP, strict=True))
+
+    bad = [counter for counter in range(40 * LANES) if holds(counter)]
+    assert bad
+    if nodata == "fill":
+        volume.values[13, 11, 14] = -2.5
+        volume.check(loader, 0, 40)
+        return
+    volume.check(loader, 0, min(bad) // LANES)
+    with pytest.raises(BadData, match=r"holds nan at dim_0 = 13|holds nan at z = 13, y = 11, x = 14"):
+        volume.check(loader, 0, 40)
+
+
+@pytest.mark.parametrize("ignore", [None, 6])
+@pytest.mark.usefixtures("however_small")
+def test_labels_of_no_class_are_named_though_read_together(tmp_path: Path, ignore: int | None) -> None:
+    loader = labelled_loader(Labelled(tmp_path, "uint8"), names=6, ignore=ignore)
+    if ignore is None:
+        with pytest.raises(BadData, match=r"label 6 at voxel \[\d+, \d+, \d+\] .*the 6 classes are 0"):
+            list(loader.batches(0, 4))
+    else:
+        assert all((batch.labels == 6).any() for batch in loader.batches(0, 4))
+    assert not reading_threads()
+
+
+@pytest.mark.usefixtures("however_small")
+def test_slabs_have_whole_labels(tmp_path: Path) -> None:
+    volume = Labelled(tmp_path, "float32")
+    codes = range(len(orientations(CROP)))
+    whole = labelled_loader(volume, codes=codes)
+    halves = [labelled_loader(volume, codes=codes) for _ in range(2)]
+    for number, half in enumerate(halves):
+        half.slab = Slab(Part(number, 2), CROP)
+    for batch, *parted in zip(*(loader.batches(0, 8) for loader in (whole, *halves)), strict=True):
+        assert torch.equal(torch.cat([part.values for part in parted], dim=2), batch.values)
+        assert all(torch.equal(part.labels, batch.labels) for part in parted)

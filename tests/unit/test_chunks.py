@@ -13,8 +13,9 @@ import pytest
 import tensorstore
 import zarr
 
-from vitrail.data.chunks import ChunkCache, ChunkReader, LazyWindow, open_chunks, parts
-from vitrail.data.zarr_nodes import open_array
+from vitrail.data.chunks import decoded
+from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, open_chunks, parts
+from vitrail.data.chunks.nodes import open_array
 from vitrail.errors import BadData, MissingData
 
 SHAPE, GRID = (20, 30, 41), (8, 8, 16)
@@ -313,6 +314,18 @@ def test_errors_reach_all_who_wait_and_are_not_kept(tmp_path: Path, monkeypatch:
     assert np.array_equal(cache.read(reader, window), values[window])
 
 
+def test_a_chunk_that_found_no_memory_can_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = values_of(shape=(8, 8, 8))
+    reader = open_chunks(write(tmp_path / "a", values, chunks=(8, 8, 8)))
+    assert reader is not None
+    cache, window = ChunkCache(), (slice(0, 8),) * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(decoded, "_decode_into", lambda *_: np.empty(2**60, np.uint8))
+        with pytest.raises(MemoryError):
+            cache.read(reader, window)
+    assert np.array_equal(cache.read(reader, window), values)
+
+
 def test_many_chunks_are_shared_out_among_threads(tmp_path: Path) -> None:
     values = values_of(shape=(20, 20, 20))
     path = write(tmp_path / "a", values, chunks=(4, 4, 4))
@@ -323,71 +336,3 @@ def test_many_chunks_are_shared_out_among_threads(tmp_path: Path) -> None:
     (path / "c" / "3" / "3" / "3").unlink()
     with pytest.raises(MissingData, match=r"\{3, 3, 3\}"):
         ChunkCache().read(reader, whole)
-
-
-# A window that is filled as it is needed -------------------------------------------------------------------------
-
-
-def test_a_window_is_filled_as_it_is_needed(tmp_path: Path) -> None:
-    values = values_of()
-    reader = open_chunks(write(tmp_path / "a", values))
-    assert reader is not None
-    out = np.full([w.stop - w.start for w in WINDOW], 200, np.uint8)
-    lazy = LazyWindow(reader, out, WINDOW)
-    rng = np.random.default_rng(2)
-    for number in range(40):
-        starts = [int(rng.integers(w.start, w.stop)) for w in WINDOW]
-        smaller = tuple(slice(s, int(rng.integers(s + 1, w.stop + 1))) for s, w in zip(starts, WINDOW, strict=True))
-        lazy.fill(smaller)
-        inside = tuple(slice(s.start - w.start, s.stop - w.start) for s, w in zip(smaller, WINDOW, strict=True))
-        assert np.array_equal(out[inside], values[smaller])
-        if not number:
-            touched = len(list(parts(GRID, smaller)))
-            assert reader.decoded == touched < 36
-    lazy.fill(WINDOW)
-    assert reader.decoded == 36
-    assert np.array_equal(out, values[WINDOW])
-
-
-def test_threads_share_the_work_of_filling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = values_of()
-    reader = open_chunks(write(tmp_path / "a", values))
-    assert reader is not None
-    decode, calls = ChunkReader.decode, []
-
-    def slow(self: ChunkReader, index: tuple[int, ...], *memory: Any) -> np.ndarray:
-        calls.append((index, threading.get_ident()))
-        time.sleep(0.002)
-        return decode(self, index, *memory)
-
-    monkeypatch.setattr(ChunkReader, "decode", slow)
-    out = np.zeros([w.stop - w.start for w in WINDOW], np.uint8)
-    lazy = LazyWindow(reader, out, WINDOW)
-
-    def work(_: int) -> bool:
-        lazy.fill(WINDOW)
-        return np.array_equal(out, values[WINDOW])
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-    assert len({index for index, _ in calls}) == len(calls) == 36
-    assert len({thread for _, thread in calls}) > 1
-
-
-def test_what_could_not_be_filled_is_met_by_all_who_need_it_and_tried_again(tmp_path: Path) -> None:
-    values = values_of()
-    path = write(tmp_path / "a", values)
-    chunk = path / "c" / "1" / "2" / "0"
-    whole = chunk.read_bytes()
-    chunk.write_bytes(whole[:9])
-    reader = open_chunks(path)
-    assert reader is not None
-    out = np.zeros([w.stop - w.start for w in WINDOW], np.uint8)
-    lazy = LazyWindow(reader, out, WINDOW)
-    lazy.fill((slice(3, 8), *WINDOW[1:]))  # does not touch it
-    with ThreadPoolExecutor(3) as pool:
-        jobs = [pool.submit(lazy.fill, WINDOW) for _ in range(3)]
-        assert all(isinstance(job.exception(), BadData) for job in jobs)
-    chunk.write_bytes(whole)
-    lazy.fill(WINDOW)
-    assert np.array_equal(out, values[WINDOW])

@@ -4,8 +4,8 @@ import types
 
 import torch
 
-from vitrail.codecs.autoencoder import AutoencoderCodec
-from vitrail.codecs.codec import fingerprint_of, range_of
+from vitrail.codecs import fingerprint_of, range_of
+from vitrail.codecs.own import AutoencoderCodec
 
 
 class Half(torch.nn.Module):

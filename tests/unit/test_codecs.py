@@ -12,10 +12,9 @@ import pytest
 import torch
 from support import merge
 
-from vitrail.codecs import decode_all, decoder_for, open_codec
-from vitrail.codecs.autoencoder import AutoencoderCodecConfig
-from vitrail.codecs.identity import IdentityConfig
+from vitrail.codecs import IdentityConfig, decode_all, decoder_for, open_codec
 from vitrail.codecs.kl import KLConfig
+from vitrail.codecs.own import AutoencoderCodecConfig
 from vitrail.codecs.torchscript import TorchScriptConfig
 from vitrail.data.sources.latents import LatentsConfig
 from vitrail.errors import UserError
@@ -301,7 +300,8 @@ def test_a_codec_of_the_user(tmp_path, monkeypatch):
 def test_latents_that_are_complete_are_tidied_and_nothing_else(tmp_path):
     """What lies beside them and is not of their making stays: files of a person, and drafts of who writes there now."""
     from vitrail import disk
-    from vitrail.data.latents_shards import PLAN, ShardedLatents
+    from vitrail.data.latents.shards import ShardedLatents
+    from vitrail.data.latents.store import PLAN
 
     plan = {"codec": {"kind": "x"}, "data": {}, "encoding": {}}
     rows = [(np.arange(32, dtype=np.float32).reshape(1, 2, 4, 4), None)]
@@ -353,8 +353,8 @@ def test_latents_that_are_complete_are_tidied_and_nothing_else(tmp_path):
 
 
 def test_shards_survive_whatever_happens(tmp_path):
-    from vitrail.data.latents_shards import PLAN, ShardedLatents
-    from vitrail.data.latents_write import Moments
+    from vitrail.data.latents.shards import ShardedLatents
+    from vitrail.data.latents.store import PLAN, Moments
 
     random = np.random.default_rng(0)
     values = (random.standard_normal((10, 2, 4, 4)) * 3 + 100).astype(np.float32)

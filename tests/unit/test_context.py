@@ -1,16 +1,18 @@
 """Attention over ranks, with all ranks in one process, and the kernels for a part of the keys."""
 
+import importlib.util
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.layers import kernels
 from vitrail.layers.attention import attend_reference, key_mask
 from vitrail.layers.backends import Call, choose, preferred, refusal, use_backend
-from vitrail.layers.kernels import KeyMask, run_part, run_part_backward
+from vitrail.layers.kernels import attention as kernels
+from vitrail.layers.kernels.attention import KeyMask, run_part, run_part_backward
 from vitrail.parallel.context import (
     ALONE,
     Ranks,
@@ -20,8 +22,16 @@ from vitrail.parallel.context import (
     merge,
     ranks_of_context,
     repeat_groups,
-    simulate_context,
 )
+
+SPEC = importlib.util.spec_from_file_location(
+    "simulated_context", Path(__file__).parents[2] / "benchmarks/simulated_context.py"
+)
+assert SPEC is not None
+assert SPEC.loader is not None
+SIMULATED = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(SIMULATED)
+simulate_context = SIMULATED.simulate_context
 
 
 def draw(queries: int, keys: int, *, heads: int = 4, groups: int = 2, batch: int = 3) -> list[Tensor]:

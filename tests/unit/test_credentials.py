@@ -16,7 +16,7 @@ from support import tiny_recipe, write_recipe, write_volume
 from vitrail import credentials
 from vitrail.cli import main
 from vitrail.credentials import hide, hide_in, reveal, strip
-from vitrail.data import files
+from vitrail.data.files import paths as files
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import load_recipe
 from vitrail.training.failures import summary

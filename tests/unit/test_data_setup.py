@@ -12,26 +12,28 @@ from support import LONG, merge, tiny_recipe
 from test_loader import ArraySource
 
 import vitrail
-from vitrail.data import chunks, entries
-from vitrail.data.bad import Policy, SlowRead
+from vitrail.data import statistics
 from vitrail.data.batch import Statistics
+from vitrail.data.chunks import decoded as chunks
 from vitrail.data.dataset import Dataset
-from vitrail.data.latents_write import write_latents
+from vitrail.data.latents.store import write_latents
+from vitrail.data.reading.pool import Policy, SlowRead
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.latents import LatentsConfig
 from vitrail.errors import BadData, UserError
 from vitrail.objectives.reconstruct import Reconstruct
-from vitrail.recipe.changes import diff
+from vitrail.parallel import agree as waiting
+from vitrail.recipe.load import diff
 from vitrail.recipe.sections import Data
-from vitrail.training import collective, setup, waiting
-from vitrail.training.alike import data_facts
+from vitrail.training import setup
+from vitrail.training.alike import facts_of_ranks
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
-    monkeypatch.setattr("vitrail.data.pool.PATIENCE", 0.1)
+    monkeypatch.setattr("vitrail.data.reading.pool.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("vitrail.data.reading.pool.PATIENCE", 0.1)
 
 
 def dataset_of(*configs: Any, crop: tuple[int, ...] = (8, 8), **values: Any) -> Dataset:
@@ -151,10 +153,10 @@ def test_images_that_cannot_be_opened_are_left_out(folder: Path, caplog: pytest.
 
 def test_ranks_that_leave_out_other_items_differ(folder: Path) -> None:
     entry = ImageFolderConfig(path=str(folder))
-    before = data_facts([dataset_of(entry, bad="skip")], Policy())
+    before = facts_of_ranks([dataset_of(entry, bad="skip")], Policy())
     assert before["data.train.0"]["items"] == 12
     (folder / "cat" / "3.png").write_bytes(b"")
-    after = data_facts([dataset_of(entry, bad="skip")], Policy())
+    after = facts_of_ranks([dataset_of(entry, bad="skip")], Policy())
     assert [key for key, _, _ in diff(before, after)] == [
         "data.train.0.items",
         "data.train.0.sizes",
@@ -169,11 +171,11 @@ def test_exact_statistics_are_not_measured_again(tmp_path: Path, monkeypatch: py
     dataset = dataset_of(LatentsConfig(path=str(tmp_path / "a")))
     with monkeypatch.context() as patch:
         patch.setattr("vitrail.data.dataset.statistics.measure", lambda *a, **k: pytest.fail("measured"))
-        found = entries.shared(dataset, seed=0)
+        found = statistics.shared(dataset, seed=0)
     assert found.mean == pytest.approx((values[:, 0].mean(dtype=float), 5.0), rel=1e-5)
     assert found.std == pytest.approx((values[:, 0].std(dtype=float), 1.0), rel=1e-5)
     ranks = dataset_of(LatentsConfig(path=str(tmp_path / "a")), normalize={"percentiles": [5, 95]})
-    assert entries.shared(ranks, seed=0) != found
+    assert statistics.shared(ranks, seed=0) != found
 
 
 def test_statistics_are_measured_with_the_policy_for_bad_data(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,9 +245,8 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.barrier, self.shared = threading.Barrier(2, timeout=LONG), {}
-        for module in (collective, waiting):
-            monkeypatch.setattr(module, "share_json", self.share)
-            monkeypatch.setattr(module.dist, "get_rank", lambda group: self.rank())
+        monkeypatch.setattr(waiting, "share_json", self.share)
+        monkeypatch.setattr(waiting.dist, "get_rank", lambda group: self.rank())
         monkeypatch.setattr(waiting, "EVERY", 0.0)
 
     def rank(self) -> int:
@@ -304,14 +305,20 @@ def test_those_who_wait_for_rank_0_hear_that_it_gets_on(monkeypatch: pytest.Monk
 def test_the_watchdog_is_told_while_data_are_opened(
     volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitrail.training.guards import Watchdog
+    from vitrail.training.failures import OPENING, Watchdog
 
-    beats: list[tuple[str, float | None]] = []
+    beats: list[tuple[str, float]] = []
+    beat = Watchdog.beat
+
+    def note(self: Watchdog, step: int, phase: str, **options: Any) -> None:
+        beat(self, step, phase, **options)
+        beats.append((phase, self.limit))
+
     monkeypatch.setattr(waiting, "EVERY", 0.0)
-    monkeypatch.setattr(Watchdog, "beat", lambda self, step, phase, *, allowance=None: beats.append((phase, allowance)))
+    monkeypatch.setattr(Watchdog, "beat", note)
     tree = tiny_recipe(volume, tmp_path / "run", run__steps=1, data__filter={"by": "image", "share": 0.01})
     vitrail.train(tree, quiet=True)
     opening = [number for number, (phase, _) in enumerate(beats) if phase == "opening the data"]
     assert len(opening) > 10  # pieces of maps and samples of statistics
-    assert beats[opening[0]][1] == waiting.OPENING
+    assert beats[opening[0]][1] == OPENING
     assert beats[opening[-1] + 1][0] == "start"

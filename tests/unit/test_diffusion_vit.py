@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.layers.backends import use_backend
+from vitrail.layers.block import timestep_features
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.modulation import timestep_features
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViT, DiffusionViTConfig
 from vitrail.models.encoder import EncoderConfig
-from vitrail.models.inputs import make_inputs
+from vitrail.models.model import make_inputs
 
 ENCODER = EncoderConfig(width=24, depth=2, heads=2, patch=4)
 DECODER = DiffusionDecoderConfig(width=16, depth=2, heads=2, mlp_ratio=2.0)

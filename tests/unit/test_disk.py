@@ -645,7 +645,7 @@ def test_the_mark_is_no_trouble_to_other_readers(tmp_path: Path, recwarn: pytest
     import zarr
 
     from vitrail.data.generate import Volume, write_ome_zarr
-    from vitrail.data.sources.ome_zarr import OmeZarrConfig
+    from vitrail.data.sources.zarr import OmeZarrConfig
 
     image = np.arange(8**3, dtype=np.uint16).reshape(8, 8, 8)
     for version, driver in (("0.4", "zarr"), ("0.5", "zarr3")):
@@ -663,7 +663,8 @@ def test_the_mark_is_no_trouble_to_other_readers(tmp_path: Path, recwarn: pytest
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail import cli
-    from vitrail.data import generate, ngff_write
+    from vitrail.data import generate
+    from vitrail.data.formats import ngff as ngff_write
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.infer.distances import (
+from vitrail.infer.features import (
     Cloud,
+    Gaussian,
+    apart,
     directions,
     frechet,
-    frechet_of_gaussians,
     kid,
     precision_recall,
     sliced_wasserstein,
@@ -33,13 +34,9 @@ def test_frechet_closed_forms() -> None:
     std, other_std = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([2.0, 2.0, 0.5])
     wanted = float((mean - other).square().sum() + (std - other_std).square().sum())
     basis = turn(3)
-    found = frechet_of_gaussians(
-        basis @ mean.double(),
-        basis @ torch.diag(std.double() ** 2) @ basis.T,
-        basis @ other.double(),
-        basis @ torch.diag(other_std.double() ** 2) @ basis.T,
-    )
-    assert found == pytest.approx(wanted, abs=1e-10)
+    one = Gaussian.of(basis @ mean.double(), basis @ torch.diag(std.double() ** 2) @ basis.T)
+    two = Gaussian.of(basis @ other.double(), basis @ torch.diag(other_std.double() ** 2) @ basis.T)
+    assert apart(one, two) == pytest.approx(wanted, abs=1e-10)
 
 
 def test_frechet_of_covariances_that_do_not_commute() -> None:

@@ -13,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.layers.attention import attend_reference
 from vitrail.layers.backends import use_backend
-from vitrail.layers.block import BlockConfig
-from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.modulation import (
+from vitrail.layers.block import (
+    BlockConfig,
     LabelEmbed,
     ModulatedBlock,
     check_class_ids,
@@ -25,9 +24,10 @@ from vitrail.layers.modulation import (
     split_condition,
     timestep_features,
 )
+from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import grid_coordinates, patchify, unpatchify
 from vitrail.models.dit import DiT, DiTConfig
-from vitrail.models.inputs import make_inputs
+from vitrail.models.model import make_inputs
 from vitrail.parallel.recompute import recomputed
 
 SMALL = DiTConfig(width=24, depth=2, heads=2, patch=2, channels=3, classes=5, shape=(8, 12))

@@ -18,9 +18,19 @@ import torch.distributed as dist
 from support import LONG
 
 from vitrail.errors import RunFailed, UserError
-from vitrail.training import failures, guards, run
-from vitrail.training.failures import Board, Cause, is_lost_connection, summary, tell_launcher, was_said, within
-from vitrail.training.guards import STORE_GONE, Watchdog
+from vitrail.training import failures, run
+from vitrail.training import failures as guards
+from vitrail.training.failures import (
+    STORE_GONE,
+    Board,
+    Cause,
+    Watchdog,
+    is_lost_connection,
+    summary,
+    tell_launcher,
+    was_said,
+    within,
+)
 from vitrail.training.session import Session
 
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242")

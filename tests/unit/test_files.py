@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vitrail.data import files
 from vitrail.data.dataset import Dataset
-from vitrail.data.inspect import open_source
+from vitrail.data.files import paths as files
+from vitrail.data.look.inspect import open_source
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
 from vitrail.recipe import kinds

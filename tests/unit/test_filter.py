@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_loader import ArraySource
 
 from vitrail.data.augment import Augmenter
-from vitrail.data.bad import Policy, SlowRead
 from vitrail.data.dataset import Dataset
-from vitrail.data.filter import Occupancy, cell_of, count_voxels
-from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.order.filter import Occupancy, cell_of, count_voxels
+from vitrail.data.order.sampler import Extent, Sampler
+from vitrail.data.reading.pool import Policy, SlowRead
 from vitrail.data.sources.numpy import NumpyConfig
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Data
@@ -139,7 +139,7 @@ def test_maps_are_made_once_for_the_same_data(entry, tmp_path, monkeypatch) -> N
     chosen = {"by": entry.open().variables[0], "above": 100}
     dataset_of(entry, filter=chosen)
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.data.filter.count_voxels", lambda *a, **k: pytest.fail("made again"))
+        patch.setattr("vitrail.data.order.filter.count_voxels", lambda *a, **k: pytest.fail("made again"))
         dataset_of(entry, filter=chosen)
     changed = np.zeros((24, 40), np.uint8)
     changed[0, 0] = 255
@@ -189,9 +189,9 @@ class Faulty(ArraySource):
 
 
 def test_maps_are_read_with_the_policy_for_bad_data(entry, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("vitrail.data.bad.FIRST_WAIT", 0.001)
-    monkeypatch.setattr("vitrail.data.pool.PATIENCE", 0.1)
-    monkeypatch.setattr("vitrail.data.filter.PIECE", 64)  # pieces of 8 x 8
+    monkeypatch.setattr("vitrail.data.reading.pool.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("vitrail.data.reading.pool.PATIENCE", 0.1)
+    monkeypatch.setattr("vitrail.data.order.filter.PIECE", 64)  # pieces of 8 x 8
     array, ticks = np.load(entry.path), []
     options = {"by": "v0", "above": 100}
 

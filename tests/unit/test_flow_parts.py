@@ -11,7 +11,8 @@ from vitrail.draws import Draws
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import MAEConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
-from vitrail.parallel import collectives
+from vitrail.parallel import mesh as collectives
+from vitrail.parallel import private
 from vitrail.parallel.flow import Flow
 
 
@@ -39,9 +40,9 @@ def test_a_validation_leaves_the_model_as_it_is_trained() -> None:
 def test_gradients_of_collectives_are_those_of_the_summed_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that hold the same: what one gets is what both give."""
     monkeypatch.setattr(collectives.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(collectives, "_all_gather", lambda x, dim, group: torch.cat([x, x], dim))
-    monkeypatch.setattr(collectives, "_reduce_scatter", lambda x, how, dim, group: 2 * x.chunk(2, dim)[0])
-    monkeypatch.setattr(collectives.functional, "all_reduce", lambda x, how, group: 2 * x)
+    monkeypatch.setattr(private, "_all_gather", lambda x, dim, group: torch.cat([x, x], dim))
+    monkeypatch.setattr(private, "_reduce_scatter", lambda x, how, dim, group: 2 * x.chunk(2, dim)[0])
+    monkeypatch.setattr(private.functional, "all_reduce", lambda x, how, group: 2 * x)
     x, weights = torch.randn(3, 4, requires_grad=True), torch.randn(3, 8)
     whole = collectives.gather(x, -1, None)
     assert torch.equal(whole, torch.cat([x, x], -1))

@@ -570,7 +570,7 @@ def test_names_of_parts_that_hdf5_takes_for_others_are_refused(tmp_path: Path) -
 def test_a_pattern_of_more_files_than_are_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import h5py
 
-    from vitrail.data import hdf5_links
+    from vitrail.data.formats import hdf5 as hdf5_links
 
     for number in range(3):
         with h5py.File(tmp_path / f"p{number}.h5", "w") as file:
@@ -716,9 +716,11 @@ def test_chunks_of_one_voxel_take_little_memory(tmp_path: Path) -> None:
     array = zarr.create_array(tmp_path / "a.zarr", shape=(4, 4), chunks=(1, 1), dtype="u1")
     array[:] = VALUES[1, :4, :4]
     assert np.array_equal(first("zarr", tmp_path / "a.zarr")[0], VALUES[1, :4, :4])
-    from vitrail.data.chunks import shared
+    from vitrail.data.chunks.decoded import ChunkCache, open_chunks
 
-    assert len(shared._shelves[1].free) < 2**15  # each place is an object
+    cache, reader = ChunkCache(limit=5000), open_chunks(tmp_path / "a.zarr")
+    assert np.array_equal(cache.read(reader, (slice(0, 4), slice(0, 4))), VALUES[1, :4, :4])
+    assert 0 < len(cache) < 10  # each place is an object of some hundred bytes
 
 
 # ---------------------------------------------------------------- changed bytes

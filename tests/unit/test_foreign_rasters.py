@@ -268,7 +268,7 @@ def test_pages_in_files_that_are_not_known_are_refused(tmp_path: Path, monkeypat
     """Should tifffile find names where vitrail sees none."""
     import tifffile
 
-    from vitrail.data import tiff_file
+    from vitrail.data.formats import tiff as tiff_file
 
     tifffile.imwrite(tmp_path / "secret.tif", VALUES[0])
     (tmp_path / "in").mkdir()
@@ -296,7 +296,7 @@ def test_an_image_in_another_file_is_read_from_there(tmp_path: Path, compression
 
 def test_planes_that_micro_manager_tells_are_counted(tmp_path: Path) -> None:
     """For as many of them tifffile makes a list."""
-    from vitrail.data.tiff_file import _count_planes
+    from vitrail.data.formats.tiff import _count_planes
 
     index = np.array([[0, 0, 0, 0, 8], [1, 2, 999_999_999, 0, 8]], np.uint32)  # channel, slice, frame, position, offset
     told: dict[str, Any] = {"Summary": {"Positions": 5, "Frames": 3}, "IndexMap": index}
@@ -344,7 +344,7 @@ def test_pages_over_each_other_are_refused_before_they_are_read(
     """Each of them may claim all tags of the file: of a MB, tifffile would read for hours, of some kinds at once."""
     import tifffile
 
-    from vitrail.data import tiff_file
+    from vitrail.data.formats import tiff as tiff_file
 
     def fail(*args: Any, **more: Any) -> None:
         pytest.fail("it was read")
@@ -388,7 +388,7 @@ def test_pieces_of_tiff_that_tell_their_own_sizes(tmp_path: Path) -> None:
     import imagecodecs
     import tifffile
 
-    from vitrail.data.tiff_file import _image_size, check_frame
+    from vitrail.data.formats.tiff import _image_size, check_frame
 
     plane = np.zeros((10, 12, 3), np.uint8)
     assert _image_size(bytes(imagecodecs.png_encode(plane)))[:2] == (10, 12)

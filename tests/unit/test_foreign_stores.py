@@ -19,15 +19,16 @@ from PIL import Image
 from xarray.backends.locks import HDF5_LOCK
 
 from vitrail import foreign
-from vitrail.data import hdf5_links, hdf5_words
-from vitrail.data.chunks import open_chunks
-from vitrail.data.files import natural_key, read_bytes
-from vitrail.data.hdf5_links import check_whole, walk
-from vitrail.data.ngff import find_images
-from vitrail.data.places import Remote, read_remote
+from vitrail.data.chunks.decoded import open_chunks
+from vitrail.data.chunks.nodes import list_arrays
+from vitrail.data.files.paths import natural_key, read_bytes
+from vitrail.data.files.places import Remote, read_remote
+from vitrail.data.formats import hdf5 as hdf5_links
+from vitrail.data.formats import hdf5 as hdf5_words
+from vitrail.data.formats.hdf5 import check_whole, walk
+from vitrail.data.formats.ngff import find_images
 from vitrail.data.sources import netcdf, parquet
 from vitrail.data.sources.webdataset import Samples, WebdatasetConfig, expand
-from vitrail.data.zarr_nodes import list_arrays
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import METADATA, trusted
 from vitrail.recipe import kinds

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitrail.data.formats import Handles, Whole, decoding
+from vitrail.data.files.handles import Handles, Whole, decoding
 from vitrail.data.grid import GridSource
 from vitrail.data.sources import guess_kind
 from vitrail.errors import BadData, MissingData, UserError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vitrail.cost.formulas import FORMULAS, training_flops, utilisation
+from vitrail.cost.work import FORMULAS, training_flops, utilisation
 from vitrail.layers.masks import RandomMask
 from vitrail.models import DecoderConfig, DiTConfig, EncoderConfig, MAEConfig, StudyViTConfig, ViTConfig
 

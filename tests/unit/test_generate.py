@@ -144,7 +144,7 @@ def test_existing_data_is_kept_unless_told(tmp_path, volume: Volume) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, volume: Volume, monkeypatch) -> None:
-    import vitrail.data.ngff_write as writer
+    import vitrail.data.formats.ngff as writer
 
     def fail(blocks: np.ndarray) -> np.ndarray:
         raise OSError("disk full")

@@ -14,8 +14,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.diffusion import SamplingConfig, Steps
 from vitrail.draws import Draws
 from vitrail.errors import UserError
-from vitrail.layers.parts import Part, Slab
-from vitrail.layers.patches import patchify, unpatchify
+from vitrail.layers.patches import Part, Slab, patchify, unpatchify
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.diffusion_vit import DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
@@ -24,8 +23,9 @@ from vitrail.models.vit import ViTConfig
 from vitrail.objectives.denoise import DenoiseConfig
 from vitrail.objectives.flow import FlowConfig
 from vitrail.objectives.generate import Generate, coarsen, quarters, range_of
+from vitrail.parallel.split import Split
 from vitrail.recipe.sections import Augment
-from vitrail.report.sample_grid import sample_grid
+from vitrail.report.panels import sample_grid
 
 ENCODER = EncoderConfig(width=16, depth=1, heads=2, patch=2)
 DIT = DiTConfig(width=16, depth=1, heads=2, patch=2, channels=2, shape=(4, 6), classes=3, label_dropout=0.25)
@@ -88,7 +88,7 @@ def test_each_step_of_a_sampler_has_noise_of_its_own(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("vitrail.objectives.generate.sample", watched)
     objective = DenoiseConfig().build(VIT3D, STATISTICS)
-    objective.generate(lambda inputs: [], counters=range(40), seed=5)
+    objective.generate(lambda inputs: torch.empty(0), counters=range(40), seed=5)
     assert all(noise.shape == (40, 2, *VIT3D.shape) for noise in drawn)
     table = torch.corrcoef(torch.stack([noise.flatten() for noise in drawn]))
     assert (table - torch.eye(4)).abs().max() < 5 / drawn[0].numel() ** 0.5  # of the beginning, too
@@ -134,12 +134,12 @@ def test_parts_are_cut_from_the_whole(number: int, slabs: bool) -> None:
     whole = objective.loss(torch.zeros_like(targets.values), targets)
     found, sums = [], torch.zeros(2)
     for index in range(count):
-        part, mine = Part(index, count), batch
+        split, mine = Split(model, Part(index, count)), batch
         if slabs:
-            slab = objective.slab(model.shape, part)
-            assert slab == Slab(part, model.shape)
+            slab = split.slab(objective, model.shape)
+            assert slab == Slab(split.part, model.shape)
             mine = replace(batch, values=batch.values[:, :, slab.rows.start : slab.rows.stop], slab=slab)
-        some, answers = objective.prepare(mine, Draws(1, batch.counters), part=part)
+        some, answers = split.prepare(objective, mine, Draws(1, batch.counters))
         assert torch.equal(some["times"], inputs["times"])
         loss = objective.loss(torch.zeros_like(answers.values), answers)
         sums += torch.stack([loss.sum, loss.count])
@@ -242,8 +242,9 @@ def test_variables_and_coarse_images_condition() -> None:
     assert inputs["x"].shape[-1] == 4 * 3
     assert targets.values.shape[-1] == 4
     assert torch.equal(unpatchify(inputs["x"], (2, 2), (4, 6))[:, 1:], given)  # unspoilt
-    assert objective.slab((4, 6), Part(0, 2)) is not None
-    assert FlowConfig(coarse=2).build(replace(DIT, patch=1), STATISTICS).slab((4, 6), Part(0, 4)) is None
+    assert Split(DIT, Part(0, 2)).slab(objective, (4, 6)) is not None
+    fine = replace(DIT, patch=1)
+    assert Split(fine, Part(0, 4)).slab(FlowConfig(coarse=2).build(fine, STATISTICS), (4, 6)) is None
     assert coarsen(torch.ones(1, 2, 4, 4, 4), 4).shape == (1, 2, 4, 4, 4)
 
 
@@ -336,12 +337,12 @@ def test_keys_are_checked() -> None:
 class Oracle:
     """Answers as a model that knows the data of every class; keeps what it was asked."""
 
-    def __init__(self, objective: Generate, parts: int = 1):
-        self.objective, self.parts, self.asked = objective, parts, []
+    def __init__(self, objective: Generate):
+        self.objective, self.asked = objective, []
         shape = (4, 2, *objective.size)
         self.data = torch.from_numpy(np.random.default_rng(1).normal(0, 1, shape).astype(np.float32))  # 3: no class
 
-    def __call__(self, inputs: dict[str, Any]) -> list[Tensor]:
+    def __call__(self, inputs: dict[str, Any]) -> Tensor:
         o, patch = self.objective, (2,) * self.objective.model.ndim
         self.asked.append(inputs)
         labels = inputs.get("labels", torch.zeros(len(inputs["x"]), dtype=torch.int64))
@@ -349,7 +350,7 @@ class Oracle:
         x = unpatchify(inputs["x"], patch, o.size)[:, :2]
         data = self.data[labels]
         noise = o.process.denoised(x, data, times, "data").noise
-        return list(patchify(o.process.target(data, noise, times, o.predict), patch).chunk(self.parts, dim=1))
+        return patchify(o.process.target(data, noise, times, o.predict), patch)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -403,9 +404,9 @@ def test_samples_have_the_units_of_the_entry_that_they_are_made_from() -> None:
     batch = Batch([0, 1], values, None, ("a", "b"), statistics=(mean, std))
 
     def knows(data: Tensor) -> Any:
-        def answer(inputs: dict[str, Any]) -> list[Tensor]:
+        def answer(inputs: dict[str, Any]) -> Tensor:
             x, time = unpatchify(inputs["x"], (2, 2), (4, 6))[:, :2], inputs["times"][0] / 1000
-            return [patchify((data - x) / (1 - time), (2, 2))]
+            return patchify((data - x) / (1 - time), (2, 2))
 
         return answer
 
@@ -503,7 +504,7 @@ def test_pictures_use_the_greys_that_there_are(tmp_path: Path, dtype: str) -> No
     values = torch.linspace(low, high, 4 * 64 * 64).view(4, 1, 64, 64)
     batch = Batch(list(range(4)), values)
     objective.equip(value_range=range_of(np.dtype(dtype)))
-    shown = objective.example(batch, Draws(0, range(4)), lambda inputs: [torch.zeros_like(inputs["x"])])[1]
+    shown = objective.example(batch, Draws(0, range(4)), lambda inputs: torch.zeros_like(inputs["x"]))[1]
     objective.draw(tmp_path / "picture.png", batch, values, shown, step=0, held_out=True)
     assert shades(tmp_path / "picture.png") > 128
     objective.draw(tmp_path / "dark.png", replace(batch, values=values / 4), values / 4, shown, step=0, held_out=True)

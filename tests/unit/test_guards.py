@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from vitrail.errors import UserError
 from vitrail.launch.world import World, agree_on_attempt
-from vitrail.training import guards, runfolder
-from vitrail.training.failures import Cause
-from vitrail.training.guards import STOP_SIGNALS, StopRequest, Watchdog
+from vitrail.training import failures as guards
+from vitrail.training import runfolder
+from vitrail.training.failures import STOP_SIGNALS, Cause, StopRequest, Watchdog
 from vitrail.training.runfolder import RunFolder, beside
 
 LONG = 600.0  # seconds after which a test gives up

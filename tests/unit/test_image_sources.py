@@ -22,18 +22,17 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from support import ROOT
 
-from vitrail.data import image_source, inspect
-from vitrail.data.image_source import ImageSource
-from vitrail.data.items import choose_channels
-from vitrail.data.latents_write import write_latents
-from vitrail.data.source import ClassifiedSource, LabelledSource, Source
+from vitrail.data.latents.store import write_latents
+from vitrail.data.look import inspect
+from vitrail.data.source import ClassifiedSource, LabelledSource, Source, choose_channels
+from vitrail.data.sources import encoded as image_source
 from vitrail.data.sources import guess_kind
 from vitrail.data.sources.cifar10 import CLASSES, Cifar10Config
-from vitrail.data.sources.dummy import DummyConfig
+from vitrail.data.sources.encoded import ImageSource
+from vitrail.data.sources.generated import KINDS, DummyConfig, SyntheticConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.latents import LatentsConfig
 from vitrail.data.sources.parquet import ParquetConfig
-from vitrail.data.sources.synthetic import KINDS, SyntheticConfig
 from vitrail.data.sources.webdataset import WebdatasetConfig, expand
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import kinds
@@ -891,7 +890,7 @@ def test_batches_of_several_kinds(tmp_path: Path) -> None:
 
     from vitrail.data.batch import Labelling
     from vitrail.data.dataset import Dataset
-    from vitrail.data.loader import Loader
+    from vitrail.data.reading.loader import Loader
 
     # Every pixel of an image has its class as its value, whatever the kind.
     def image(label: int, size: int) -> np.ndarray:

@@ -10,11 +10,20 @@ import pytest
 from PIL import Image
 from support import write_volume
 
-from vitrail.data.advice import decoded_per_voxel, entry_of, suggest_crop, suggest_recipe, warn
-from vitrail.data.bench import touched
 from vitrail.data.dataset import Dataset
-from vitrail.data.inspect import inspect, look, picture, read_settings
-from vitrail.data.picture import spread, variable_groups
+from vitrail.data.look.inspect import (
+    decoded_per_voxel,
+    entry_of,
+    inspect,
+    look,
+    picture,
+    read_settings,
+    suggest_crop,
+    suggest_recipe,
+    warn,
+)
+from vitrail.data.look.picture import spread, variable_groups
+from vitrail.data.look.preview import touched
 from vitrail.data.source import Item
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import UserError
@@ -376,8 +385,8 @@ def test_speed_is_that_of_bytes_as_they_are_stored(dtype, size, tmp_path):
     """Types that PyTorch lacks are widened on their way: that makes nothing faster."""
     import torch
 
-    from vitrail.data.bench import measure_io
-    from vitrail.data.loader import Loader
+    from vitrail.data.look.preview import measure_io
+    from vitrail.data.reading.loader import Loader
     from vitrail.data.sources.numpy import NumpyConfig
 
     np.save(tmp_path / "a.npy", noise(32, 32, dtype=dtype))
@@ -393,9 +402,9 @@ def test_the_probe_counts_every_chunk_once(tmp_path):
     """A volume of 3 x 3 x 3 chunks, cold: crops all over it decode each chunk once, and then nothing more."""
     import torch
 
-    from vitrail.data.bench import probed
-    from vitrail.data.loader import Loader
-    from vitrail.data.sources.ome_zarr import OmeZarrConfig
+    from vitrail.data.look.preview import probed
+    from vitrail.data.reading.loader import Loader
+    from vitrail.data.sources.zarr import OmeZarrConfig
 
     path = write_volume(tmp_path / "em.zarr", size=48)  # chunks of 16
     dataset = Dataset([OmeZarrConfig(path=str(path))], (16, 16, 16), where="data.train")

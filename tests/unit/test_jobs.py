@@ -1,5 +1,6 @@
 """Job scripts: what they must say for every launcher and machine, and what is refused before one is written."""
 
+import functools
 import json
 import os
 import re
@@ -15,9 +16,12 @@ from typer.testing import CliRunner
 
 from vitrail.cli import app
 from vitrail.errors import UserError
-from vitrail.launch.jobs import Job, check_machine, known_machines, load_machine, save, submit, write_script
+from vitrail.launch import jobs
+from vitrail.launch.jobs import Job, check_machine, known_machines, load_machine, save, submit
+from vitrail.parallel.check import refuse
 
 DEMO = str(ROOT / "configs/demo/mae3d.yaml")
+write_script = functools.partial(jobs.write_script, refuse=refuse)
 SOURCES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "src")  # of the containers
 
 

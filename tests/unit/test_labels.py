@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from support import events, merge, tiny_recipe
-from test_loader import ArraySource
+from test_loader import ArraySource, bytes_of
 
 import vitrail
 from vitrail import disk
 from vitrail.data.batch import Batch, Labelling, Statistics
 from vitrail.data.dataset import Dataset
-from vitrail.data.generate_digits import write_digits
-from vitrail.data.loader import Loader
-from vitrail.data.ngff_write import write_ome_zarr
+from vitrail.data.formats.ngff import write_ome_zarr
+from vitrail.data.generate import write_digits
+from vitrail.data.reading.loader import Loader
 from vitrail.data.source import ClassifiedSource, LabelledSource
 from vitrail.data.sources.image_folder import ImageFolderConfig
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import UserError
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.vit import ViTConfig
@@ -131,13 +131,14 @@ def test_whole_blocks_hold_labels_within_the_limit_of_memory(zarr: Path) -> None
     assert not dataset.reader(sampler, lanes=4, cache_bytes=enough - 1, labelling=labelling).whole_blocks
     assert dataset.reader(sampler, lanes=4, cache_bytes=enough - 1).whole_blocks
 
+    dataset.sources[0].keeps_chunks = dataset.sources[0].reads_straight = False  # as those of other formats
     reader = dataset.reader(sampler, lanes=4, cache_bytes=enough, labelling=labelling)
     out, labels = np.empty((1, 6, 6, 6), reader.dtype), np.empty((6, 6, 6), reader.label_dtype)
     for counter in range(60):
         reader.read_into(out, sampler(counter), labels)
         np.testing.assert_array_equal(labels, labels_of(out[0]))
-        held = sum(future.result().nbytes for future, _ in reader._blocks.values())
-        assert held == reader._bytes <= enough
+        assert bytes_of(reader.blocks) == reader.blocks.bytes <= enough
+    assert len(reader.blocks)
 
 
 def test_labels_that_nobody_needs_are_not_read(zarr: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,21 @@ import pytest
 import torch
 
 from vitrail.layers.attention import SelfAttention, attend, attend_reference
+from vitrail.layers.block import swiglu_hidden
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.masks import BlockMask, GridMask, RandomMask, TubeMask, make_mask, num_visible
-from vitrail.layers.mlp import swiglu_hidden
-from vitrail.layers.patches import gather_tokens, grid_coordinates, grid_of, patchify, per_axis, unpatchify
-from vitrail.layers.positions import pairs_per_axis, rope_table, rotate, sincos
+from vitrail.layers.patches import (
+    gather_tokens,
+    grid_coordinates,
+    grid_of,
+    pairs_per_axis,
+    patchify,
+    per_axis,
+    rope_table,
+    rotate,
+    sincos,
+    unpatchify,
+)
 
 # ---------------------------------------------------------------- patches
 

@@ -15,7 +15,7 @@ from vitrail.layers.flops import Flops
 from vitrail.models.model import Model, Stage
 from vitrail.parallel import check, shard
 from vitrail.parallel.check import ImpossibleLayout, refuse
-from vitrail.parallel.gradients import Gradients
+from vitrail.parallel.flow import Gradients
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.recipe import Recipe, config, kinds, load_recipe
 from vitrail.recipe.sections import Parallel

@@ -5,7 +5,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -18,17 +18,15 @@ from support import LONG
 from torch import Tensor
 
 from vitrail.data.augment import Augmenter, Raw, orient, orientations
-from vitrail.data.bad import SlowRead
 from vitrail.data.batch import Batch, Statistics
-from vitrail.data.buffers import LINE, Buffers, aligned
+from vitrail.data.chunks.decoded import ChunkCache
 from vitrail.data.dataset import Dataset
-from vitrail.data.loader import Loader
-from vitrail.data.pool import Pool, Several
-from vitrail.data.reader import Reader, host_dtype
-from vitrail.data.sampler import Extent, Sample, Sampler
-from vitrail.data.shrink import fit_image, pool
+from vitrail.data.order.sampler import Extent, Sample, Sampler
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.pool import LINE, Buffers, Pool, Several, SlowRead, aligned
+from vitrail.data.reading.reader import Reader, fit_image, host_dtype, pool
 from vitrail.data.source import Item
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment
 
@@ -275,6 +273,11 @@ def test_threads_that_want_the_same_block_read_it_once(volume: ArraySource) -> N
         np.testing.assert_array_equal(out, expected(loader.sampler, [volume], number))
 
 
+def bytes_of(cache: ChunkCache) -> int:
+    """What the arrays of a cache take."""
+    return sum(array.nbytes for held in cache._kept.values() for array in held.values if array is not None)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "float64", ">i2"])
 def test_the_limit_of_memory_is_kept(dtype: str) -> None:
     """Blocks held or being read never exceed the limit, which fits three of the largest; answers stay right."""
@@ -289,7 +292,7 @@ def test_the_limit_of_memory_is_kept(dtype: str) -> None:
     def look() -> None:
         nonlocal most
         time.sleep(0.001)
-        most = max(most, reader._bytes)
+        most = max(most, reader.blocks.bytes)
 
     source.before = look
     loader = Loader(
@@ -299,8 +302,7 @@ def test_the_limit_of_memory_is_kept(dtype: str) -> None:
         for counter, values in zip(batch.counters, batch.values, strict=True):
             np.testing.assert_array_equal(values.numpy(), expected(sampler, [source], counter))
     assert 0 < most <= limit
-    held = sum(future.result().nbytes for future, _ in reader._blocks.values())
-    assert held == reader._bytes <= limit
+    assert bytes_of(reader.blocks) == reader.blocks.bytes <= limit
 
 
 def test_a_block_beyond_the_limit_is_not_read_whole(volume: ArraySource) -> None:
@@ -312,7 +314,7 @@ def test_a_block_beyond_the_limit_is_not_read_whole(volume: ArraySource) -> None
         reader.read_into(out, sampler(counter))
         np.testing.assert_array_equal(out, expected(sampler, [volume], counter))
     assert all(stop - start == 6 for name in volume.reads for start, stop in name[1:])
-    assert not reader._blocks
+    assert not len(reader.blocks)
 
 
 def test_whole_blocks_are_read_only_where_those_of_all_lanes_fit(volume: ArraySource) -> None:
@@ -340,7 +342,7 @@ def test_a_block_that_failed_can_be_read_again(volume: ArraySource) -> None:
         loader.load([0])
     failing = False
     np.testing.assert_array_equal(loader.load([0]).values[0].numpy(), expected(loader.sampler, [volume], 0))
-    assert loader.reader._bytes == sum(size for _, size in loader.reader._blocks.values())
+    assert loader.reader.blocks.bytes == bytes_of(loader.reader.blocks)
 
 
 # ---------------------------------------------------------------- errors and early ends
@@ -812,23 +814,13 @@ def test_one_panorama_does_not_enlarge_every_batch() -> None:
 
 
 class StraightSource(ArraySource):
-    """Keeps chunks itself, and copies to where a window belongs, or fills what is asked for of a block."""
+    """Keeps chunks itself, and copies to where a window belongs."""
 
     keeps_chunks = reads_straight = True
 
     def read_into(self, item: int, region: tuple[slice, ...], out: np.ndarray, touched: None = None) -> None:
         self.before()
         out[...] = self.arrays[item][(slice(None), *region)]
-
-    def read_later(self, item: int, region: tuple[slice, ...], out: np.ndarray) -> Callable[[tuple[slice, ...]], None]:
-        out[...] = 0
-
-        def fill(smaller: tuple[slice, ...]) -> None:
-            self.before()
-            inside = tuple(slice(s.start - r.start, s.stop - r.start) for s, r in zip(smaller, region, strict=True))
-            out[(slice(None), *inside)] = self.arrays[item][(slice(None), *smaller)]
-
-        return fill
 
     def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
         raise AssertionError("there is a shorter way")
@@ -838,8 +830,8 @@ class StraightSource(ArraySource):
 def test_windows_are_copied_straight_where_a_source_can(
     cache: int, much_more: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or cut out of blocks, where the source is larger than the cache by far."""
-    monkeypatch.setattr("vitrail.data.reader.MUCH_MORE", much_more)
+    """And no block is kept for them, however large the source is."""
+    monkeypatch.setattr("vitrail.data.reading.reader.MUCH_MORE", much_more)
     source = StraightSource(np.random.default_rng(0).integers(0, 60_000, (2, 21, 24, 18), dtype=np.uint16))
     loader = loader_of(source, turn=False, cache=cache)
     assert loader.reader.whole_blocks == (cache > 0)
@@ -854,7 +846,7 @@ def test_windows_are_copied_straight_where_a_source_can(
     for batch in loader.batches(0, 5):
         for counter, values in zip(batch.counters, batch.values, strict=True):
             np.testing.assert_array_equal(values.numpy(), expected(loader.sampler, [source], counter))
-    assert bool(loader.reader._blocks) == (cache > 0 and not much_more)
+    assert not len(loader.reader.blocks)
 
 
 # ---------------------------------------------------------------- memory that is used again
@@ -921,7 +913,7 @@ def test_small_samples_are_read_by_the_handful_and_a_slow_one_is_named(
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("vitrail.data.pool.time", types.SimpleNamespace(monotonic=look))
+            patch.setattr("vitrail.data.reading.pool.time", types.SimpleNamespace(monotonic=look))
             quick = pool.put(Several([take_a_second] * 4, [lambda: "quick"] * 4))
             assert quick.result(1.05) == [None] * 4  # 4 s in all
         slow = pool.put(Several([lambda: None, partial(stop.wait, 5.0)], [lambda: "first", lambda: "second"]))

@@ -11,15 +11,14 @@ import torch
 from support import LONG
 
 from vitrail.data.augment import Augmenter
-from vitrail.data.bad import Policy, SlowRead
 from vitrail.data.batch import Labelling, Statistics
-from vitrail.data.items import whole_item
-from vitrail.data.loader import Loader
-from vitrail.data.reader import Reader
-from vitrail.data.sampler import Extent, Sampler
-from vitrail.data.source import Item, ManySource
+from vitrail.data.order.sampler import Extent, Sampler
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.pool import Policy, SlowRead
+from vitrail.data.reading.reader import Reader
+from vitrail.data.source import Item, ManySource, whole_item
 from vitrail.data.sources.cifar10 import RECORD, Cifar10Config
-from vitrail.data.sources.dummy import DummyConfig
+from vitrail.data.sources.generated import DummyConfig
 from vitrail.errors import BadData, FailedRead, UserError
 from vitrail.recipe.sections import Augment
 
@@ -256,7 +255,7 @@ def test_all_threads_read_what_failed_together() -> None:
 
 
 def test_a_read_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.pool.PATIENCE", 0.1)
+    monkeypatch.setattr("vitrail.data.reading.pool.PATIENCE", 0.1)
     source, go_on = Images(), threading.Event()
     source.fail = go_on.wait
     try:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from vitrail.draws import key
+from vitrail.parallel.split import Split
 from vitrail.training import setup
 
 
@@ -34,7 +35,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def flow_of(rank: int) -> Any:
-    return SimpleNamespace(layout=SimpleNamespace(data=3), data_rank=rank, part=None)
+    return SimpleNamespace(layout=SimpleNamespace(data=3), data_rank=rank, split=Split())
 
 
 def test_ranks_read_slices_of_the_batch_that_follow_one_another(parts: Any) -> None:

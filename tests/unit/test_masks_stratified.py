@@ -8,12 +8,13 @@ import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.layers import tokens as all_tokens
 from vitrail.layers.masks import RandomMask, StratifiedMask, make_mask, num_visible
-from vitrail.layers.parts import Part, cut
+from vitrail.layers.patches import Part, cut
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
+from vitrail.parallel import split as splitting
+from vitrail.parallel.split import Split
 
 
 @pytest.mark.parametrize("grid", [(8, 6), (8, 3, 5)])
@@ -96,9 +97,10 @@ def test_what_is_known_to_be_at_home_is_not_counted(slabs: int, monkeypatch: pyt
     def counted(*_: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(all_tokens, "count_owners", counted)
-    slab = objective.slab((16, 16), Part(1, 2))
+    monkeypatch.setattr(splitting, "count_owners", counted)
+    split = Split(config, Part(1, 2))
+    slab = split.slab(objective, (16, 16))
     assert slab is not None
     batch = Batch([3, 4], images[:, :, 8:], slab=slab)
-    inputs, _ = objective.prepare(batch, draws, part=Part(1, 2))
+    inputs, _ = split.prepare(objective, batch, draws)
     assert torch.equal(inputs["x"], cut(whole["x"], Part(1, 2)))

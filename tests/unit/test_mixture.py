@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from vitrail.data.augment import Augmenter
 from vitrail.data.dataset import Dataset
-from vitrail.data.loader import Loader
-from vitrail.data.mixture import Groups, group_entries, rotation
-from vitrail.data.sampler import Extent, Sampler, choose
+from vitrail.data.order.mixture import Groups, group_entries, rotation
+from vitrail.data.order.sampler import Extent, Sampler, choose
+from vitrail.data.reading.loader import Loader
 from vitrail.data.source import Item
 from vitrail.errors import UserError
 from vitrail.recipe.sections import Augment, Data
@@ -316,7 +316,7 @@ def test_formats_with_other_shapes_and_spacings_train_together(tmp_path, monkeyp
     nibabel = pytest.importorskip("nibabel")
     tifffile = pytest.importorskip("tifffile")
     from vitrail import train
-    from vitrail.data.ngff_write import write_ome_zarr
+    from vitrail.data.formats.ngff import write_ome_zarr
 
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -6,13 +6,13 @@ import torch
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.layers.masks import RandomMask
-from vitrail.layers.positions import rope_table
+from vitrail.layers.patches import rope_table
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.encoder import EncoderConfig, hidden_width
-from vitrail.models.inputs import make_inputs
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
+from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.reconstruct import ReconstructConfig

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from vitrail.cost.cluster import Cluster, Link, load_cluster
-from vitrail.cost.network import Group, all_gather, all_reduce, all_to_all, group_of, reduce_scatter, send
+from vitrail.cost.step import Group, all_gather, all_reduce, all_to_all, group_of, reduce_scatter, send
 from vitrail.parallel.mesh import Layout
 
 GB = 1e9

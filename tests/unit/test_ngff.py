@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.data.ngff import find_images, read_multiscale, safe_join
+from vitrail.data.formats.ngff import find_images, read_multiscale, safe_join
 from vitrail.errors import UserError
 
 ZYX = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]

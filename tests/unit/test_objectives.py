@@ -352,18 +352,42 @@ def test_what_objectives_say_they_need() -> None:
     assert isinstance(SegmentConfig().build(sap(), GREY), Segment)
 
 
-def test_a_prepare_that_cannot_be_given_a_part_is_refused() -> None:
-    class Own(Classify):
-        def prepare(self, batch: Any, draws: Any, *, evaluating: bool = False) -> Any:  # type: ignore[override]
+def test_a_prepare_that_cannot_be_called_is_refused() -> None:
+    class Short(Classify):
+        def prepare(self, batch: Any, draws: Any) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    class Parted(Classify):
+        def prepare(self, batch: Any, draws: Any, *, evaluating: bool = False, depth: Any) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    class Own(Classify):  # what it may be given besides has a default
+        def prepare(self, batch: Any, draws: Any, *, evaluating: bool = False, wide: bool = False) -> Any:
+            raise AssertionError
+
+    class Earlier(Classify):  # ignored, it would be wrong where ranks share samples
+        needs_whole = True
+
+        def prepare(
+            self, batch: Any, draws: Any, *, evaluating: bool = False, part: Any = None, exchange: Any = None
+        ) -> Any:
             raise AssertionError
 
     class Open(Classify):
         def prepare(self, batch: Any, draws: Any, **options: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(UserError, match=r"Own.prepare\(\) takes no part and no exchange; write it as .*exchange=None"):
-        check_prepare(Own.__new__(Own))
-    for kind in (Open, Classify):
+    for kind, problem in (
+        (Short, "unexpected keyword argument 'evaluating'"),
+        (Parted, "missing a required .*'depth'"),
+    ):
+        with pytest.raises(
+            UserError, match=rf"{kind.__name__}.prepare\(\) cannot be called \(.*{problem}.*; write it as"
+        ):
+            check_prepare(kind.__new__(kind))
+    with pytest.raises(UserError, match=r"Earlier has part, exchange, needs_whole, which .*; write prepare\("):
+        check_prepare(Earlier.__new__(Earlier))
+    for kind in (Own, Open, Classify):
         check_prepare(kind.__new__(kind))
 
 

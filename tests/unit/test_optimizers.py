@@ -94,14 +94,14 @@ def test_lion_by_its_formula(model: Model) -> None:
 
 def test_muon_takes_the_matrices_of_blocks_and_adamw_all_others(model: Model) -> None:
     groups = make_groups(model, MuonConfig())
-    by_update = {type(group["update"]).__name__: set[str]() for group in groups}
+    by_update = {type(group.update).__name__: set[str]() for group in groups}
     for group in groups:
-        by_update[type(group["update"]).__name__] |= set(group["names"])
+        by_update[type(group.update).__name__] |= set(group.names)
     inside = {name for name, p in model.named_parameters() if ".blocks." in name and p.ndim == 2}
     assert by_update["Muon"] == inside != set()
     assert by_update["Adam"] == {name for name, _ in model.named_parameters()} - inside
     assert {"head.weight", "encoder.pos_embed.table"} <= by_update["Adam"]
-    assert {group["name"] for group in groups} == {"all, decay, Muon", "all, decay, Adam", "all, no decay, Adam"}
+    assert {group.name for group in groups} == {"all, decay, Muon", "all, decay, Adam", "all, no decay, Adam"}
 
 
 def test_muon_is_that_of_pytorch(model: Model) -> None:
@@ -172,9 +172,9 @@ def test_what_is_kept_is_what_is_planned(model: Model, settings: Any, moments: t
         parameter.grad = torch.ones_like(parameter)
     step(optimizer, RATE)
     for group in optimizer.param_groups:
-        for shard in group["params"]:
+        for shard in group.params:
             state = {name: value for name, value in optimizer.state[shard].items() if name != "step"}
-            assert set(state) == set(group["update"].moments)
+            assert set(state) == set(group.update.moments)
             assert all(value.shape == shard.shape for value in state.values())
 
 

@@ -16,14 +16,14 @@ from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.dit import DiTConfig
 from vitrail.models.encoder import EncoderConfig
-from vitrail.models.inputs import make_inputs
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
+from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.parallel import pipeline
+from vitrail.parallel.flow import parallelize
 from vitrail.parallel.mesh import Mesh, layout_of
-from vitrail.parallel.parallelize import parallelize
 from vitrail.parallel.pipeline import (
     Elsewhere,
     Pipeline,

@@ -10,15 +10,15 @@ import torch
 from support import merge
 from typer.testing import CliRunner
 
+from vitrail.cost import page as plan_page
 from vitrail.cost import plan as planning
-from vitrail.cost import plan_page, search
-from vitrail.cost.candidates import micros
-from vitrail.cost.cluster import load_cluster
-from vitrail.cost.complete import complete
-from vitrail.cost.gpus import check_gpus, more_gpus, read_gpus
+from vitrail.cost import search
+from vitrail.cost.cluster import check_gpus, load_cluster, more_gpus, read_gpus
 from vitrail.cost.memory import Memory
-from vitrail.cost.plan import estimate, num_parameters, plan, settle
-from vitrail.cost.trace import Op, Segment, Work
+from vitrail.cost.plan import complete, estimate, num_parameters, plan, settle
+from vitrail.cost.recorder import Op
+from vitrail.cost.search import micros
+from vitrail.cost.work import Segment, Work
 from vitrail.errors import UserError
 from vitrail.parallel.check import refuse
 from vitrail.parallel.mesh import layout_of
@@ -397,7 +397,7 @@ def test_numbers_of_gpus_are_read_and_checked() -> None:
 def call(tmp_path, *words: str, **changes: Any) -> str:
     import typer
 
-    from vitrail.verbs.plan import add
+    from vitrail.cli.plan import add
 
     app = typer.Typer()
     app.callback()(lambda: None)

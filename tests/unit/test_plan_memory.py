@@ -10,15 +10,15 @@ import pytest
 import torch
 from support import ROOT
 
-from vitrail.cost.attention_op import attend_with
+from vitrail.cost.fusion import as_kernels
 from vitrail.cost.memory import Memory, Moments, _later, memory_of
-from vitrail.cost.norm_op import as_kernels
-from vitrail.cost.recorder import Recorder
-from vitrail.cost.trace import Work, trace, trace_model
+from vitrail.cost.recorder import Recorder, attend_with
+from vitrail.cost.trace import trace, trace_model
+from vitrail.cost.work import Work
 from vitrail.models import ViTConfig
 from vitrail.objectives.classify import ClassifyConfig
 from vitrail.parallel.recompute import carry_out, plan
-from vitrail.parallel.solo import Solo
+from vitrail.parallel.shard import Solo
 
 GIB = 2**30
 MEASURED = json.loads((ROOT / "benchmarks/results/memory.json").read_text())["rows"]
@@ -95,7 +95,7 @@ def test_states_are_in_shards(work: Work) -> None:
         assert memory.average == memory.parameters
     assert memory_of(work, shard=2, context=4).parameters == memory_of(work, shard=8).parameters
     assert memory_of(work, moments=Moments(1, 1)).optimizer == memory_of(work).parameters
-    copies = memory_of(work, replicate=8, shard=1, reshard=False)
+    copies = memory_of(work, shard=1, reshard=False)
     assert copies.parameters == pytest.approx(4 * number(work), rel=0.01)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import ROOT
 
-from vitrail.cost.complete import complete
+from vitrail.cost.plan import complete
 from vitrail.recipe import load_recipe
 
 

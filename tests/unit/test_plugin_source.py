@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's module and a scan that it reads."""
     folder = tmp_path_factory.mktemp("lab")
-    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]  # the second is a codec (test_codecs.py)
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]  # the others are other kinds
     assert len(code.splitlines()) <= 20
     (folder / "my_lab").mkdir()
     (folder / "my_lab" / "__init__.py").touch()

@@ -14,10 +14,10 @@ import torch
 from support import MODELS
 
 import vitrail
-from vitrail.data.loader import Loader
+from vitrail.data.reading.loader import Loader
 from vitrail.errors import BadData, RunFailed
 from vitrail.objectives.classify import Classify
-from vitrail.recipe.find import find_recipe
+from vitrail.recipe.load import find_recipe
 from vitrail.training.diagnose import opened_as_is
 from vitrail.training.session import Session
 from vitrail.training.trainer import Timed, Trainer

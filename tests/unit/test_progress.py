@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from vitrail.training.progress import Progress
+from vitrail.training.journal import Progress
 
 FIELDS = {
     "loss": 0.4321,

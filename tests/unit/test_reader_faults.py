@@ -18,18 +18,17 @@ import torch
 from support import LONG, environment
 from test_loader import ArraySource, expected, loader_of, reading_threads
 
-from vitrail.data import bad as bad_data
-from vitrail.data import pool as pool_module
-from vitrail.data.bad import Policy, ShortRead, SlowRead, Tally, read_again
 from vitrail.data.batch import Labelling
 from vitrail.data.dataset import Dataset
-from vitrail.data.loader import Loader, count_bad
-from vitrail.data.pool import Job, Pool, Stopped, timed
-from vitrail.data.reader import Reader
-from vitrail.data.sampler import Sampler
+from vitrail.data.order.sampler import Sampler
+from vitrail.data.reading import pool as bad_data
+from vitrail.data.reading import pool as pool_module
+from vitrail.data.reading.loader import Loader, count_bad
+from vitrail.data.reading.pool import Job, Policy, Pool, ShortRead, SlowRead, Stopped, Tally, read_again, timed
+from vitrail.data.reading.reader import Reader
 from vitrail.draws import key
 from vitrail.errors import BadData, FailedRead, MissingData
-from vitrail.layers.parts import Part, Slab
+from vitrail.layers.patches import Part, Slab
 from vitrail.recipe.sections import Data
 
 
@@ -111,9 +110,9 @@ def test_faults_that_pass_lose_nothing(cache: int, seed: int) -> None:
 
 def test_a_store_that_fails_and_stalls_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with real files: chunks of a Zarr whose every third opening fails or takes its time."""
-    from vitrail.data.chunks import shared
+    from vitrail.data.chunks.decoded import shared
     from vitrail.data.generate import Volume, write_ome_zarr
-    from vitrail.data.sources.ome_zarr import OmeZarrConfig
+    from vitrail.data.sources.zarr import OmeZarrConfig
 
     values = volume(shape=(40, 40, 40))  # [z, y, x]
     write_ome_zarr(tmp_path / "v.zarr", Volume(values, values), levels=1, chunk=8)
@@ -341,7 +340,7 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
         sys.path.insert(0, {unit!r})
         import numpy as np
         from test_loader import ArraySource, loader_of
-        from vitrail.data.bad import Policy
+        from vitrail.data.reading.pool import Policy
         from vitrail.errors import UserError
         source = ArraySource(np.zeros((1, 20, 20, 20), np.uint8))
         loader = loader_of(source, workers=2, cache=0)

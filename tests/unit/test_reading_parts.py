@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data.augment.intensity import SPREAD, change_intensity
-from vitrail.data.augment.noise import add_noise
-from vitrail.data.chunk_layout import _unpacker
+from vitrail.data.augment.intensity import SPREAD, add_noise, change_intensity
+from vitrail.data.chunks.layout import _unpacker
 from vitrail.data.sources import netcdf
 from vitrail.recipe.sections import Augment
 

@@ -469,6 +469,7 @@ def test_defaults(fakes):
             "jitter": None,
             "mixup": 0.0,
             "cutmix": 0.0,
+            "more": [],
         },
         "tiles": None,
         "fit": None,
@@ -575,7 +576,7 @@ def test_keys_that_do_not_go_together(fakes):
             "data.augment.Orientation=true",
             "data.augment.Orientation: unknown key; did you mean 'orientations'? "
             "(keys here: orientations, flip, rotate, rotate_axes, scale, shear, elastic, chance, resized_crop, gamma, "
-            "contrast, brightness, noise, blur, sections, jitter, mixup, cutmix)",
+            "contrast, brightness, noise, blur, sections, jitter, mixup, cutmix, more)",
         ),
         (
             "data.train.0.weigth=3",

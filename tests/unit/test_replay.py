@@ -329,7 +329,7 @@ def test_a_pass_asks_nothing_of_its_device(name: str, monkeypatch: pytest.Monkey
     plain = Flow._pass
     monkeypatch.setattr(Flow, "_pass", watched)
     # Values that are on the host are checked there.
-    monkeypatch.setattr("vitrail.layers.modulation._on_host", lambda t: False)
+    monkeypatch.setattr("vitrail.layers.block._on_host", lambda t: False)
     monkeypatch.setattr("vitrail.layers.trees.Tree._num_levels", lambda self: 1 + max(0, _top(self.shape) - 2))
     source = {"kind": "dummy", "path": "dummy", "shape": [16, 16], "channels": 3, "classes": 4, "items": 8}
     data = {"train": [source], "crop": 16, "batch": 2, "normalize": {"mean": [0.0] * 3, "std": [1.0] * 3}}

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from support import LONG
 
+from vitrail.disk import write_whole
 from vitrail.errors import UserError
 from vitrail.report import plots, read_metrics, summary, write_report
 from vitrail.report.facts import total_steps
-from vitrail.report.files import read_picture, write_whole
+from vitrail.report.metrics import read_picture
+from vitrail.report.page import list_checkpoints, list_tiles
 from vitrail.report.panels import BROKEN, HIDDEN, reconstruction_panel
-from vitrail.report.sections import list_checkpoints, list_tiles
 from vitrail.report.units import clock, compact, duration, percent, plain, size
 
 RECIPE = """\
@@ -452,7 +453,7 @@ def test_recipe_table_shows_what_differs_from_the_defaults(tmp_path, monkeypatch
     from dataclasses import dataclass, field
 
     from vitrail.recipe.sections import Eval, Run, Section
-    from vitrail.report import defaults
+    from vitrail.report import page as defaults
 
     @dataclass(frozen=True)
     class Encoder:
@@ -483,7 +484,7 @@ def test_recipe_table_shows_what_differs_from_the_defaults(tmp_path, monkeypatch
 
 
 def test_recipe_that_cannot_be_loaded_has_no_table(tmp_path):
-    from vitrail.report.defaults import list_changes
+    from vitrail.report.page import list_changes
 
     assert (
         list_changes(make_run(tmp_path / "r", [], "run: {name: a, steps: 3}\nmodel: {kind: from_a_plugin}\n")) is None

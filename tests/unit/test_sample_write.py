@@ -12,26 +12,34 @@ import torch
 from PIL import Image
 
 from vitrail.contents import check_contents
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
 from vitrail.data.sources.tiff import TiffConfig
+from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import UserError
 from vitrail.infer.collection import Generated
-from vitrail.infer.grid import draw_grid
-from vitrail.infer.kind import FORMATS, Kind, choose_format, decoded_kind, kind_of, of_samples, read_facts, stored_type
-from vitrail.infer.pages import draw_samples
-from vitrail.infer.plan import (
+from vitrail.infer.folder import (
+    FORMATS,
     MANIFEST,
     SETTINGS,
+    Kind,
     Plan,
+    as_stored,
     choose_classes,
+    choose_format,
     close_folder,
+    decoded_kind,
     folder_names,
+    kind_of,
+    of_samples,
     open_folder,
+    read_facts,
+    read_sample,
     read_settings,
+    stored_type,
     sweep,
+    write_sample,
 )
-from vitrail.infer.work import Made, Work
-from vitrail.infer.write import as_stored, read_sample, write_sample
+from vitrail.infer.pages import draw_grid, draw_samples
+from vitrail.infer.sample import Made, Work
 
 CASES = [
     ("uint8", "yx", 1, None),

@@ -12,13 +12,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.bad import Policy
-from vitrail.data.filter import Occupancy
-from vitrail.data.sampler import PASSES, Extent, Permutation, Sample, Sampler, choose, permute
-from vitrail.data.tiles import Tiles
+from vitrail.data.order.filter import Occupancy
+from vitrail.data.order.sampler import PASSES, Extent, Permutation, Sample, Sampler, choose, permute
+from vitrail.data.order.tiles import Tiles
+from vitrail.data.reading.pool import Policy
 from vitrail.launch.world import World
-from vitrail.layers.parts import WHOLE
 from vitrail.parallel.mesh import Layout
+from vitrail.parallel.split import Split
 from vitrail.recipe.sections import Augment
 from vitrail.training.setup import DataParts, Place, make_loader
 
@@ -431,7 +431,7 @@ def loader_of(sampler, batch: int, rank: int, world: int, *, step: int = 0, samp
 
     train = types.SimpleNamespace(reader=make_reader, labels=None, crop=sampler.crop, sample_axes=("y", "x"))
     data = DataParts(train, None, None, batch)  # type: ignore[arg-type]
-    flow = types.SimpleNamespace(layout=Layout(world, 1, reshard=False), data_rank=rank, part=WHOLE)
+    flow = types.SimpleNamespace(layout=Layout(world, 1, reshard=False), data_rank=rank, split=Split())
     objective = types.SimpleNamespace(slab=lambda crop, part: None)
     return make_loader(CONFIG, place, data, sampler, objective, flow, step=step, samples=samples)  # type: ignore[arg-type]
 
@@ -486,7 +486,9 @@ def test_whole_images_at_once_are_those_of_each_counter() -> None:
 
 def test_permutations_of_the_latest_passes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr("vitrail.data.sampler.Permutation", lambda *given: made.append(given) or Permutation(*given))
+    monkeypatch.setattr(
+        "vitrail.data.order.sampler.Permutation", lambda *given: made.append(given) or Permutation(*given)
+    )
     sampler = Sampler([extent((8, 8), item=n) for n in range(5)], (8, 8), seed=3, lanes=256, reuse=4)
     first = choose(sampler, range(4 * 256))  # four turns of about 51 passes
     assert len(made) == 52

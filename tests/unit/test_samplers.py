@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from vitrail.diffusion import Denoised, Predict, Prediction, Process, SamplingConfig, Steps, Straight, guided, sample
-from vitrail.diffusion.samplers import AUTO
+from vitrail.diffusion.samplers import AUTO, Step
 
 SAMPLERS = ("ancestral", "ddim", "euler", "heun")
 every_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
@@ -88,6 +88,21 @@ def run(
     noise = randn(number, *truth.shape, seed=100) if noise is None else noise
     keys = {"fresh": lambda i: randn(*noise.shape, seed=1000 + i)} | keys
     return sample(process, predict, truth.model(process, predict), noise, settings, **keys)
+
+
+def test_each_draw_of_a_step_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice:
+        evaluations = 1
+
+        def step(self, at: Step) -> Tensor:
+            return at.x + at.fresh() + at.fresh()
+
+    drawn: list[int] = []
+    monkeypatch.setattr(SamplingConfig, "method", Twice())
+    fresh = lambda i: drawn.append(i) or torch.zeros(1, 1, 1)  # noqa: E731
+    model = lambda x, times: torch.zeros_like(x)  # noqa: E731
+    sample(Straight(), "velocity", model, torch.zeros(1, 1, 1), SamplingConfig(steps=3), fresh=fresh)
+    assert drawn == [0, 3, 1, 4]
 
 
 FIELDS = {"1-D": (2, 3), "2-D": (1, 3, 2), "3-D": (2, 1, 2, 2)}

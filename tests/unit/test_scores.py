@@ -323,7 +323,7 @@ def test_kernels_find_what_torch_finds(
     if shape == tuple(tissue.shape[2:]):
         images[0, 0] = tissue[0, 0]
     images = images.cuda()
-    assert scores.adaptive_kernels(images) is not None
+    assert scores.adaptive_kernels("edges", images) is not None
     holes = images.float() * 0.37
     holes.view(-1)[0], holes.view(-1)[-1] = math.nan, -math.inf
     settings = [(1, 300, 500), (3, 20, 60), (5, 0, 200), (5, 10, 10)]

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from vitrail.data.augment import orient, orientations, window
 from vitrail.data.batch import Batch, Labelling, Statistics
-from vitrail.data.loader import Loader
-from vitrail.data.reader import Reader
-from vitrail.data.sampler import Extent, Sampler
+from vitrail.data.order.sampler import Extent, Sampler
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.reader import Reader
 from vitrail.data.source import Item
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.masks import BlockMask, RandomMask, StratifiedMask
-from vitrail.layers.parts import WHOLE, Part, Slab, count_owners, cut, join, real_rows
-from vitrail.layers.patches import gather_tokens
-from vitrail.layers.tokens import AdaptiveTokens, tokenize
+from vitrail.layers.patches import WHOLE, Part, Slab, cut, gather_tokens, join, real_rows
+from vitrail.layers.tokens import TOKENS, AdaptiveTokens, tokenize
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
@@ -30,6 +29,7 @@ from vitrail.objectives.classify import ClassifyConfig
 from vitrail.objectives.objective import Objective
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.objectives.segment import SegmentConfig
+from vitrail.parallel.split import Lists, Split, Whole, count_owners
 
 TWO = Statistics((3.0, 5.0), (2.0, 4.0))
 TOKEN_INPUTS = ("x", "coordinates", "sizes", "valid")
@@ -67,11 +67,12 @@ def test_parts_join_to_the_whole(number: int, groups: int, count: int) -> None:
 # ---------------------------------------------------------------- objectives
 
 
-class Simulated:
-    """The exchange of ranks that are all in this process."""
+class Simulated(Split):
+    """One of several ranks that are all in this process."""
 
-    def __init__(self, values: list[Tensor], part: Part):
-        self.values, self.part, self.moved = values, part, 0
+    def __init__(self, model: Any, part: Part, values: list[Tensor]):
+        super().__init__(model, part)
+        self.values, self.moved = values, 0
 
     def fetch(self, values: Tensor, index_by_part: Sequence[Tensor]) -> Tensor:
         assert torch.equal(values, self.values[self.part.index])
@@ -193,6 +194,10 @@ def check_parts(name: str, whole: tuple[Any, Any], prepared: list[tuple[Any, Any
     if name.startswith("vit"):
         assert all(torch.equal(part, targets) for _, part in prepared)
         return
+    if name.startswith("sap") and count > 1:
+        number = inputs["x"].shape[1]
+        assert all((part.lists.lengths, part.lists.groups) == ((number,), groups) for _, part in prepared)
+        prepared = [(given, part.targets) for given, part in prepared]
     if name.startswith(("sap", "unetr")):
         assert all(torch.equal(part.labels, targets.labels) for _, part in prepared)
         return
@@ -203,15 +208,17 @@ def check_parts(name: str, whole: tuple[Any, Any], prepared: list[tuple[Any, Any
         torch.cat([cut(output[:, :seen], p, groups=groups), cut(output[:, seen:], p, groups=groups)], dim=1)
         for p in parts_of(count)
     ]
-    assert torch.equal(objective.join(outputs, targets), output)
-    for key in ("values", "index"):
-        assert torch.equal(objective.join([getattr(part, key) for _, part in prepared], targets), getattr(targets, key))
-    for key in ("mean", "std"):
+    lists = Lists(targets.lengths, groups)
+    assert torch.equal(lists.join(outputs), output)
+    for key in ("values", "index", "variables"):
         of_parts, of_whole = [getattr(part, key) for _, part in prepared], getattr(targets, key)
         if of_whole.ndim == 1:
             assert all(torch.equal(part, of_whole) for part in of_parts)
         else:
-            assert torch.equal(objective.join(of_parts, targets), of_whole)
+            assert torch.equal(lists.join(of_parts), of_whole)
+    for _, part in prepared:
+        assert sum(part.lengths) == part.values.shape[1]
+        assert all(torch.equal(a, b) for a, b in zip(part.statistics, targets.statistics, strict=True))
     expected = objective.measure(output, targets)
     measured = [objective.measure(out, part) for out, (_, part) in zip(outputs, prepared, strict=True)]
     for key, value in expected.items():
@@ -229,7 +236,8 @@ def test_parts_of_whole_samples(name: str, evaluating: bool) -> None:
         marks = [whole[0][key] for key in ("valid", "query_valid") if key in whole[0]]
         assert not torch.cat(marks, dim=1).all()  # padding of the tree, besides that of the parts
     for count in (1, 2, 3, 4):
-        prepared = [objective.prepare(batch, draws, evaluating=evaluating, part=part) for part in parts_of(count)]
+        splits = [Split(objective.model, part) for part in parts_of(count)]  # type: ignore[attr-defined]
+        prepared = [split.prepare(objective, batch, draws, evaluating=evaluating) for split in splits]
         check_parts(name, whole, prepared)
 
 
@@ -240,7 +248,7 @@ def test_slabs_give_the_same_parts(name: str) -> None:
     draws = Draws(0, batch.counters)
     whole = objective.prepare(batch, draws)
     for count in (2, 3, 4):
-        slabs = [objective.slab((48, 16), part) for part in parts_of(count)]
+        slabs = [Split(objective.model, part).slab(objective, (48, 16)) for part in parts_of(count)]
         if "adaptive" in name or name == "unetr":
             assert slabs == [None] * count
             continue
@@ -254,27 +262,22 @@ def test_slabs_give_the_same_parts(name: str) -> None:
             tokenize(b.values, OBJECTIVES["vit"].model.tokens, (4, 4), separate=separate).values  # type: ignore[attr-defined]
             for b in batches
         ]
-        exchanges = [Simulated(values, part) for part in parts_of(count)]
-        prepared = [
-            objective.prepare(b, draws, part=part, exchange=exchange)
-            for b, part, exchange in zip(batches, parts_of(count), exchanges, strict=True)
-        ]
+        ranks = [Simulated(objective.model, part, values) for part in parts_of(count)]
+        prepared = [rank.prepare(objective, b, draws) for b, rank in zip(batches, ranks, strict=True)]
         check_parts(name, whole, prepared)
-        moved = {exchange.moved for exchange in exchanges}
+        moved = {rank.moved for rank in ranks}
         at_home = name == "mae stratified" or not name.startswith("mae")
         assert (moved == {0}) == at_home
-        if at_home:  # and no exchange is needed at all
-            check_parts(name, whole, [objective.prepare(b, draws, part=b.slab.part) for b in batches])  # type: ignore[union-attr]
-        elif name == "mae":
-            with pytest.raises(ValueError, match="an exchange is needed"):
-                objective.prepare(batches[0], draws, part=Part(0, count))
+        if at_home:  # and nothing is fetched at all
+            splits = [Split(objective.model, part) for part in parts_of(count)]
+            check_parts(name, whole, [s.prepare(objective, b, draws) for b, s in zip(batches, splits, strict=True)])
 
 
 def test_slabs_are_read_where_planes_of_patches_divide() -> None:
-    objective = OBJECTIVES["mae"]
-    assert objective.slab((48, 16), WHOLE) is None
-    assert objective.slab((48, 16), Part(4, 5)) is None  # of 12 planes
-    slab = objective.slab((48, 16), Part(2, 3))
+    objective: Any = OBJECTIVES["mae"]
+    assert Split(objective.model, WHOLE).slab(objective, (48, 16)) is None
+    assert Split(objective.model, Part(4, 5)).slab(objective, (48, 16)) is None  # of 12 planes
+    slab = Split(objective.model, Part(2, 3)).slab(objective, (48, 16))
     assert slab is not None
     assert slab.rows == range(32, 48)
     assert slab.shape == (16, 16)
@@ -282,24 +285,43 @@ def test_slabs_are_read_where_planes_of_patches_divide() -> None:
     assert narrowed.slab == slab
     with pytest.raises(ValueError, match="read them whole"):
         tokenize(torch.zeros(1, 1, 12, 16), OBJECTIVES["vit"].model.tokens, (4, 4), slab=slab)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="part"):
-        tokenize(torch.zeros(1, 1, 16, 16), OBJECTIVES["vit"].model.tokens, (4, 4), slab=slab).take(  # type: ignore[attr-defined]
-            torch.zeros(1, 3, dtype=torch.long), Part(0, 3)
-        )
+
+
+def test_a_prepare_of_ones_own_sees_whole_crops_and_is_cut() -> None:
+    """Whatever it makes of values; one that is not marked may look at any voxel."""
+
+    class Own(type(OBJECTIVES["mae"])):  # type: ignore[misc]
+        def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
+            inputs, targets = super().prepare(batch, draws, evaluating=evaluating)
+            assert batch.slab is None
+            return inputs | {"x": inputs["x"] * 2}, targets
+
+    plain: Any = OBJECTIVES["mae"]
+    own = Own(plain.config, plain.model, plain.statistics)
+    batch = make_batch(plain)
+    draws = Draws(0, batch.counters)
+    whole = own.prepare(batch, draws)
+    splits = [Split(own.model, part) for part in parts_of(5)]
+    assert [split.slab(own, (48, 16)) for split in splits] == [None] * 5
+    check_parts("mae", whole, [split.prepare(own, batch, draws) for split in splits])
 
 
 def test_the_output_of_tokens_that_are_painted_is_joined_first() -> None:
-    assert OBJECTIVES["sap"].needs_whole
-    assert not any(OBJECTIVES[name].needs_whole for name in ("mae", "vit", "unetr"))
+    assert OBJECTIVES["sap"].axes.output == (TOKENS,)
+    assert not OBJECTIVES["sap"].axes.targets
+    for name in ("mae", "vit", "unetr"):
+        assert bool(OBJECTIVES[name].axes.output) == bool(OBJECTIVES[name].axes.targets) == (name == "mae")
     for name in ("sap", "sap adaptive", "sap separate"):
-        objective = OBJECTIVES[name]
+        objective: Any = OBJECTIVES[name]
         batch = make_batch(objective)
         inputs, targets = objective.prepare(batch, Draws(0, batch.counters))
         groups = separate_of(objective)
         number = inputs["x"].shape[1]
         output = torch.randn(2, number, 16 * 3, requires_grad=True)
         outputs = [cut(output, part, groups=groups) for part in parts_of(5)]
-        joined = objective.join(outputs, targets)
+        shared = Split(objective.model, Part(0, 5)).prepare(objective, batch, Draws(0, batch.counters))[1]
+        assert isinstance(shared, Whole)
+        joined = shared.lists.join(outputs)
         assert torch.equal(joined, output)
         objective.loss(joined, targets).sum.backward()  # gradients flow through
         assert output.grad is not None

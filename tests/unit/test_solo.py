@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vitrail
 from vitrail.parallel.mesh import Layout
-from vitrail.parallel.solo import COPIES, Solo, suits
+from vitrail.parallel.shard import COPIES, Solo, suits
 from vitrail.recipe.sections import Parallel
 
 ALONE = Layout(1, 1, reshard=True)
@@ -146,7 +146,7 @@ def test_a_training_with_fsdp_goes_on_without_it(tmp_path: Path, monkeypatch: py
     }
 
     def train(name: str, *, steps: int, fsdp: bool) -> list[tuple[int, float, float]]:
-        monkeypatch.setattr("vitrail.parallel.solo.suits", lambda *a, **k: not fsdp)
+        monkeypatch.setattr("vitrail.parallel.shard.suits", lambda *a, **k: not fsdp)
         vitrail.train(tree, overrides=[f"run.dir={tmp_path / name}", f"run.steps={steps}"])
         return losses(tmp_path / name)
 

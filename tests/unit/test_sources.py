@@ -13,13 +13,14 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from vitrail import disk
-from vitrail.data.files import natural_key
+from vitrail.data.files.paths import natural_key
 from vitrail.data.generate import Volume, write_ome_zarr
-from vitrail.data.inspect import inspect, picture, round_length
+from vitrail.data.look.inspect import inspect
+from vitrail.data.look.picture import picture, round_length
 from vitrail.data.source import Source, normalize_window, resolve_region
 from vitrail.data.sources import guess_kind
 from vitrail.data.sources.image_folder import ImageFolderConfig
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
+from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import UserError
 
 VERSIONS = ["0.4", "0.5"]
@@ -437,8 +438,8 @@ def test_kinds_are_guessed(tmp_path, values: np.ndarray) -> None:
 
 def test_guessing_and_configs_import_nothing_heavy() -> None:
     code = (
-        "import sys; from vitrail.data.sources import guess_kind; import vitrail.data.sources.ome_zarr, "
-        "vitrail.data.sources.image_folder, vitrail.data.inspect, vitrail.data.generate; "
+        "import sys; from vitrail.data.sources import guess_kind; import vitrail.data.sources.zarr, "
+        "vitrail.data.sources.image_folder, vitrail.data.look.inspect, vitrail.data.generate; "
         "print([m for m in ('torch', 'zarr', 'tensorstore', 'matplotlib', 'PIL') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

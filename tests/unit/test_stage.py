@@ -20,16 +20,15 @@ import zarr
 from PIL import Image
 from support import LONG, environment
 
-from vitrail.data import pool
-from vitrail.data import stage as staging
-from vitrail.data.cache import keep
-from vitrail.data.files import local_copy
+from vitrail.data.files import stage as staging
+from vitrail.data.files.cache import keep
+from vitrail.data.files.paths import local_copy
+from vitrail.data.files.stage import LOCK, as_opened, stage
 from vitrail.data.generate import Volume, write_ome_zarr
-from vitrail.data.sources.dummy import DummyConfig
+from vitrail.data.reading import pool
+from vitrail.data.sources.generated import DummyConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
-from vitrail.data.sources.zarr import ZarrConfig
-from vitrail.data.stage import LOCK, as_opened, stage
+from vitrail.data.sources.zarr import OmeZarrConfig, ZarrConfig
 from vitrail.disk import is_draft
 from vitrail.errors import UserError
 from vitrail.foreign import trusted
@@ -132,8 +131,7 @@ def test_of_other_hierarchies_too(kind: str, tmp_path: Path) -> None:
     import tensorstore
     import zarr
 
-    from vitrail.data.sources.n5 import N5Config
-    from vitrail.data.sources.zarr import ZarrConfig
+    from vitrail.data.sources.zarr import N5Config, ZarrConfig
 
     values = np.random.default_rng(0).integers(0, 255, (32, 32, 32), dtype=np.uint8)
     path = tmp_path / ("v.n5" if kind == "n5" else "v.zarr") / "deep" / "em"
@@ -334,7 +332,7 @@ COPY_SLOWLY = """
     from pathlib import Path
     sys.path.insert(0, {unit!r})
     from test_stage import FileConfig
-    from vitrail.data import stage as staging
+    from vitrail.data.files import stage as staging
     copy_bytes, number = staging._copy_bytes, iter(range(1000))
     def slowly(source, target, moved):
         if next(number) >= 6:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data import entries
-from vitrail.data.bad import Policy
+from vitrail.data import statistics
 from vitrail.data.batch import Batch, EntryStatistics, Statistics
 from vitrail.data.dataset import Dataset
-from vitrail.data.fingerprint import changed, data_state, fingerprint
-from vitrail.data.sampler import Extent, Sample, Sampler
+from vitrail.data.files.fingerprint import changed, data_state, fingerprint
+from vitrail.data.order.sampler import Extent, Sample, Sampler
+from vitrail.data.reading.pool import Policy
 from vitrail.data.sources.hdf5 import Hdf5Config
 from vitrail.data.sources.numpy import NumpyConfig
 from vitrail.data.statistics import measure, remembered
@@ -50,8 +50,8 @@ def dataset_of(configs, *, where="data.train", **values) -> Dataset:
 
 def test_each_entry_has_its_own(two) -> None:
     dataset = dataset_of(two, statistics="each")
-    base = entries.shared(dataset, seed=0)
-    found = entries.of_entries(dataset, base, names=dataset.variables, seed=0)
+    base = statistics.shared(dataset, seed=0)
+    found = statistics.of_entries(dataset, base, names=dataset.variables, seed=0)
     for one, config in zip(found, two, strict=True):
         array = np.load(config.path)
         assert one.mean[0] == pytest.approx(array.mean(dtype=float))
@@ -59,7 +59,7 @@ def test_each_entry_has_its_own(two) -> None:
     both = np.concatenate([np.load(config.path).ravel() for config in two]).astype(float)
     assert base.mean[0] == pytest.approx(both.mean())
     assert base.std[0] == pytest.approx(both.std())
-    assert entries.of_entries(dataset_of(two), base, names=dataset.variables, seed=0) is None
+    assert statistics.of_entries(dataset_of(two), base, names=dataset.variables, seed=0) is None
 
 
 @pytest.mark.parametrize("percentiles", [None, (0.0, 100.0)])
@@ -98,22 +98,22 @@ def test_samples_that_cannot_be_read_are_left_out(percentiles) -> None:
 
 def test_percentiles_become_minus_one_and_one(two) -> None:
     dataset = dataset_of(two[:1], normalize={"percentiles": [5, 95]})
-    found = entries.shared(dataset, seed=0)
+    found = statistics.shared(dataset, seed=0)
     low, high = np.percentile(np.load(two[0].path), [5, 95])
     assert (low - found.mean[0]) / found.std[0] == pytest.approx(-1, abs=0.05)
     assert (high - found.mean[0]) / found.std[0] == pytest.approx(1, abs=0.05)
 
 
 def test_given_and_none(two) -> None:
-    assert entries.shared(dataset_of(two, normalize="none"), seed=0) == Statistics((0.0,), (1.0,))
+    assert statistics.shared(dataset_of(two, normalize="none"), seed=0) == Statistics((0.0,), (1.0,))
     given = dataset_of(two, normalize={"mean": [3], "std": [2]})
-    assert entries.shared(given, seed=0) == Statistics((3.0,), (2.0,))
+    assert statistics.shared(given, seed=0) == Statistics((3.0,), (2.0,))
     wrong = dataset_of(two, normalize={"mean": [3, 4], "std": [2, 2]})
     with pytest.raises(UserError, match=r"data\.normalize: give 1 means and stds, one for each of"):
-        entries.shared(wrong, seed=0)
+        statistics.shared(wrong, seed=0)
     for way in ("none", {"mean": [0], "std": [1]}):
         with pytest.raises(UserError, match=r"data\.statistics: 'each' measures every entry, but data\.normalize does"):
-            entries.check(Data(train=[{}], crop=1, batch=1, statistics="each", normalize=way))
+            statistics.check(Data(train=[{}], crop=1, batch=1, statistics="each", normalize=way))
     for way in ({}, {"mean": [1]}, {"mean": [1], "std": [1], "percentiles": [1, 99]}):
         with pytest.raises(ValueError, match="give mean and std, or percentiles"):
             Data(train=[{}], crop=1, batch=1, normalize=way)
@@ -125,22 +125,22 @@ def test_an_entry_brings_its_own(two) -> None:
     own = dataclasses.replace(two[1], statistics={"mean": [7.0], "std": [3.0]})
     dataset = dataset_of([two[0], own])
     base = Statistics((1.0,), (2.0,))
-    assert entries.of_entries(dataset, base, names=dataset.variables, seed=0) == [base, Statistics((7.0,), (3.0,))]
+    assert statistics.of_entries(dataset, base, names=dataset.variables, seed=0) == [base, Statistics((7.0,), (3.0,))]
     wrong = dataset_of([dataclasses.replace(own, statistics={"mean": [7.0, 1.0], "std": [3.0, 1.0]})])
     with pytest.raises(UserError, match=r"data\.train\.0\.statistics: give 1 means and stds"):
-        entries.of_entries(wrong, base, names=wrong.variables, seed=0)
+        statistics.of_entries(wrong, base, names=wrong.variables, seed=0)
 
 
 def test_held_out_entries_take_those_of_the_same_file(two) -> None:
     train = dataset_of(two[:1], statistics="each")
     known = [Statistics((5.0,), (6.0,))]
     valid = dataset_of(two, where="data.valid", statistics="each")
-    found = entries.of_entries(
+    found = statistics.of_entries(
         valid,
         known[0],
         names=valid.variables,
         seed=0,
-        known=list(zip(entries.places_of(train, train.configs), known, strict=True)),
+        known=list(zip(statistics.places_of(train, train.configs), known, strict=True)),
     )
     assert found[0] == known[0]
     assert found[1].mean[0] == pytest.approx(1000, rel=0.05)
@@ -149,30 +149,30 @@ def test_held_out_entries_take_those_of_the_same_file(two) -> None:
 def test_held_out_entries_go_by_path_and_variables(two) -> None:
     known = [Statistics((250.0,), (1.0,)), Statistics((0.5,), (0.2,))]
     train = [NumpyConfig(path=two[0].path, variables=[name]) for name in ("t", "u")]
-    places = entries.places_of(dataset_of(train), train)
+    places = statistics.places_of(dataset_of(train), train)
     for number in range(2):
         valid = dataset_of(train[number : number + 1], where="data.valid", statistics="each")
         options = {"names": ("t", "u"), "seed": 0, "known": list(zip(places, known, strict=True))}
-        assert entries.of_entries(valid, known[0], **options) == [known[number]]
+        assert statistics.of_entries(valid, known[0], **options) == [known[number]]
     # Two parts of one file: a third part has the moments of both.
     parts = [NumpyConfig(path=two[0].path, region={"x": region}) for region in ((0, 0.25), (0.25, 0.5))]
-    places = [entries.places_of(dataset_of(two[:1]), [part])[0] for part in parts]
+    places = [statistics.places_of(dataset_of(two[:1]), [part])[0] for part in parts]
     options |= {"known": list(zip(places, [Statistics((1.0,), (1.0,)), Statistics((3.0,), (1.0,))], strict=True))}
     valid = dataset_of(two[:1], where="data.valid", statistics="each")
-    assert entries.of_entries(valid, known[0], **options | {"names": valid.variables})[0].mean == (2.0,)
+    assert statistics.of_entries(valid, known[0], **options | {"names": valid.variables})[0].mean == (2.0,)
 
 
 def test_entries_of_a_checkpoint_are_not_measured_again(two, monkeypatch) -> None:
     train = dataset_of(two, statistics="each")
-    places = entries.places_of(train, two)
+    places = statistics.places_of(train, two)
     first = [Statistics((1.0,), (2.0,)), Statistics((3.0,), (4.0,))]
-    manifest = json.loads(json.dumps(entries.with_entries(Statistics((5.0,), (6.0,)), first, places)._asdict()))
-    kept = entries.stored(manifest)
+    manifest = json.loads(json.dumps(statistics.with_entries(Statistics((5.0,), (6.0,)), first, places)._asdict()))
+    kept = statistics.stored(manifest)
     monkeypatch.setattr("vitrail.data.dataset.statistics.measure", lambda *a, **k: pytest.fail("measured again"))
-    options = {"names": train.variables, "seed": 0, "known": entries.known_of(kept)}
-    assert entries.of_entries(train, kept, **options) == first
-    assert entries.of_entries(dataset_of(two[::-1], statistics="each"), kept, **options) == first[::-1]
-    assert entries.known_of(entries.stored({"mean": [1], "std": [2]})) == []
+    options = {"names": train.variables, "seed": 0, "known": statistics.known_of(kept)}
+    assert statistics.of_entries(train, kept, **options) == first
+    assert statistics.of_entries(dataset_of(two[::-1], statistics="each"), kept, **options) == first[::-1]
+    assert statistics.known_of(statistics.stored({"mean": [1], "std": [2]})) == []
 
 
 def test_variables_of_several_sets(tmp_path, two) -> None:
@@ -181,10 +181,10 @@ def test_variables_of_several_sets(tmp_path, two) -> None:
     b = NumpyConfig(path=two[0].path, variables=["b"])
     dataset = dataset_of([ab, b])
     assert dataset.variables == ("a", "b")
-    base = entries.shared(dataset, seed=0)
+    base = statistics.shared(dataset, seed=0)
     assert base.mean[0] == 4.0
     assert base.mean[1] == pytest.approx((6 + np.load(two[0].path).mean(dtype=float)) / 2)
-    found = entries.of_entries(dataset, base, names=dataset.variables, seed=0)
+    found = statistics.of_entries(dataset, base, names=dataset.variables, seed=0)
     assert found == [base, Statistics(base.mean[1:], base.std[1:])]
 
 
@@ -192,13 +192,13 @@ def test_variables_of_several_sets(tmp_path, two) -> None:
 
 
 def test_measured_once_for_the_same_data_and_settings(two, monkeypatch) -> None:
-    first = entries.shared(dataset_of(two), seed=0)
+    first = statistics.shared(dataset_of(two), seed=0)
     with monkeypatch.context() as patch:
         patch.setattr("vitrail.data.dataset.statistics.measure", lambda *a, **k: pytest.fail("measured again"))
-        assert entries.shared(dataset_of(two), seed=0) == first
-    assert entries.shared(dataset_of(two, normalize={"percentiles": [1, 99]}), seed=0) != first
+        assert statistics.shared(dataset_of(two), seed=0) == first
+    assert statistics.shared(dataset_of(two, normalize={"percentiles": [1, 99]}), seed=0) != first
     np.save(two[0].path, np.full((16, 16), 5, np.float32))
-    assert entries.shared(dataset_of(two), seed=0).mean[0] < first.mean[0]
+    assert statistics.shared(dataset_of(two), seed=0).mean[0] < first.mean[0]
 
 
 def test_what_cannot_be_told_apart_is_not_kept(two) -> None:
@@ -231,7 +231,7 @@ def test_labels_elsewhere_and_files_beyond_any_limit_are_noticed(tmp_path, two, 
     first = fingerprint([many], {})
     (tmp_path / "many" / "b" / "19.npy").write_bytes(b"22")
     second = fingerprint([many], {})
-    monkeypatch.setattr("vitrail.data.fingerprint.MOST_FILES", 10)
+    monkeypatch.setattr("vitrail.data.files.fingerprint.MOST_FILES", 10)
     third = fingerprint([many], {})
     (tmp_path / "many" / "b" / "20.npy").write_bytes(b"22")
     assert len({first, second, third, fingerprint([many], {})}) == 4
@@ -279,8 +279,8 @@ def test_folders_beyond_any_limit_are_not_listed(tmp_path, monkeypatch) -> None:
     whole = data_state(config, tick=lambda: ticks.append(1))
     assert whole["files"] == 60
     assert len(ticks) >= 60
-    monkeypatch.setattr("vitrail.data.fingerprint.MOST_FILES", 10)
-    monkeypatch.setattr("vitrail.data.fingerprint.MOST_LISTED", 10)
+    monkeypatch.setattr("vitrail.data.files.fingerprint.MOST_FILES", 10)
+    monkeypatch.setattr("vitrail.data.files.fingerprint.MOST_LISTED", 10)
     listed: list[str] = []
     walk = os.walk
     monkeypatch.setattr(os, "walk", lambda top, **more: listed.append(str(top)) or walk(top, **more))
@@ -387,8 +387,8 @@ def test_a_broken_cache_is_done_without(tmp_path, monkeypatch) -> None:
 
 def test_checkpoints_carry_the_entries() -> None:
     base = Statistics((1.0,), (2.0,))
-    assert entries.with_entries(base, None) is base
-    both = entries.with_entries(base, [base, Statistics((3.0,), (4.0,))], ["a", "b"])
+    assert statistics.with_entries(base, None) is base
+    both = statistics.with_entries(base, [base, Statistics((3.0,), (4.0,))], ["a", "b"])
     assert isinstance(both, EntryStatistics)
     stored = json.loads(json.dumps(both._asdict()))
     assert stored == {"mean": [1.0], "std": [2.0], "entries": [[[1.0], [2.0]], [[3.0], [4.0]]], "places": ["a", "b"]}

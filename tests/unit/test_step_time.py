@@ -7,10 +7,9 @@ import pytest
 
 from vitrail.cost.cluster import Cluster, Device, Link
 from vitrail.cost.memory import Moments
-from vitrail.cost.network import Group
-from vitrail.cost.roofline import seconds_of
-from vitrail.cost.step import StepTime, _Rank, step_time
-from vitrail.cost.trace import Op, Segment, Work
+from vitrail.cost.recorder import Op
+from vitrail.cost.step import Group, StepTime, _Rank, seconds_of, step_time
+from vitrail.cost.work import Segment, Work
 from vitrail.layers.flops import Flops
 from vitrail.parallel import float8
 from vitrail.parallel.mesh import Layout, layout_of

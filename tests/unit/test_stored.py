@@ -19,31 +19,28 @@ from PIL import Image
 from zarr.codecs import ZstdCodec
 
 from vitrail import disk
-from vitrail.bench.results import read_asked
-from vitrail.data import chunks, files
+from vitrail.bench.sweep import read_asked
 from vitrail.data.batch import Statistics
-from vitrail.data.chunk_layers import find_layers
-from vitrail.data.fingerprint import data_states
+from vitrail.data.chunks import decoded as chunks
+from vitrail.data.chunks.decoded import find_layers
+from vitrail.data.chunks.nodes import checksums_of
+from vitrail.data.files import paths as files
+from vitrail.data.files.fingerprint import data_states
 from vitrail.data.generate import Volume, write_ome_zarr
-from vitrail.data.inspect import inspect, look
-from vitrail.data.latents_shards import ShardedLatents
-from vitrail.data.latents_write import write_latents
-from vitrail.data.protection import checksums_of
-from vitrail.data.sources.latents import ATTRIBUTE, LatentsConfig, open_shard
+from vitrail.data.latents.shards import ShardedLatents
+from vitrail.data.latents.store import ATTRIBUTE, open_shard, write_latents
+from vitrail.data.look.inspect import inspect, look
+from vitrail.data.sources.latents import LatentsConfig
 from vitrail.data.sources.nifti import NiftiConfig
 from vitrail.data.sources.numpy import NumpyConfig
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
-from vitrail.data.sources.zarr import ZarrConfig
+from vitrail.data.sources.zarr import OmeZarrConfig, ZarrConfig
 from vitrail.data.statistics import checked, remembered
 from vitrail.disk import told
 from vitrail.errors import UserError
 from vitrail.infer.collection import Generated
-from vitrail.infer.kind import Kind
-from vitrail.infer.plan import Plan, close_folder, open_folder
-from vitrail.infer.write import write_sample
+from vitrail.infer.folder import Kind, Plan, close_folder, open_folder, write_sample
 from vitrail.report.bench_cells import read_bench
-from vitrail.sums import sealed, sum_of, unsealed
-from vitrail.versions import check_version
+from vitrail.sums import check_version, sealed, sum_of, unsealed
 
 
 def test_newer_versions_are_refused_in_a_sentence() -> None:
@@ -127,11 +124,6 @@ def test_every_flipped_bit_of_a_volume_is_told(version: str, tmp_path: Path) -> 
             layer.read()
         return out
 
-    def lazily() -> Any:
-        reader, out = chunks.open_chunks(path / "s0"), np.empty(values.shape, np.uint8)
-        chunks.LazyWindow(reader, out, window).fill(window)
-        return out
-
     assert opened.label_names[1] == "membrane"
     stored = [file for file in path.rglob("*") if file.is_file()]
     metadata = [file for file in stored if file.name in ("zarr.json", ".zarray", ".zattrs", ".zgroup")]
@@ -139,8 +131,7 @@ def test_every_flipped_bit_of_a_volume_is_told(version: str, tmp_path: Path) -> 
     of_level = [file for file in stored if file not in metadata and file != mark and "s0" in file.parts]
     image = [file for file in of_level if "labels" not in file.parts]
     assert flips(of_level, by_cache, 160)["told"] >= 160
-    for read in (by_layers, lazily):
-        assert flips(image, read, 50)["told"] >= 50
+    assert flips(image, by_layers, 50)["told"] >= 50
     assert flips(metadata, whole, 60)["same"] == 0
     flips([mark], whole, 50)
     for odd in (

@@ -10,8 +10,9 @@ import torch
 
 from vitrail.cost.cluster import Cluster, load_cluster
 from vitrail.cost.plan import num_parameters
-from vitrail.cost.trace import Op, Segment
-from vitrail.cost.whole_matrix import _segment, is_whole
+from vitrail.cost.recorder import Op
+from vitrail.cost.trace import _segment, is_whole
+from vitrail.cost.work import Segment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

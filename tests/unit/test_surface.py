@@ -17,6 +17,8 @@ CONTRACTS = {
     "vitrail.models.model": ("Model", "Stage"),
     "vitrail.data.grid": ("Entry", "GridConfig", "GridSource", "Stored"),
     "vitrail.codecs": ("Codec",),
+    "vitrail.data.augment": ("Augmentation", "Crops"),
+    "vitrail.diffusion.samplers": ("Sampler", "Step"),
     "vitrail.training.optimizers.optimizer": ("OptimizerConfig", "Update", "kept"),
     "vitrail.training.loggers": ("Facts", "Logger"),
     "vitrail.errors": ("BadData", "UserError"),

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.filter import Occupancy
-from vitrail.data.in_order import InOrder
-from vitrail.data.proof import deal
-from vitrail.data.sampler import Extent
-from vitrail.data.tiles import Tiles, segment, shuffled, tile_starts
+from vitrail.data.dataset import InOrder
+from vitrail.data.order.filter import Occupancy
+from vitrail.data.order.proof import deal
+from vitrail.data.order.sampler import Extent
+from vitrail.data.order.tiles import Tiles, segment, shuffled, tile_starts
 from vitrail.errors import UserError
 
 

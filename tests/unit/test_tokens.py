@@ -24,7 +24,7 @@ from vitrail.models import (
     ViT,
     ViTConfig,
 )
-from vitrail.models.inputs import make_inputs
+from vitrail.models.model import make_inputs
 from vitrail.objectives.reconstruct import ReconstructConfig
 
 SPARSE = AdaptiveTokens(length=40, score=GradientScore(), fill=False)

@@ -11,12 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.cost import trace as tracing
 from vitrail.cost.cluster import load_cluster
-from vitrail.cost.key import Key, key_of
 from vitrail.cost.recorder import Op, Recorder
-from vitrail.cost.roofline import rate
-from vitrail.cost.rough import divided
-from vitrail.cost.samples import build_objective, prepare
-from vitrail.cost.trace import Work, trace
+from vitrail.cost.step import rate
+from vitrail.cost.trace import build_objective, prepare, trace
+from vitrail.cost.work import Key, Work, divided, key_of
 from vitrail.errors import UserError
 from vitrail.layers.backends import use_backend
 from vitrail.layers.tokens import AdaptiveTokens

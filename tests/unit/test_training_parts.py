@@ -16,13 +16,12 @@ from support import tiny_recipe
 from torch import nn
 
 from vitrail.data.batch import Batch
-from vitrail.data.mixture import Groups
+from vitrail.data.order.mixture import Groups
 from vitrail.diffusion import SamplingConfig
 from vitrail.errors import UserError
 from vitrail.layers.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.masks import RandomMask
-from vitrail.layers.parts import WHOLE, Part
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
 from vitrail.models.model import Model
 from vitrail.objectives.classify import ClassifyConfig
@@ -31,14 +30,16 @@ from vitrail.objectives.flow import FlowConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.objectives.segment import SegmentConfig
 from vitrail.parallel.mesh import Layout
+from vitrail.parallel.split import Split
 from vitrail.recipe import load_recipe, sections
-from vitrail.training import evaluate, meters
-from vitrail.training.ema import EMA
-from vitrail.training.meters import WARM_UP_STEPS, Meter
+from vitrail.training import evaluate
+from vitrail.training import evaluate as meters
+from vitrail.training.evaluate import WARM_UP_STEPS, Meter
 from vitrail.training.optimizers.adam import AdamConfig, AdamWConfig
 from vitrail.training.optimizers.lion import LionConfig
 from vitrail.training.optimizers.muon import MuonConfig
 from vitrail.training.optimizers.optimizer import (
+    Group,
     GroupRule,
     Optimizer,
     group_table,
@@ -51,6 +52,7 @@ from vitrail.training.optimizers.optimizer import (
 )
 from vitrail.training.optimizers.sgd import SGDConfig
 from vitrail.training.schedule import ConstantConfig, CosineConfig, LinearConfig
+from vitrail.training.trainer import EMA
 
 # ---------------------------------------------------------------- schedules
 
@@ -237,8 +239,8 @@ def model() -> Model:
     )
 
 
-def names_of(groups: list[dict[str, Any]], **wanted: Any) -> set[str]:
-    return {n for g in groups if all(g[k] == v for k, v in wanted.items()) for n in g["names"]}
+def names_of(groups: list[Group], **wanted: Any) -> set[str]:
+    return {n for g in groups if all(getattr(g, k) == v for k, v in wanted.items()) for n in g.names}
 
 
 def test_only_weight_matrices_decay(model: Model) -> None:
@@ -288,20 +290,20 @@ def test_the_first_rule_that_matches_decides(model: Model) -> None:
     optimizer = Optimizer(groups)
     take_step(optimizer, 1e-2)
     for group in optimizer.param_groups:
-        for name in group["names"]:
+        for name in group.names:
             if "blocks.0." in name:  # the decoder's too
-                assert (group["lr"], group["weight_decay"]) == (pytest.approx(5e-3), 0.2), name
+                assert (group.lr, group.weight_decay) == (pytest.approx(5e-3), 0.2), name
             elif name.startswith("encoder."):
-                assert group["lr"] == pytest.approx(1e-3), name
+                assert group.lr == pytest.approx(1e-3), name
             else:
-                assert group["lr"] == pytest.approx(1e-2), name
-    by_parameter = {id(p): n for g in optimizer.param_groups for n, p in zip(g["names"], g["sources"], strict=True)}
+                assert group.lr == pytest.approx(1e-2), name
+    by_parameter = {id(p): n for g in optimizer.param_groups for n, p in zip(g.names, g.sources, strict=True)}
     assert by_parameter == {id(p): n for n, p in model.named_parameters()}
 
 
 def test_frozen_parameters_are_left_out_and_need_no_gradient(model: Model) -> None:
     groups = make_groups(model, AdamWConfig(groups=(GroupRule(match="^encoder", freeze=True),)))
-    assert all(name.startswith("decoder") for g in groups for name in g["names"])
+    assert all(name.startswith("decoder") for g in groups for name in g.names)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith("decoder")
 
@@ -356,7 +358,7 @@ def test_other_moments_are_refused(model: Model) -> None:
     settings_ = AdamWConfig()
     optimizer = Optimizer(make_groups(model, settings_))
     first, right = "encoder.norm.weight", ["exp_avg", "exp_avg_sq"]
-    assert first in {name for group in optimizer.param_groups for name in group["names"]}
+    assert first in {name for group in optimizer.param_groups for name in group.names}
     assert set(restore_state(optimizer, {first: right}, 2)) == {f"{first}.{moment}" for moment in right}
     for wrong in (right[:-1], [*right, "other"], [f"m{i}" for i in range(10**5)]):
         with pytest.raises(ValueError, match=f"{first!r} has the moments .* in it, this optimizer has") as refused:
@@ -489,7 +491,7 @@ class FlowOf(SimpleNamespace):
 
     def __init__(self, model: nn.Module, **facts: Any):
         nothing: Any = {"forget_gathered": lambda: None, "evaluating": nullcontext}
-        super().__init__(model=model, part=WHOLE, exchange=None, **nothing, **facts)
+        super().__init__(model=model, split=Split(), **nothing, **facts)
 
     def __call__(self, **inputs: Any) -> Any:
         return self.model(**inputs)
@@ -501,13 +503,8 @@ class CountingObjective:
     def __init__(self) -> None:
         self.calls = 0
 
-    needs_whole = False
-
-    def prepare(
-        self, batch: Batch, draws: Any, *, evaluating: bool, part: Part, exchange: Any
-    ) -> tuple[dict[str, Any], Any]:
+    def prepare(self, batch: Batch, draws: Any, *, evaluating: bool) -> tuple[dict[str, Any], Any]:
         assert evaluating
-        assert (part, exchange) == (WHOLE, None)
         assert draws.counters == batch.counters
         return {"x": torch.tensor(batch.counters, dtype=torch.float64)}, None
 

@@ -12,10 +12,10 @@ from PIL import Image
 from torch.nn import functional
 
 from vitrail.layers import trees
-from vitrail.layers.adaptive_paths import adaptive_kernels
+from vitrail.layers.kernels import adaptive_kernels
 from vitrail.layers.patches import patchify
 from vitrail.layers.trees import Tree, build_trees, check_length
-from vitrail.report.trees import LINES, tree_picture
+from vitrail.report.panels import LINES, tree_picture
 
 SHAPES = [(32, 32), (16, 16, 16), (24, 40), (33, 7), (9, 20, 13), (64,), (4, 8, 8, 4)]  # powers of two, and others
 
@@ -280,33 +280,6 @@ def test_bytes_and_booleans_are_averaged_as_numbers() -> None:
     assert tree.serialise(x, resample="linear").dtype == tree.serialise(x.bfloat16()).dtype == torch.float32
 
 
-# ---------------------------------------------------------------- labels
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_label_shares(shape: tuple[int, ...]) -> None:
-    tree = random_tree(shape, patch=2)
-    labels = torch.randint(0, 4, (2, *shape), generator=torch.Generator().manual_seed(0))
-    one_hot = functional.one_hot(labels, 4).movedim(-1, 1).float()
-    shares = tree.serialise_labels(labels, 4)
-    assert torch.equal(shares, tree.serialise(one_hot))
-    total = shares.unflatten(2, (-1, 4)).sum(-1)
-    torch.testing.assert_close(total, tree.valid.unsqueeze(-1).expand_as(total).float())
-    majority = tree.majority_labels(labels, 4)
-    assert majority.shape == (2, tree.length, tree.num_voxels)
-    assert bool(((majority == -1) == ~tree.valid.unsqueeze(-1)).all())
-    rows = shares.unflatten(2, (-1, 4))
-    assert torch.equal(majority.clamp(min=0), rows.argmax(-1))
-
-
-def test_labels_of_no_class_are_left_out() -> None:
-    labels = torch.tensor([[[0, 1, 255, 255], [1, 1, 255, 255], [0, 0, 0, -1], [0, 0, 0, 0]]])
-    tree = build_trees(torch.zeros(1, 4, 4), length=1, patch=2)
-    shares = tree.serialise_labels(labels, 2).unflatten(2, (-1, 2))
-    assert shares[0, 0].tolist() == [[0.25, 0.75], [0, 0], [1, 0], [0.75, 0]]
-    assert tree.majority_labels(labels, 2)[0, 0].tolist() == [1, -1, 0, 0]
-
-
 # ---------------------------------------------------------------- grids and gradients
 
 
@@ -398,10 +371,6 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         tree.to_grid(draw(2, tree.length, 5), 6)
     with pytest.raises(ValueError, match="choose mean or linear"):
         tree.serialise(draw(2, 3, 8, 8), resample="cubic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="whole numbers"):
-        tree.serialise_labels(draw(2, 8, 8), 3)
-    with pytest.raises(ValueError, match="at least 1"):
-        tree.serialise_labels(torch.zeros(2, 8, 8, dtype=torch.int64), 0)
     with pytest.raises(ValueError, match=r"must be \[B, L, 2\]"):
         Tree(tree.corner[..., :1], tree.side, (8, 8), 2)
 
@@ -467,4 +436,4 @@ def test_kernels_and_torch_agree(shape: tuple[int, ...], monkeypatch: pytest.Mon
 
 
 def test_the_cpu_has_no_kernels() -> None:
-    assert adaptive_kernels(torch.zeros(1)) is None
+    assert adaptive_kernels("nodes", torch.zeros(1)) is None

@@ -1,8 +1,12 @@
 """The search for the largest batch, on trials that are made up, and the verdicts that it rests on."""
 
 import json
+import math
 import signal
 import sys
+import time
+import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -10,22 +14,17 @@ from typing import Any
 
 import pytest
 import typer
-from support import LONG, ROOT, tiny_recipe, write_recipe
+from support import ROOT, tiny_recipe, write_recipe
 from typer.testing import CliRunner
 
-from vitrail.bench import supervise
-from vitrail.bench import trial as trial_module
+from vitrail.bench import cell, supervise
 from vitrail.bench import tune as tune_module
-from vitrail.bench.kills import oom_kills
-from vitrail.bench.largest import Found, NothingFits, search
-from vitrail.bench.sizes import sizes_of
-from vitrail.bench.supervise import Supervisor, Trial, Verdict, child_environment, decide, judge
-from vitrail.bench.tune import planned_size
-from vitrail.bench.tuned import check_out, tuned_tree, write_tuned
-from vitrail.errors import UserError
+from vitrail.bench.supervise import Supervisor, Trial, Verdict, child_environment, decide, judge_trial, oom_kills
+from vitrail.bench.tune import Found, NothingFits, check_out, planned_size, search, sizes_of, tuned_tree, write_tuned
+from vitrail.cli import plan as verbs
+from vitrail.errors import UserError, is_out_of_memory
 from vitrail.launch.world import World
 from vitrail.recipe import load_recipe
-from vitrail.verbs import tune as verb
 
 
 def made_up(size: int, verdict: Verdict = "ok", share: float | None = None) -> Trial:
@@ -95,7 +94,7 @@ def verdict_of(tmp_path: Path, code: int, result: dict[str, Any] | None, words: 
     log.write_text(words)
     if result is not None:
         place.write_text(json.dumps(result))
-    return judge(code, place, log, 0.05)
+    return judge_trial(code, place, log, 0.05)
 
 
 def test_verdicts(tmp_path: Path) -> None:
@@ -107,9 +106,9 @@ def test_verdicts(tmp_path: Path) -> None:
     assert verdict_of(tmp_path, 0, good | {"used": 96})["verdict"] == "head-room"  # by libraries, beside the allocator
     assert verdict_of(tmp_path, 0, good | {"used": 50})["verdict"] == "ok"
     assert verdict_of(tmp_path, -signal.SIGKILL, None)["verdict"] == "killed (signal 9)"
-    assert (
-        judge(-signal.SIGKILL, tmp_path / "none", tmp_path / "log", 0.05, no_memory=True)["verdict"] == "out of memory"
-    )
+    starved = judge_trial(-signal.SIGKILL, tmp_path / "none", tmp_path / "log", 0.05, no_memory=True)
+    assert starved["verdict"] == "out of memory"
+    assert verdict_of(tmp_path, 0, {"status": "failed", "lost": True, "error": "closed"})["verdict"] == "lost"
     died = verdict_of(tmp_path, -signal.SIGSEGV, None, "first\nlast words\n")
     assert died == {"verdict": "failed", "why": "the process ended with signal 11: last words"}
 
@@ -144,17 +143,17 @@ def test_all_ranks_decide_alike() -> None:
 def test_out_of_memory_is_known() -> None:
     import torch
 
-    assert trial_module.is_out_of_memory(MemoryError())
-    assert trial_module.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert trial_module.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not trial_module.is_out_of_memory(RuntimeError("shapes do not match"))
-    assert not trial_module.is_out_of_memory(UserError("out of memory is a word in this sentence"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(UserError("out of memory is a word in this sentence"))
     wrapped = ValueError("while it compiled")
     wrapped.__cause__ = KeyError("a part")
     wrapped.__cause__.__context__ = torch.OutOfMemoryError("CUDA out of memory")
-    assert trial_module.is_out_of_memory(wrapped)
+    assert is_out_of_memory(wrapped)
     wrapped.__cause__.__context__ = wrapped  # a ring
-    assert not trial_module.is_out_of_memory(wrapped)
+    assert not is_out_of_memory(wrapped)
 
 
 def test_a_trial_waits_while_memory_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +161,7 @@ def test_a_trial_waits_while_memory_comes_back(monkeypatch: pytest.MonkeyPatch) 
 
     readings = iter([1, 1, 5, 5, 5, 9, 9])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(readings), 10))
-    trial_module.wait_for_memory(None, pause=0.001)
+    cell.wait_for_memory(None, pause=0.001)
     assert list(readings) == [9, 9]
 
 
@@ -263,7 +262,7 @@ def test_wrong_words_are_refused(tmp_path: Path, options: list[str], words: str)
     given = write_recipe(tmp_path / "tiny.yaml", tiny_recipe(tmp_path / "em.zarr", tmp_path / "run"))
     app = typer.Typer()
     app.callback()(lambda: None)
-    verb.add(app)
+    verbs.add(app)
     result = CliRunner().invoke(app, ["tune", str(given), *options])
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception)
@@ -273,7 +272,7 @@ def test_wrong_words_are_refused(tmp_path: Path, options: list[str], words: str)
 
 CHILD = """#!{python}
 import json, os, signal, sys, time
-order, result = json.load(open(sys.argv[3])), sys.argv[4]
+order = json.load(open(sys.argv[3]))
 fate = order["recipe"]["fates"][int(order["plugins"][0])]
 if fate == "waits":  # in a collective, for a rank that is gone
     time.sleep(3600)
@@ -284,8 +283,30 @@ if fate == "dies":
     sys.exit(3)
 found = {{"status": "ok", "retries": 0, "reserved": 50, "allocated": 40, "memory": 100, "step_seconds": 0.1}}
 found["device"] = "CPU"
-open(result, "w").write(json.dumps(found if fate == "ok" else {{"status": fate, "error": "a sentence"}}))
+open(order["out"], "w").write(json.dumps(found if fate == "ok" else {{"status": fate, "error": "a sentence"}}))
 """
+
+
+def test_a_port_that_is_taken_is_no_lost_rank(tmp_path: Path) -> None:
+    """Another port is tried, then; the connection that failed is what the sentence comes from."""
+    why = f"MASTER_PORT: port 1 {supervise.PORT_TAKEN}"
+    found = {"status": "failed", "error": why, "lost": True, "wrong_input": True}
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    judged = judge_trial(1, tmp_path / "result.json", tmp_path / "log", 0.05)
+    assert judged == {"verdict": "failed", "why": why}
+
+
+class Clock:
+    """Seconds that pass ten thousand times as fast from the moment on that something has happened."""
+
+    def __init__(self, happened: Callable[[], bool]):
+        self.happened, self.since = happened, math.inf
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        if math.isinf(self.since) and self.happened():
+            self.since = now
+        return now + 1e4 * max(now - self.since, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +328,13 @@ def test_no_rank_waits_for_another(
     child.write_text(CHILD.format(python=sys.executable))
     child.chmod(0o755)
     monkeypatch.setattr(supervise.sys, "executable", str(child))
-    monkeypatch.setattr(supervise, "GRACE", 0.3 if verdict == "too slow" else 3.0)  # for all to tell, if they are slow
     store = HashStore()
-    limit = 1.5 if verdict == "too slow" else LONG
+    limit = 1.5 if verdict == "too slow" else 1e6
+    if verdict != "too slow":
+        # Time to leave a child begins to pass when all ranks that have something to tell have told it.
+        clock = Clock(lambda: store.add("trial/1/judged", 0) >= 3 - fates.count("waits"))
+        monkeypatch.setattr(supervise, "time", types.SimpleNamespace(monotonic=clock, sleep=time.sleep))
+        monkeypatch.setattr(supervise, "GRACE", 1e3)
 
     def take_part(number: int) -> Trial:
         world = World(rank=number, size=3, local_rank=number, local_size=3)

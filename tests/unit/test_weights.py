@@ -1,6 +1,7 @@
 """Weights from elsewhere: what is read, what is refused, and that inflated models start as the ones they come from."""
 
 import argparse
+import dataclasses
 import json
 import math
 import pickle
@@ -20,8 +21,7 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.errors import UserError
 from vitrail.layers.attention import attend
-from vitrail.layers.patches import gather_tokens, grid_coordinates, patchify
-from vitrail.layers.positions import inflated_rope_table, rope_table, rotate
+from vitrail.layers.patches import gather_tokens, grid_coordinates, inflated_rope_table, patchify, rope_table, rotate
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
@@ -30,8 +30,8 @@ from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.recipe.sections import Init
 from vitrail.weights import Report, load_initial, load_weights
+from vitrail.weights.adapters import ADAPTERS
 from vitrail.weights.files import open_weights
-from vitrail.weights.names import ADAPTERS
 from vitrail.weights.pieces import head_major, patch_kernel, position_table, resize, sincos_rows
 
 MAKE: dict[str, Any] = {"width": 24, "depth": 2, "heads": 2, "patch": 4}
@@ -595,6 +595,11 @@ def test_a_unetr_of_monai() -> None:
         torch.testing.assert_close(model(**model.inputs(images)), theirs(images), atol=1e-5, rtol=1e-5)
     assert load_weights(ours(64), theirs.state_dict()).names("resized") == ["encoder.pos_embed.table"]
     assert "goes into a unetr" in refusal(vit(), theirs.state_dict())
+    # 16 positions of a volume may be 4 x 4, 2 x 2 x 4 or 1 x 4 x 4: nothing is guessed.
+    flat = scramble(nets.UNETR(1, 2, (16, 64, 64), 4, 24, 48, 2)).state_dict()
+    c = UNETRConfig(encoder=own(width=24, depth=12, heads=2, patch=16, hidden=48, eps=1e-5), ndim=3, channels=1)
+    cube = dataclasses.replace(c, shape=32, classes=2, features=4).build()
+    assert "its 16 positions are no grid of equal sides" in refusal(cube, flat)
     assert "it is of 1 channels, the model of 3; set channels: 1" in refusal(ours(32, 3), theirs.state_dict())
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from vitrail import cli
+from vitrail.cli import words
+from vitrail.cli.words import note, print_rows, print_tree, read_pair, read_sizes, refuse_options
 from vitrail.errors import UserError
 from vitrail.infer import sample
-from vitrail.verbs import words
-from vitrail.verbs.words import note, print_rows, print_tree, read_pair, read_sizes, refuse_options
 
 
 def test_options_without_an_effect_are_refused():

@@ -17,10 +17,10 @@ import pytest
 import xarray
 
 from vitrail import foreign
-from vitrail.data import xarray_stores
-from vitrail.data.places import Remote, find_place, read_remote
+from vitrail.data.files.places import Remote, find_place, read_remote
+from vitrail.data.formats import xarray as xarray_stores
+from vitrail.data.formats.xarray import _arrays, check_store
 from vitrail.data.sources.netcdf import NetcdfConfig
-from vitrail.data.xarray_stores import _arrays, check_store
 from vitrail.errors import BadData
 
 WORDS = np.array([f"station-{number:05d}-{'x' * 90}" for number in range(30_000)], object)

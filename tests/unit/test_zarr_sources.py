@@ -15,11 +15,9 @@ import pytest
 import tensorstore
 import zarr
 
+from vitrail.data.files.places import Remote, read_remote
 from vitrail.data.generate import Volume, write_ome_zarr
-from vitrail.data.places import Remote, read_remote
-from vitrail.data.sources.n5 import N5Config
-from vitrail.data.sources.ome_zarr import OmeZarrConfig
-from vitrail.data.sources.zarr import ZarrConfig
+from vitrail.data.sources.zarr import N5Config, OmeZarrConfig, ZarrConfig
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import METADATA
 
@@ -366,7 +364,7 @@ def too_long(tmp_path: Path, server: str) -> str:
 @pytest.mark.parametrize("decoded", ["here", "by tensorstore"])
 def test_chunks_by_http_are_not_fetched_beyond_a_bound(too_long: str, decoded: str, monkeypatch) -> None:
     if decoded == "by tensorstore":
-        monkeypatch.setattr("vitrail.data.zarr_nodes.open_chunks", lambda *_, **__: None)
+        monkeypatch.setattr("vitrail.data.chunks.nodes.open_chunks", lambda *_, **__: None)
     image = OmeZarrConfig(path=too_long).open()
     SENT.clear()
     with pytest.raises(BadData, match=r"more (bytes )?than a chunk can need"):

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-MODES = ("real", "syn", "io", "compute")
-
 
 def check_mode(mode: str) -> None:
     from vitrail.errors import UserError
     from vitrail.recipe.kinds import nearest
+    from vitrail.report.modes import MODES
 
     if mode not in MODES:
         near = nearest(str(mode), list(MODES))

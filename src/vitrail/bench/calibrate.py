@@ -1,15 +1,21 @@
-"""`vitrail doctor --calibrate`: measures this machine and writes the cluster file that the planner reads.
+"""Calibration (`vitrail doctor --calibrate`): measures this machine and writes the cluster file that the planner reads.
 
-- one process measures its device; several (torchrun, srun, mpirun) measure their links, too
+- one process measures its device (probe.py); several (torchrun, srun, mpirun) measure their links, too: collectives of
+  many sizes, explained by a latency and a rate. Ranks of a node form a group, and ranks with the same place on their
+  nodes do; all groups of a kind talk at once, so that each finds its share of the network
 - what cannot be measured here (links of one process, gaps of the allocator) comes from the known cluster with the same
   device, where there is one, and the file says so
-"""
+- the host's time to launch a kernel is measured on blocks so small that a device waits for nothing else. Kernels are
+  counted as the planner counts them, in the same model on the meta device, so that what Python, autograd and views cost
+  beside them is in the number; compiled blocks have fewer kernels, and less Python between them"""
 
 import os
 import platform
 import resource
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,15 +23,135 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitrail.bench.launches import launch_seconds
-from vitrail.bench.links import measure_links
 from vitrail.bench.probe import TILE, Points, Probe, rising
-from vitrail.cost.cluster import Cluster, Curve, Device, list_clusters, load_cluster, write_cluster
+from vitrail.cost.cluster import Cluster, Curve, Device, Link, list_clusters, load_cluster, write_cluster
+from vitrail.cost.trace import trace_model
 from vitrail.errors import UserError
+from vitrail.foreign import memory_bytes
 from vitrail.launch.machine import cpu_model
-from vitrail.launch.world import connect, find_world, share_of_cores
+from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.flops import peak_tflops
-from vitrail.memory import memory_bytes
+from vitrail.models.vit import ViTConfig
+from vitrail.parallel.shard import Solo
+
+ASSUMED = Link(latency_us=10.0, gb_s=10.0)  # of links that nobody has measured
+
+
+def measure_links(
+    world: World, device: torch.device, known: Cluster | None, quick: bool, tell: Callable[[str], None]
+) -> tuple[Link, Link, str]:
+    """Return the links inside a node and between nodes, and a sentence that says what was measured."""
+    inside, between = (known.inside, known.between) if known else (ASSUMED, replace(ASSUMED, gb_s=1.0))
+    origin = f"of cluster {known.name}" if known else "assumed"
+    if world.size == 1:
+        return inside, between, f"links are {origin}, since one process has none"
+    told, local = [], world.local_size
+    for kind, groups in (
+        ("inside a node", [range(n, n + local) for n in range(0, world.size, local)] if local > 1 else []),
+        ("between nodes", [range(n, world.size, local) for n in range(local)] if world.size > local else []),
+    ):
+        if not groups:
+            told.append(f"links {kind} are {origin}")
+            continue
+        tell(f"  links {kind}")
+        made = [dist.new_group(list(ranks)) for ranks in groups]  # every rank makes every group
+        mine = next(number for number, ranks in enumerate(groups) if world.rank in ranks)
+        link = measure_group(made[mine], len(groups[0]), device, quick)
+        inside, between = (link, between) if kind == "inside a node" else (inside, link)
+    return inside, between, "; ".join(["links are measured", *told])
+
+
+def measure_group(group: Any, ranks: int, device: torch.device, quick: bool) -> Link:
+    """Return the latency and rate that explain how long collectives take."""
+    largest = (2**22 if quick else 2**24) if device.type == "cpu" else (2**26 if quick else 2**28)
+    found = []
+    for kind, passes in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        points = []
+        size = 2**12
+        while size <= largest:
+            seconds = _time_collective(kind, group, ranks, size, device)
+            if seconds is None:
+                break
+            points.append((float(size), seconds / passes))
+            size *= 8
+        if points:
+            found.append(fit(points, ranks))
+    return Link(*(float(f"{statistics.median(values):.4g}") for values in zip(*found, strict=True)))
+
+
+def fit(points: list[tuple[float, float]], ranks: int) -> tuple[float, float]:
+    """Fit latency of a hop in microseconds and GB/s of a ring to (bytes, seconds); small and large count alike."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    slope = sum(w * (size - x) * (s - y) for w, (size, s) in zip(weights, points, strict=True)) / spread
+    slope = max(slope, 1e-15)
+    start = max(y - slope * x, 1e-7)
+    return 1e6 * start / (ranks - 1), (ranks - 1) / ranks / slope / 1e9
+
+
+def _time_collective(kind: str, group: Any, ranks: int, size: int, device: torch.device) -> float | None:
+    """Return seconds on the slowest rank, so that all agree; None where the backend has no such collective."""
+    whole = torch.zeros(size // 4 // ranks * ranks, device=device)
+    part = torch.zeros(len(whole) // ranks, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+    }
+    taken = []
+    try:
+        for _ in range(7):
+            dist.barrier(group)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            calls[kind]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+    except (RuntimeError, NotImplementedError) as error:
+        if "support" in str(error).lower() or isinstance(error, NotImplementedError):
+            return None
+        raise
+    seconds = torch.tensor([statistics.median(taken[2:])], device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return float(seconds)
+
+
+SMALL = ViTConfig(channels=1, shape=(8, 8), patch=4, width=64, depth=8, heads=1, classes=4)
+
+
+def launch_seconds(probe: Probe, *, compiled: bool) -> float:
+    """Return the host's seconds for a kernel, forward and backward, as one rank alone runs them."""
+    device, low = probe.device, torch.bfloat16 if probe.on_gpu else torch.float32
+    with torch.device("meta"):
+        example: dict[str, Any] = SMALL.build().inputs(torch.empty(1, 1, 8, 8))
+    compute = "bf16" if probe.on_gpu else "fp32"
+    work = trace_model(SMALL, example, _loss, samples=1, compute=compute, compiled=compiled)
+    ops = [op for s in work.segments for _ in range(s.count) for op in (*s.forward, *s.backward)]
+    kernels = sum(op.kernels for op in (*ops, *work.loss))
+    model = SMALL.build().to(device)
+    solo = Solo(model, model.blocks(), low)
+    if compiled:
+        for block in model.blocks():
+            block.compile()
+    inputs = model.inputs(torch.zeros(1, 1, 8, 8, device=device))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with solo.computing():
+            _loss(model(**inputs)).backward()
+
+    step()  # compiles
+    return probe.seconds(step, on_device=False) / kernels
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().sum()
+
 
 GIB = 2**30
 Tell = Callable[[str], None]
@@ -91,7 +217,7 @@ def device_name(device: torch.device) -> str:
 
 
 def known_cluster(name: str) -> Cluster | None:
-    """A cluster of this package with such a device; a CPU is like no other."""
+    """Return a cluster of this package with such a device; a CPU is like no other."""
     clusters = (load_cluster(known) for known in list_clusters())
     return None if name == "cpu" else next((one for one in clusters if one.device.name == name), None)
 
@@ -153,7 +279,7 @@ def _short(value: float) -> float:
 
 
 def table(cluster: Cluster) -> list[dict[str, Any]]:
-    """One row a fact, for people."""
+    """Return one row a fact, for people."""
     device = cluster.device
     peak = device.tflops["bf16"]
     rows = [

@@ -1,10 +1,14 @@
-"""One cell in processes of its own, so that running out of memory, crashes and hangs touch no other.
+"""What a child process does: it measures a recipe, or tries whether some steps of it fit.
 
-`python -m vitrail.bench.cell ORDER` measures what the order (a small JSON file) says, alone or on each rank that a
-launcher has started. Rank 0 leaves the result in a file; a rank that fails leaves a note beside it, which says why.
-How a cell ended is told by these files first, then by how the process ended, and never guessed from a text on the
-screen: out of memory is what an allocator said, or signal 9 where the system tells that memory had run out.
-A job's first rank says when it begins (`.started`): one that the scheduler ends is not taken for one that waits.
+`python -m vitrail.bench.cell ORDER` does what the order (a small JSON file) says, alone or on each rank that a launcher
+has started; supervise.py starts it, or a job. Running out of memory, crashes and hangs so touch no other process.
+
+- of a measurement rank 0 leaves the result in a file; a rank that fails leaves a note beside it, which says why. The
+  first rank of a job says when it begins (`.started`): one that the scheduler ends is not taken for one that waits
+- a trial takes a few steps with the real trainer, its optimizer state, average and gradients, on a batch that repeats
+  one or two samples of the data, with as many batches on the device as a run would have read ahead; each rank leaves
+  how it went. Running out of memory is a result like any other
+- the process ends when the one that started it does: its standard input is then closed
 """
 
 from __future__ import annotations
@@ -12,41 +16,46 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import signal
+import resource
 import socket
-import subprocess
+import statistics
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vitrail import disk
-from vitrail.bench.child import Watch, alone_environment
+from vitrail.bench.supervise import note_path, started_path
 from vitrail.disk import write_whole
-from vitrail.errors import UserError
-from vitrail.foreign import read_json
-
-STARVED = "a process was ended by signal 9, and the memory of the machine had run out"
-KILLED = "ended by signal 9: by the system for want of memory, or by someone"
-NO_WORDS = "it ended with {code} and left no word"
-GRACE = 10.0  # seconds to end by itself
-
-
-# ---------------------------------------------------------------- inside
+from vitrail.errors import RunFailed, UserError, is_out_of_memory
+from vitrail.foreign import trusted
 
 
 def main(arguments: Sequence[str]) -> int:
     order = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     if order["watched"]:
-        from vitrail.bench.trial import end_with_parent
-
         end_with_parent()
-    from vitrail.errors import RunFailed, is_out_of_memory
+    return _try(order) if "rows" in order else _measure(order)
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its standard input is closed."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _measure(order: dict[str, Any]) -> int:
+    """Measure a recipe, and leave the result or a note."""
     from vitrail.launch.world import find_world
-    from vitrail.recipe.kinds import load_plugin
-    from vitrail.training.failures import summary
 
     out, note = Path(order["out"]), None
     try:
@@ -54,8 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         disk.remove(note, inside=note.parent)
         if order.get("job") and find_world().chief:
             write_whole(started_path(out), json.dumps(who()).encode())
-        for module in order["plugins"]:
-            load_plugin(module)
+        _load_plugins(order)
         from vitrail.bench.measure import measure
 
         asked = {name: order[name] for name in ("mode", "windows", "steps", "warm_up", "name", "keys")}
@@ -63,18 +71,11 @@ def main(arguments: Sequence[str]) -> int:
         if find_world().chief:
             write_whole(out, json.dumps(result, allow_nan=False).encode())
     except Exception as error:
-        full = is_out_of_memory(error)
-        asked_wrongly = isinstance(error, UserError) and not isinstance(error, RunFailed) and not full
-        text: dict[str, Any] = {
-            "status": "oom" if full else "failed",
-            "error": summary(error)[:1000],
-            "lost": is_lost(error),
-            "wrong_input": asked_wrongly,
-        }
+        text = describe_failure(error)
         with contextlib.suppress(Exception):  # a device that broke may not tell its name
             import torch
 
-            from vitrail.bench.numbers import environment_of
+            from vitrail.bench.measure import environment_of
 
             text["environment"] = environment_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         write_whole(note or note_path(out, 0), json.dumps(text).encode())
@@ -85,8 +86,48 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _try(order: dict[str, Any]) -> NoReturn:
+    """Take some steps, and leave how they went."""
+    try:
+        _load_plugins(order)
+        from vitrail.recipe import load_recipe
+
+        recipe = load_recipe(order["recipe"])
+        found = take_steps(recipe, rows=order["rows"], steps=order["steps"], trust=order["trust"])
+    except Exception as error:
+        found = describe_failure(error)
+        if found["status"] == "failed" and not found["lost"] and not isinstance(error, UserError):
+            import traceback
+
+            traceback.print_exc()
+    write_whole(Path(order["out"]), json.dumps(found).encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at once: to leave a process group in order may wait for ranks that are gone
+
+
+def _load_plugins(order: dict[str, Any]) -> None:
+    from vitrail.recipe.kinds import load_plugin
+
+    for module in order["plugins"]:
+        load_plugin(module)
+
+
+def describe_failure(error: Exception) -> dict[str, Any]:
+    """Return what is known of a failure: whether memory ran out, another rank had gone, or the input was wrong."""
+    from vitrail.training.failures import summary
+
+    full = is_out_of_memory(error)
+    return {
+        "status": "oom" if full else "failed",
+        "error": summary(error)[:1000],
+        "lost": is_lost(error),
+        "wrong_input": isinstance(error, UserError) and not isinstance(error, RunFailed) and not full,
+    }
+
+
 def is_lost(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, means that another rank has gone, which then knows more."""
+    """Return whether an error, or one that it came from, means that another rank has gone, which then knows more."""
     from vitrail.training.failures import is_lost_connection
 
     seen: set[int] = set()
@@ -98,161 +139,115 @@ def is_lost(error: BaseException | None) -> bool:
     return False
 
 
-def note_path(out: Path, rank: int) -> Path:
-    return out.with_name(f"{out.stem}.rank{rank}.note")
-
-
-def started_path(out: Path) -> Path:
-    return out.with_name(f"{out.stem}.started")
-
-
 def who() -> dict[str, str]:
-    """Which job this process belongs to, or which process of which host it is."""
+    """Return which job this process belongs to, or which process of which host it is, and when."""
     names = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
     job = next((os.environ[name] for name in names if os.environ.get(name)), None)
     told = f"job {job}" if job else f"process {os.getpid()} on {socket.gethostname()}"
     return {"who": told, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-# ---------------------------------------------------------------- outside
+# ---------------------------------------------------------------- a trial
 
 
-def run_cell(
-    order: dict[str, Any],
-    ranks: int,
-    *,
-    log: Path,
-    limit: float,
-    threads: int | None = None,
-    starter: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Start the processes of a cell, wait for them at most so many seconds, and tell how it ended.
+def take_steps(recipe: Any, *, rows: int | None = None, steps: int = 3, trust: bool = False) -> dict[str, Any]:
+    """Train for some steps on this rank, in the process group that its environment names, and return what they took.
 
-    Several ranks are started by torchrun, or by the words of a `starter` such as srun, which then decides how many.
+    `rows` are the samples of this rank that a step computes, where fewer than the batch tell enough. No watchdog looks
+    on, as it does in a measurement: the supervisors of all ranks do, and want each rank's own reason.
     """
-    out = Path(order["out"])
-    forget(out)
-    path = order_beside(out)
-    write_whole(path, json.dumps(order).encode())
-    words = [*(starter or ()), sys.executable, "-m"]
-    if ranks > 1 and starter is None:
-        words += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    env, watch = alone_environment(), Watch.begin()
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
-    write_whole(log, b"", durable=False)
-    with disk.appending(log) as file:
-        try:
-            child = subprocess.Popen(
-                [*words, "vitrail.bench.cell", str(path)],
-                env=env,
-                stdin=subprocess.PIPE,  # closed when this process ends, however it ends: the children then end, too
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            if starter is None:
-                raise
-            raise UserError(f"--start-with: {words[0]!r} cannot be started ({error.strerror}); correct it") from None
-        late = False
-        try:
-            child.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            end(child)
-    if late:
-        found = {"status": "failed", "error": f"it took longer than the limit of {limit:.0f} s, and was ended"}
-        result = read_result(out) or found
-    else:
-        # What other words than torchrun's start may run elsewhere, where nothing of this is known.
-        result = judge(child.returncode, out, log, starved=starter is None and watch.starved(ranks))
-    forget(out)
-    if result["status"] == "ok":
-        disk.remove(log, inside=log.parent)
-    return result
+    import torch
+    import torch.distributed as dist
 
+    from vitrail.training.diagnose import open_before_model
+    from vitrail.training.setup import equip, find_place
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started; torchrun's ranks are groups of their own, but see the pipe close."""
-    if child.stdin is not None:
-        child.stdin.close()
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=GRACE)
-            return
-
-
-def judge(code: int, out: Path, log: Path, *, starved: bool = False) -> dict[str, Any]:
-    """How a cell ended whose process ended with this code, and whether memory had run out on the machine."""
-    if (result := read_result(out)) is not None:
-        if code:
-            result["notes"] = [*result.get("notes", []), f"its processes ended with {code} after it was measured"]
-        return result
-    note = best(read_notes(out))
-    if note is not None and note["status"] == "oom":
-        return note
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    killed = code == -signal.SIGKILL or code == 128 + signal.SIGKILL or first_failure(text) == -signal.SIGKILL
-    if killed and starved:
-        return {"status": "oom", "error": STARVED}
-    if note is not None and not (killed and note.get("lost")):
-        return note
-    if killed:
-        return {"status": "failed", "error": KILLED}
-    if code < 0:
-        return {"status": "failed", "error": f"ended by signal {-code} ({signal.Signals(-code).name})"}
-    said = re.findall(r"^error: (.+)$", text, re.MULTILINE)
-    return {"status": "failed", "error": said[-1] if said else NO_WORDS.format(code=code)}
-
-
-def first_failure(text: str) -> int | None:
-    """The exit code of the rank that failed first, as torchrun tells it."""
-    found = re.search(r"Root Cause.*?exitcode\s*:\s*(-?[0-9]+)", text, re.DOTALL)
-    return int(found[1]) if found else None
-
-
-def best(notes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The note that tells most: of memory, else of a rank's own failure, else that another rank has gone."""
-    return min(notes, key=lambda note: (note["status"] != "oom", bool(note.get("lost"))), default=None)
-
-
-def read_started(out: Path) -> str | None:
-    """Who began a cell, and when, if a job did and has not told how it went."""
-    told = read_result(started_path(out))
-    return None if told is None else f"{told.get('who')} began it at {told.get('date')}"
-
-
-def read_result(out: Path) -> dict[str, Any] | None:
+    place = find_place(recipe)
+    cuda = place.device.type == "cuda"
     try:
-        found = read_json(out)
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        if cuda:
+            wait_for_memory(place.device)
+            torch.cuda.reset_peak_memory_stats()
+        with trusted(trust):
+            parts = open_before_model(recipe, place)
+        equip(parts.objective, parts.recipe, place, parts.data, trust=trust)
+        trainer = parts.trainer()
+        loader = parts.loader(trainer.flow)
+        share = parts.data.batch // trainer.flow.layout.data
+        batch = repeat(loader.load(loader.counters(0)[: min(2, share)]), share)
+        ahead = [batch.values.clone() for _ in range(parts.recipe.data.prefetch + 1)] if cuda else []
+        seconds, losses, finite = [], [], False
+        for _ in range(steps):
+            began = time.perf_counter()
+            told = trainer.step(batch.narrow(0, rows or share), stop_wish=None, watch=False)  # waits for the device
+            seconds.append(time.perf_counter() - began)
+            losses.append(told.loss)
+            finite = finite or told.finite
+        del ahead
+        if not finite:  # then no optimizer state was made, and nothing is known
+            return {"status": "failed", "error": "loss or gradient was not finite in any step", "losses": losses}
+        return {
+            "status": "ok",
+            "step_seconds": statistics.median(seconds[1:] or seconds),
+            "seconds": seconds,
+            "losses": losses,
+            "parameters": trainer.parts.parameters,
+            "device": torch.cuda.get_device_name(place.device) if cuda else "CPU",
+            **memory_of(place.device, place.world.local_size),
+        }
+    finally:
+        if dist.is_initialized() and place.world.size == 1:
+            dist.destroy_process_group()
 
 
-def read_notes(out: Path) -> list[dict[str, Any]]:
-    """What ranks that failed have left, the first rank's first."""
-    found = []
-    for path in sorted(out.parent.glob("*.note")):
-        if path.name.startswith(f"{out.stem}.rank"):
-            found.append(read_result(path) or {})
-    return [note for note in found if "status" in note]
+def wait_for_memory(device: Any, *, longest: float = 10.0, pause: float = 0.2) -> None:
+    """Wait until what the device has free rises no more: the memory of a trial that was ended may come back late."""
+    import torch
+
+    deadline, free = time.monotonic() + longest, -1
+    while time.monotonic() < deadline and torch.cuda.mem_get_info(device)[0] > free:
+        free = torch.cuda.mem_get_info(device)[0]
+        time.sleep(pause)
 
 
-def order_beside(out: Path) -> Path:
-    """What the processes of a cell read that is measured here."""
-    return out.with_suffix(".order")
+def repeat(batch: Any, size: int) -> Any:
+    """Return a batch of so many samples, made of those of a smaller one in turn."""
+    import torch
+
+    order = [number % len(batch) for number in range(size)]
+    index = torch.tensor(order, device=batch.values.device)
+
+    def take(tensor: Any) -> Any:
+        return None if tensor is None else tensor[index]
+
+    return replace(
+        batch,
+        counters=list(range(size)),
+        values=take(batch.values),
+        labels=take(batch.labels),
+        statistics=None if batch.statistics is None else tuple(map(take, batch.statistics)),
+        soft=take(batch.soft),
+    )
 
 
-def forget(out: Path) -> None:
-    """Remove what an attempt has left."""
-    notes = [path for path in out.parent.glob("*.note") if path.name.startswith(f"{out.stem}.rank")]
-    for path in (out, order_beside(out), started_path(out), *notes):
-        disk.remove(path, inside=out.parent)
+def memory_of(device: Any, processes: int) -> dict[str, Any]:
+    """Return the peaks of this process in bytes, and what it may have; a host's memory is shared by its processes."""
+    if device.type == "cuda":
+        import torch
+
+        stats = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return {
+            "allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+            "used": total - free,  # by all: libraries and other processes take some beside the allocator
+            "memory": total,
+            "retries": stats.get("num_alloc_retries", 0),
+        }
+    from vitrail.foreign import memory_bytes
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"allocated": peak, "reserved": peak, "memory": memory_bytes() // processes, "retries": 0}
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Probe:
         return self.device.type == "cuda"
 
     def seconds(self, call: Callable[[], object], *, on_device: bool = True) -> float:
-        """Of one call, after some that are not counted; `on_device`: without the host, where it would be the slower."""
+        """Time one call, after some that are not counted; `on_device`: without the host, where it would be slower."""
         call()
         once = min(self._time(call, 1) for _ in range(2))
         if once > self.longest:
@@ -77,7 +77,7 @@ class Probe:
         return statistics.median(self._time(call, times) / times for _ in range(self.windows))
 
     def _recorded(self, call: Callable[[], object]) -> Callable[[], object] | None:
-        """Several calls in a row as one launch; None for what cannot be recorded."""
+        """Record several calls in a row as one launch; None for what cannot be recorded."""
 
         def calls() -> None:
             for _ in range(RECORDED):
@@ -89,7 +89,7 @@ class Probe:
             return None
 
     def seconds_in_turn(self, call: Callable[[], object]) -> float:
-        """Of a call that takes turns with kernels that move memory, half as long as itself."""
+        """Time a call that takes turns with kernels that move memory, half as long as itself."""
         alone = self.seconds(call)
         if not self.on_gpu or not MOMENT < alone < self.longest:
             return alone
@@ -105,7 +105,7 @@ class Probe:
 
     @cached_property
     def _move(self) -> tuple[Callable[[], object], float]:
-        """What stands between products: a kernel that moves more than caches hold, and its seconds."""
+        """Return what stands between products, a kernel that moves more than caches hold, and its seconds."""
         source = self.random(MOVED // 4, dtype=torch.float32)
         target = torch.empty_like(source)
 
@@ -131,7 +131,7 @@ class Probe:
 
     @contextmanager
     def _while_it_fits(self, points: Points) -> Iterator[None]:
-        """Memory that is used up ends a curve, unless it has not begun."""
+        """End a curve where memory is used up, unless it has not begun."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -145,7 +145,7 @@ class Probe:
     # ------------------------------------------------------------ what is timed
 
     def products(self, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]] = PRODUCTS) -> Points:
-        """By the FLOPs of one product."""
+        """Time products, by the FLOPs of one."""
         points: Points = []
         with self._while_it_fits(points):
             for rows, columns, inner in shapes:
@@ -163,7 +163,7 @@ class Probe:
         return statistics.fmean(map(seconds, (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)))
 
     def attention(self, dtype: torch.dtype, tokens: Sequence[int] = TOKENS) -> dict[str, Points]:
-        """Forward and backward, by the number of keys."""
+        """Time attention forward and backward, by the number of keys."""
         points: dict[str, Points] = {"forward": [], "backward": []}
         with self._while_it_fits(points["forward"]):
             for number in tokens:
@@ -185,7 +185,7 @@ class Probe:
         return forward, max(both - forward, LEAST * both)
 
     def convolutions(self, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] = CONVOLUTIONS) -> Points:
-        """By the number of channels, on average over forward and both gradients, of maps laid out channels-last."""
+        """Time convolutions by channels, on average over forward and both gradients, of maps laid out channels-last."""
         points: Points = []
         with self._while_it_fits(points):
             for channels, side in shapes:
@@ -203,7 +203,7 @@ class Probe:
         return self.seconds(lambda: torch.autograd.grad(F.conv3d(x, w, padding=1), (x, w), gradient))
 
     def bandwidth(self) -> float:
-        """Bytes a second of a kernel that reads and writes; copies of a GPU may go through an engine of their own."""
+        """Return bytes/s of a kernel that reads and writes; copies of a GPU may go through an engine of their own."""
         size = 2**30 if self.on_gpu else 2**26
         source = torch.ones(size // 4, dtype=torch.float32, device=self.device)
         target = torch.empty_like(source)
@@ -212,7 +212,7 @@ class Probe:
     def elementwise(
         self, dtype: torch.dtype, rows: Sequence[int] = ROWS, maps: Sequence[int] = MAPS
     ) -> dict[Walk, Points]:
-        """What stands between products, by how it goes through memory and by the bytes that a kernel moves."""
+        """Time what stands between products, by how it goes through memory and by the bytes that a kernel moves."""
         points: dict[Walk, Points] = {walk: [] for walk in WALKS}
         with self._while_it_fits(points["dense"]):
             for number in rows:
@@ -226,13 +226,13 @@ class Probe:
         return {walk: found for walk, found in points.items() if found}
 
     def _norm_of_maps(self, number: int, dtype: torch.dtype) -> float:
-        """Bytes a second, forward and backward: as the planner counts, 2 and 3 tensors."""
+        """Return bytes/s forward and backward: as the planner counts, 2 and 3 tensors."""
         x = self.random(1, number, VOXELS // number if self.on_gpu else 64, dtype=dtype, grad=True)
         gradient = torch.randn_like(x)
         return 5.0 * x.nbytes / self.seconds(lambda: torch.autograd.grad(F.instance_norm(x), x, gradient))
 
     def kernel(self) -> float:
-        """Seconds of the device for a kernel that has next to nothing to do, one after the other."""
+        """Return the device's seconds for a kernel that has next to nothing to do, one after the other."""
         x = self.random(64, dtype=torch.float32)
         return self.seconds(lambda: torch.sin(x, out=x))
 
@@ -240,7 +240,7 @@ class Probe:
 def _between_products(
     x: torch.Tensor, gradient: torch.Tensor
 ) -> dict[Walk, tuple[int, int, list[Callable[[], object]]]]:
-    """Calls of each kind, the tensors like x that they move as the planner counts them, and their kernels."""
+    """Return, of each kind, the tensors like x that it moves as the planner counts them, its kernels, and its calls."""
     shape, weight = [x.shape[-1]], torch.randn_like(x[0])
     _, mean, scale = torch.native_layer_norm(x, shape, weight, weight, 1e-6)
     backward = torch.ops.aten.native_layer_norm_backward
@@ -255,5 +255,5 @@ def _between_products(
 
 
 def rising(points: Points) -> Iterator[tuple[float, float]]:
-    """In the order of x, one point for each."""
+    """Yield the points in the order of x, one for each."""
     yield from sorted(dict(points).items())

@@ -1,11 +1,11 @@
-"""Runs the cells of a sweep one after the other, or writes a job script for each; what is done stays done.
+"""Runs of sweeps: cells one after the other, each in processes of its own (supervise.py); what is done stays done.
 
-- every cell has processes of its own (cell.py); its result is on the disk before the next one begins
+- the result of a cell is on the disk before the next one begins
 - a call that is repeated goes on where the last one was stopped; cells that failed are tried again with `again`
 - a cell that a job has begun and not told of is left to it, but for `again`
 - after a batch that ran out of memory larger ones with the same other keys are skipped
 - a stop (Ctrl-C, SIGTERM, SIGUSR1, or the time given) ends the cell that runs, whose result is then missing
-"""
+- a result tells the facts of its recipe whether or not the measurement came to an end"""
 
 from __future__ import annotations
 
@@ -25,16 +25,68 @@ from typing import Any
 
 from vitrail import disk
 from vitrail.bench import sweep as sweeps
-from vitrail.bench.cell import best, forget, read_notes, read_result, read_started, run_cell
-from vitrail.bench.facts import SCHEMA, alone, describe
-from vitrail.bench.results import Results, is_result, known_cells
-from vitrail.bench.sweep import Cell
+from vitrail.bench.supervise import best, forget, read_notes, read_result, read_started, run_cell
+from vitrail.bench.sweep import Cell, Results, is_result, known_cells
 from vitrail.errors import UserError
 from vitrail.launch.world import usable_cores
+from vitrail.parallel.mesh import AXES, layout_of
 from vitrail.recipe import Recipe
-from vitrail.recipe.find import find_recipe
+from vitrail.recipe.load import find_recipe
 from vitrail.report.facts import strict
-from vitrail.report.units import duration, plain
+from vitrail.report.units import count, duration, percent, plain
+
+SCHEMA = 1
+
+
+def describe(recipe: Recipe, *, gpus: int, nodes: int, on_gpu: bool) -> dict[str, Any]:
+    """Return the facts of a recipe on so many ranks; what `auto` stands for is written out."""
+    parallel, layout = recipe.parallel, layout_of(recipe.parallel, gpus)
+    batch = recipe.data.global_batch(layout.data)
+    compute = recipe.precision.compute
+    explicit = any(getattr(parallel, key) is not None for key in ("replicate", "shard", "reshard"))
+    return {
+        "recipe": recipe.run.name,
+        "model": recipe.model.kind,
+        "size": named_size(recipe.to_tree()["model"]),
+        "gpus": gpus,
+        "nodes": nodes,
+        "strategy": None if explicit else parallel.strategy or "FULL_SHARD",
+        "group": parallel.group,
+        "layout": {axis: getattr(layout, axis) for axis in AXES},
+        "precision": ("bf16" if on_gpu else "fp32") if compute == "auto" else compute,
+        "recompute": name_recompute(parallel.recompute),
+        "compile": on_gpu if parallel.compile == "auto" else parallel.compile,
+        "batch": batch,
+        "batch_per_rank": batch // layout.data,
+    }
+
+
+def named_size(model: dict[str, Any]) -> str | None:
+    """Return the name of a model's size, or of its encoder's, such as B/16."""
+    encoder = model.get("encoder")
+    return model.get("size") or (encoder.get("size") if isinstance(encoder, dict) else None)
+
+
+def name_recompute(value: Any) -> str:
+    """Return none, full, every=2, keep=qkv+fc1 or budget=0.5."""
+    if isinstance(value, str):
+        return value
+    key, chosen = next((key, chosen) for key, chosen in value.model_dump().items() if chosen is not None)
+    return f"{key}={'+'.join(chosen) if isinstance(chosen, tuple) else chosen}"
+
+
+def alone(recipe: Recipe, ranks: int) -> list[str]:
+    """Return overrides that give one process the work of one of so many ranks, with nobody to talk to."""
+    layout = layout_of(recipe.parallel, ranks)
+    if layout.parts * layout.pipeline > 1:
+        raise UserError(
+            f"mode compute: a rank of {layout} computes a part of a sample, which one rank alone cannot; leave the "
+            "mode out, or set parallel.tensor=1 parallel.context=1 parallel.pipeline=1"
+        )
+    batch = recipe.data.global_batch(layout.data) // layout.data
+    cleared = [f"parallel.{key}=null" for key in ("group", "replicate", "shard", "reshard")]
+    return ["parallel.strategy=NO_SHARD", *cleared, f"data.batch={batch}"]
+
 
 LIMIT = 1800.0  # seconds that a cell may take
 PLACE = re.compile(r"(?<!\$)\{([A-Za-z_][\w.-]*)\}")  # {world} in the words that start ranks; ${HOME} is the shell's
@@ -76,7 +128,7 @@ class Sweep:
     already: str = ""  # when and how the results were measured that this call found
 
     def run(self) -> list[dict[str, Any]]:
-        """Measure what is missing; the newest result of each cell."""
+        """Measure what is missing, and return the newest result of each cell."""
         began, times = time.monotonic(), []
         with Results(self.folder) as results, stoppable():
             results.agree(self.asked)
@@ -126,14 +178,14 @@ class Sweep:
         return run_cell(order, ranks, log=self.log(cell), limit=self.options.limit, threads=threads, starter=starter)
 
     def starter(self, cell: Cell) -> list[str] | None:
-        """The words that start the ranks of a cell, if they are given."""
+        """Return the words that start the ranks of a cell, if they are given."""
         if self.options.start_with is None:
             return None
         ranks, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks, cell.nodes)
         return fill(self.options.start_with, {"nodes": nodes, "ranks": ranks, "world": nodes * ranks})
 
     def order(self, cell: Cell, *, watched: bool) -> dict[str, Any]:
-        """What the processes of a cell are told."""
+        """Return what the processes of a cell are told."""
         more: list[str] = []
         if cell.mode == "compute":
             more = alone(self.recipes[cell.name], cell.ranks * cell.nodes)
@@ -153,7 +205,7 @@ class Sweep:
         }
 
     def finish(self, cell: Cell, result: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """A result with all that is known of its cell, whatever became of it."""
+        """Return a result with all that is known of its cell, whatever became of it."""
         known = {"schema": SCHEMA, "name": cell.name, "keys": cell.keys, "mode": cell.mode}
         if result["status"] != "ok":
             recipe = find_recipe(self.recipe, self.order(cell, watched=False)["overrides"])
@@ -243,7 +295,7 @@ def plan_sweep(
 
 
 def fill(text: str, numbers: dict[str, int]) -> list[str]:
-    """The words of --start-with with these numbers in them; refused if they cannot be started."""
+    """Return the words of --start-with with these numbers in them; refuse them if they cannot be started."""
 
     def number(found: re.Match[str]) -> str:
         if found[1] not in numbers:
@@ -265,7 +317,7 @@ def fill(text: str, numbers: dict[str, int]) -> list[str]:
 
 
 def tell_kept(results: Sequence[dict[str, Any]], options: Options) -> str:
-    """When and how results were measured, and that other options do not change them."""
+    """Say when and how results were measured, and that other options do not change them."""
     told = [result for result in results if result["status"] == "ok" and {"windows", "steps", "date"} <= set(result)]
     if not told:
         return ""
@@ -278,7 +330,7 @@ def tell_kept(results: Sequence[dict[str, Any]], options: Options) -> str:
 
 
 def span(values: Iterable[Any]) -> str:
-    """The least and the largest."""
+    """Name the least and the largest."""
     found = sorted(set(values))
     return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
@@ -288,13 +340,13 @@ def _counts(result: dict[str, Any]) -> tuple[int, int]:
 
 
 def _differs(result: dict[str, Any], options: Options) -> bool:
-    """Whether a result was measured otherwise; a number that is not given may be any."""
+    """Return whether a result was measured otherwise; a number that is not given may be any."""
     pairs = ((options.steps, result["steps"]), (options.warm_up, result.get("warm_up")))
     return len(result["windows"]) != options.windows or any(mine not in (None, theirs) for mine, theirs in pairs)
 
 
 def summarise(result: dict[str, Any]) -> str:
-    """A result in a few words."""
+    """Say a result in a few words."""
     took = f" ({duration(result['seconds'])})"
     if result["status"] != "ok":
         what = {"oom": "out of memory", "failed": "failed", "skipped": "skipped"}[result["status"]]
@@ -307,7 +359,7 @@ def summarise(result: dict[str, Any]) -> str:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Signals that ask for a stop raise Stopped."""
+    """Raise Stopped on signals that ask for a stop, for the time of the block."""
 
     def leave(number: int, _frame: Any) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name}")
@@ -326,3 +378,43 @@ def _on_gpu(recipe: Recipe) -> bool:
     import torch
 
     return recipe.run.device != "cpu" and torch.cuda.is_available()
+
+
+def tree(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what a person wants to know of one result; --json has it all."""
+    if result["status"] != "ok":
+        return {"status": result["status"], "error": result["error"]}
+    step, tokens, memory = result["step_seconds"], result["tokens_per_s"], result["memory"]
+    shown: dict[str, Any] = {
+        "mode": result["mode"],
+        "model": f"{result['model']}, {count(result['parameters'])} parameters, {result['precision']}, recompute "
+        f"{result['recompute']}, {'compiled' if result['compile'] else 'not compiled'}",
+        "ranks": f"{result['gpus']} ({result['strategy'] or 'own layout'}), batch {result['batch']}",
+        "step": f"{plain(step['median'], 4)} s ({plain(step['low'], 4)} to {plain(step['high'], 4)} in "
+        f"{len(result['windows'])} windows of {result['steps']} steps, after {result['warm_up']} that do not count)",
+        "samples/s": plain(result["samples_per_s"], 4),
+        "images/s": result["images_per_s"] and plain(result["images_per_s"], 4),
+        "tokens/s": f"{plain(tokens['visible'], 4)} visible, {plain(tokens['all'], 4)} in all",
+        "parts": ", ".join(f"{part} {plain(s, 3)} s" for part, s in result["split"].items() if s is not None),
+        "TFLOP/s": result["tflops"] and plain(result["tflops"], 4),
+        "MFU": result["mfu"] and f"{percent(result['mfu'])} (hardware: {percent(result['hfu'])})",
+        "memory": f"{memory['allocated_gib']:.4g} GiB allocated, {memory['reserved_gib']:.4g} GiB reserved",
+        "energy": result["energy_j"] and f"{plain(result['energy_j'], 3)} J a sample",
+        "notes": "; ".join(result["notes"]) or None,
+    }
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def row(result: dict[str, Any]) -> dict[str, str]:
+    ok = result["status"] == "ok"
+    step = result.get("step_seconds", {})
+    return {
+        "cell": result["name"],
+        "status": result["status"],
+        "step s": plain(step["median"], 4) if ok else "",
+        "spread": f"{plain(step['low'], 3)}..{plain(step['high'], 3)}" if ok else "",
+        "samples/s": plain(result["samples_per_s"], 4) if ok else "",
+        "MFU": percent(result["mfu"]) if ok and result["mfu"] else "",
+        "GiB": f"{result['memory']['allocated_gib']:.3g}" if ok else "",
+        "why": "" if ok else " ".join(str(result["error"]).split())[:80],
+    }

@@ -1,25 +1,239 @@
-"""The largest batch that fits, and optionally the fastest layout: found by trying, and written as a recipe.
+"""Search for the largest batch that fits, and optionally the fastest layout: found by trying, and written as a recipe.
 
 - all ranks that it is started on take part, and come to the same end
+- a size is what a rank computes in one pass (data.micro_batch). "N/rank" batches grow with it; a global batch stays as
+  it is, in as many passes as it takes, so sizes divide it
 - the planner says where to begin, where it knows the device; what counts is what was tried
-"""
+- each size is tried at most once, and the end is proven at both sides. Memory grows about evenly with the size, so two
+  sizes that work tell where the limit is; where that is wrong, steps that double and then halve find it all the same"""
 
+import bisect
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from vitrail.bench.largest import Found, NothingFits, search
-from vitrail.bench.sizes import Sizes, sizes_of
-from vitrail.bench.supervise import Supervisor, Trial
-from vitrail.bench.tuned import check_out, tuned_tree, write_tuned
+from vitrail import disk
+from vitrail.bench.supervise import TOO_LARGE, Supervisor, Trial
 from vitrail.errors import RunFailed, UserError
 from vitrail.launch.world import World, connect, find_world
-from vitrail.recipe import Recipe, load_recipe
-from vitrail.recipe.find import find_recipe
-from vitrail.training.collective import on_chief
+from vitrail.parallel.agree import on_chief
+from vitrail.parallel.check import refuse
+from vitrail.parallel.mesh import Layout
+from vitrail.recipe import Recipe, load_recipe, yaml
+from vitrail.recipe.load import find_recipe
+from vitrail.recipe.yaml import Key, set_key, split_override
+
+TRUSTED = 8  # trials in which the line through memory is followed; then the gap is halved
+FARTHEST = 4  # times the largest size that has worked
+
+
+class NothingFits(UserError):
+    """Not even the smallest size works."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest size that works and the next, which does not; None: there is none, or it was not asked for."""
+
+    best: Trial
+    next: Trial | None
+    trials: tuple[Trial, ...]
+
+    @property
+    def size(self) -> int:
+        return self.best.size
+
+    @property
+    def proof(self) -> str:
+        """Say in one sentence why it is the largest."""
+        works = f"{self.size} {'samples' if self.size > 1 else 'sample'} a rank and pass fit"
+        if self.next is None:
+            return f"{works}, and more were not asked for"
+        return f"{works}, {self.next.size} do not ({self.next.verdict} on rank {self.next.rank})"
+
+
+def search(
+    attempt: Callable[[int], Trial],
+    sizes: Sequence[int],
+    *,
+    guess: Callable[[Trial], int | None] = lambda trial: None,
+    limit: float = 0.95,
+    tell: Callable[[Trial], None] = lambda trial: None,
+) -> Found:
+    """Find the largest of the rising `sizes` that fits; `limit` is the share of memory that may be in use.
+
+    The smallest comes first: it tells whether anything works, and `guess` what the planner says of that device. What
+    fails for another reason than memory bounds the search, too, unless it is the smallest.
+    """
+    trials: dict[int, Trial] = {}
+    low, high = -1, len(sizes)  # the largest place that works and the smallest that does not, as far as known
+    place, planned = 0, None
+    while low + 1 < high:
+        trial = attempt(sizes[place])
+        trials[place] = trial
+        tell(trial)
+        low, high = (place, high) if trial.fits else (low, place)
+        if len(trials) == 1 and trial.fits and (size := guess(trial)) is not None:
+            planned = _place(sizes, size)
+        line = _meet(trials, limit) if len(trials) <= TRUSTED else None
+        if line is not None and (high == len(sizes) or line < sizes[high]):  # else it has been proven wrong
+            place = min(max(_place(sizes, line), low + 1), high - 1)
+        elif planned is not None and low < planned < high:
+            place = planned
+        elif high == len(sizes):
+            place = min(high - 1, 2 * low + 1)
+        else:
+            place = (low + high) // 2
+    if low < 0:
+        raise _refusal(trials[0])
+    return Found(trials[low], trials.get(high), tuple(trials.values()))
+
+
+def _place(sizes: Sequence[int], size: float) -> int:
+    """Return the place of the largest size that is not above."""
+    return max(0, bisect.bisect_right(sizes, size) - 1)
+
+
+def _meet(trials: dict[int, Trial], limit: float) -> float | None:
+    """Return the size at which the line through the two largest that work meets the limit of memory."""
+    known = sorted((t.size, t.share) for t in trials.values() if t.fits and t.share is not None)
+    if len(known) < 2:
+        return None
+    (a, low), (b, high) = known[-2:]
+    slope = (high - low) / (b - a)
+    return min(FARTHEST * b, b + (limit - high) / slope) if slope > 0 else FARTHEST * b
+
+
+def _refusal(first: Trial) -> UserError:
+    samples = f"{first.size} {'samples' if first.size > 1 else 'sample'} a rank"
+    if first.verdict not in TOO_LARGE:
+        sure = "" if first.verdict == "killed (signal 9)" else ", not for want of memory"
+        return UserError(
+            f"a trial with {samples} did not work on rank {first.rank} ({first.verdict}{sure}): {first.why}"
+        )
+    return NothingFits(
+        f"data.batch: not even {samples} fit ({first.verdict} on rank {first.rank}: {first.why}); set "
+        "parallel.recompute=full, shard over more ranks, or use a smaller model or data.crop"
+    )
+
+
+def tuned_tree(given: str, overrides: Sequence[str], out: Path) -> dict[str, Any]:
+    """Return what extends the given file with all changes; the whole recipe where that would not mean the same.
+
+    That of a run folder begins a run of its own: the old one goes on with its old batch.
+    """
+    whole = find_recipe(given, overrides)
+    if Path(given).is_dir():
+        name = f"{whole.run.name[:120]}-tuned"
+        whole = whole.model_copy(update={"run": whole.run.model_copy(update={"name": name, "dir": None})})
+    if Path(given).is_file():
+        tree: dict[str, Any] = {"extends": os.path.relpath(Path(given).resolve(), out.resolve().parent)}
+        cleared: set[Key] = set()
+        try:
+            for text in overrides:
+                key, value = split_override(text)
+                tree = set_key(tree, key, yaml.parse(value, text), cleared)
+            if _load_beside(yaml.dump(tree), out) == whole:
+                return tree
+        except UserError:  # a change inside a list, say
+            pass
+    return whole.to_tree()
+
+
+def _load_beside(text: str, out: Path) -> Recipe:
+    """Read a recipe as it would be read from a file at `out`."""
+    part = disk.write_whole(disk.draft_of(out), text, durable=False)
+    try:
+        return load_recipe(part)
+    finally:
+        disk.remove(part, inside=part.parent)
+
+
+def write_tuned(out: Path, tree: dict[str, Any], found: Found, *, ranks: int) -> None:
+    """Write the recipe, with what was found in its header."""
+    best = found.best
+    lines = [
+        f"Found by `vitrail tune` on {ranks} x {best.device}: {found.proof}.",
+        f"Peak of the fullest rank: {best.allocated_gib:.2f} GiB allocated, {best.reserved_gib:.2f} GiB reserved; "
+        f"{best.share:.0%} of its memory was in use.",
+    ]
+    text = "".join(f"# {line}\n" for line in lines) + yaml.dump(tree)
+    disk.publish(disk.write_whole(disk.draft_of(out), text), out)  # never over what came meanwhile
+
+
+def check_out(out: Path) -> None:
+    """Refuse a place that cannot be written to before anything is tried."""
+    if os.path.lexists(out):
+        raise UserError(f"--out: {out} exists; remove it, or give another file")
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out: cannot write into {out.parent}; give another file")
+
+
+MOST = 65536  # samples a rank that are tried at most, unless --most says otherwise
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Which sizes a recipe can have, and what each of them means for it."""
+
+    per_rank: bool  # the batch grows with the size
+    share: int  # samples of a data-parallel rank, where they are fixed
+    passes: int  # of a step, where the batch grows
+    layout: Layout
+    candidates: Sequence[int]
+
+    def changes(self, size: int) -> list[str]:
+        """Return the overrides for a size."""
+        batch = [f"data.batch={size * self.passes}/rank"] if self.per_rank else []
+        return [*batch, f"data.micro_batch={size}"]
+
+    def rows(self, size: int) -> int:
+        """Return the samples of a rank that a step of a trial computes: two passes tell what all of them need."""
+        if self.per_rank:
+            return size * self.passes
+        return self.share if self.layout.pipeline > 1 else min(self.share, 2 * size)
+
+    def batch(self, size: int) -> int:
+        """Return the samples of a step over all ranks."""
+        return (size * self.passes if self.per_rank else self.share) * self.layout.data
+
+
+def sizes_of(recipe: Recipe, world: int, *, multiple: int = 1, most: int | None = None) -> Sizes:
+    """Return multiples of a number up to the most; for a global batch those that divide a rank's share of it."""
+    for name, value in (("--multiple", multiple), ("--most", most)):
+        if value is not None and value < 1:
+            raise UserError(f"{name}: {value} must be 1 or more")
+    layout, data = refuse(recipe, world), recipe.data
+    share = data.global_batch(layout.data) // layout.data
+    if isinstance(data.batch, str):
+        passes = -(-share // (data.micro_batch or share)) if layout.pipeline > 1 else 1  # a pipeline needs several
+        found = Sizes(True, share, passes, layout, range(multiple, (most or MOST) + 1, multiple))
+        what = f"--most {most or MOST}"
+    else:
+        numbers = [n for n in range(multiple, min(most or MOST, share) + 1, multiple) if share % n == 0]
+        found = Sizes(False, share, 1, layout, numbers)
+        if layout.pipeline > 1:
+            found = replace(found, candidates=[n for n in numbers if _possible(recipe, found.changes(n), world)])
+        what = f"the {share} samples that data.batch={data.batch} gives a rank"
+    if not found.candidates:
+        raise UserError(
+            f"--multiple: no multiple of {multiple} is possible with {what}; give a smaller --multiple"
+            + ("" if found.per_rank else ', or data.batch as "N/rank"')
+        )
+    return found
+
+
+def _possible(recipe: Recipe, changes: Sequence[str], world: int) -> bool:
+    try:
+        refuse(load_recipe(recipe, changes), world)
+    except UserError:
+        return False
+    return True
+
 
 LAYOUTS = 4  # that are tried, of those that the planner ranks first
 
@@ -119,7 +333,7 @@ def largest(
     tell: Callable[[str], None],
     told: Callable[[Trial], None],
 ) -> Found:
-    """The largest size of one layout."""
+    """Find the largest size of one layout."""
     room = supervisor.head_room
 
     def attempt(size: int) -> Trial:
@@ -139,7 +353,7 @@ def largest(
 def whole_step(
     recipe: Recipe, sizes: Sizes, supervisor: Supervisor, found: Found, told: Callable[[Trial], None]
 ) -> float | None:
-    """Seconds of a step with all its passes, None if they are too many to be tried.
+    """Return the seconds of a step with all its passes, None if they are too many to be tried.
 
     A trial that left some out charges too much of the optimizer to each.
     """
@@ -160,7 +374,7 @@ def whole_step(
 
 
 def describe(trial: Trial) -> str:
-    """A trial in a line."""
+    """Say a trial in a line."""
     line = f"{trial.size} a rank: {trial.verdict}"
     if trial.reserved_gib is not None:
         line += f", {trial.reserved_gib:.2f} GiB reserved, {trial.share:.0%} of the memory in use"
@@ -172,7 +386,7 @@ def describe(trial: Trial) -> str:
 
 @contextlib.contextmanager
 def supervisors(world: World) -> Iterator[Any]:
-    """The store that the supervisors of all ranks share; they have a process group on the CPU."""
+    """Give the store that the supervisors of all ranks share, who have a process group on the CPU."""
     import torch.distributed as dist
 
     store, _ = connect(world, "cpu", timeout=timedelta(minutes=40))
@@ -197,7 +411,7 @@ def check_cluster(cluster: str | None) -> None:
 def planned_size(
     recipe: Recipe, sizes: Sizes, cluster: str | None, *, device: str | None, head_room: float
 ) -> int | None:
-    """The largest size that fits by the planner's reckoning; None where it does not know the device or the data."""
+    """Return the largest size that fits by the planner's reckoning; None where it does not know device or data."""
     from vitrail.cost.cluster import list_clusters, load_cluster
     from vitrail.cost.plan import GIB, Shares, memory_for, settle
 
@@ -225,7 +439,7 @@ def planned_size(
 
 
 def planned_layouts(recipe: Recipe, world: int, cluster: str | None) -> list[tuple[str, ...]]:
-    """Overrides of the layouts that the planner ranks first."""
+    """Return overrides of the layouts that the planner ranks first."""
     from vitrail.cost.plan import plan
 
     if cluster is None:

@@ -12,8 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.codecs.codec import Codec, Range, check_range, fingerprint_of, from_unit, range_of, to_unit
-from vitrail.codecs.hub import check_origin, find_files
+from vitrail.codecs import (
+    Codec,
+    Range,
+    check_origin,
+    check_range,
+    find_files,
+    fingerprint_of,
+    from_unit,
+    range_of,
+    to_unit,
+)
 from vitrail.errors import UserError
 from vitrail.foreign import read_json
 from vitrail.recipe import config
@@ -51,7 +60,7 @@ class KLConfig:
 
 
 def load(folder: str, key: str) -> Any:
-    """The network of a folder, whole: a weight that is missing is an error, never a random number."""
+    """Load the network of a folder, whole: a weight that is missing is an error, never a random number."""
     try:
         with quiet():
             from diffusers import AutoencoderKL
@@ -83,6 +92,7 @@ def load(folder: str, key: str) -> Any:
 
 class KL(Codec):
     kind, ndim = "kl", 2
+    value_range: Range
 
     def __init__(self, network: Any, value_range: Range, origin: str, weights: bytes):
         c = network.config
@@ -107,7 +117,7 @@ class KL(Codec):
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Without what diffusers says about libraries that are not needed here."""
+    """Silence what diffusers says about libraries that are not needed here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.codecs.codec import Codec, Range, check_range, fingerprint_of, from_unit, range_of, to_unit
-from vitrail.codecs.hub import find_files
+from vitrail.codecs import Codec, Range, check_range, find_files, fingerprint_of, from_unit, range_of, to_unit
 from vitrail.errors import UserError
 from vitrail.recipe import config
 
@@ -76,6 +75,7 @@ def load(place: Path, device: torch.device, key: str) -> Any:
 
 class TorchScript(Codec):
     kind = "torchscript"
+    value_range: Range
 
     def __init__(
         self,
@@ -133,5 +133,5 @@ class TorchScript(Codec):
 
 
 def _type(module: Any, otherwise: torch.dtype) -> torch.dtype:
-    """That of the weights: Cosmos has bfloat16."""
+    """Return the type of the weights: Cosmos has bfloat16."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), otherwise)

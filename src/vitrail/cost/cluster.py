@@ -1,16 +1,21 @@
-"""What a cluster can do: one file a cluster, read by the planner and written by `vitrail doctor --calibrate`.
+"""Clusters and what they can do: one file each, read by the planner and written by `vitrail doctor --calibrate`.
 
 - A curve is a list of points (x, y) with x rising; between points y is interpolated over the logarithm of x, beyond the
   ends it stays flat.
 - Rates are shares of a peak, so that the file says both what is promised and what is reached.
 - A cluster is known by its name (a file of `clusters/` in this package) or by the path of a YAML file.
 - A file may leave out what has a default here; unknown keys are errors.
+- A plan is for a number of GPUs, or a range, in whole nodes.
+
+No torch is imported here: what is wrong is told at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -20,10 +25,11 @@ from vitrail import disk
 from vitrail.errors import UserError
 from vitrail.recipe import yaml
 from vitrail.recipe.kinds import nearest
-from vitrail.recipe.trees import dotted, show
+from vitrail.recipe.yaml import dotted, show
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -48,7 +54,7 @@ _STRICT = {"extra": "forbid"}  # what pydantic reads from __pydantic_config__
 
 
 def at(curve: Curve, x: float) -> float:
-    """The curve's y at x: interpolated over log x, flat beyond the ends."""
+    """Return the curve's y at x: interpolated over log x, flat beyond the ends."""
     if x <= curve[0][0]:
         return curve[0][1]
     for (left, low), (right, high) in itertools.pairwise(curve):
@@ -83,8 +89,7 @@ class Device:
 
     def __post_init__(self) -> None:
         _positive(self, "device", "memory_gib", "bandwidth_gb_s", "attention_tile")
-        _positive(self, "device", "launch_us", "reserve_gib", zero=True)
-        _positive(self, "device", "kernel_us", zero=True)
+        _positive(self, "device", "launch_us", "reserve_gib", "kernel_us", zero=True)
         if self.launch_compiled_us is not None:
             _positive(self, "device", "launch_compiled_us", zero=True)
         if not self.fragmentation >= 1:
@@ -97,7 +102,6 @@ class Device:
             )
         if set(self.attention) != {"forward", "backward"}:
             raise ValueError(f"device.attention: expected forward and backward, got {', '.join(self.attention)}")
-        curves = {"gemm": self.gemm, "gemm_fp32": self.gemm_fp32, "convolution": self.convolution}
         if (most := max((x for x, _ in self.convolution), default=0)) > MOST_CHANNELS:
             raise ValueError(
                 f"device.convolution: expected points [channels, share], got {most:g} channels; if these are "
@@ -106,10 +110,11 @@ class Device:
         if not set(self.elementwise) <= set(WALKS):
             got = ", ".join(self.elementwise)
             raise ValueError(f"device.elementwise: expected curves of any of {', '.join(WALKS)}, got {got}")
-        curves |= {f"elementwise.{walk}": curve for walk, curve in self.elementwise.items()}
-        curves |= {f"attention.{way}": curve for way, curve in self.attention.items()}
-        for name, curve in curves.items():
-            _check_curve(f"device.{name}", curve)
+        for name in ("gemm", "gemm_fp32", "convolution"):
+            _check_curve(f"device.{name}", getattr(self, name))
+        for name in ("elementwise", "attention"):
+            for kind, curve in getattr(self, name).items():
+                _check_curve(f"device.{name}.{kind}", curve)
 
     def __hash__(self) -> int:  # of what can be hashed, so that results can be cached by device
         return hash((self.name, self.memory_gib, self.gemm))
@@ -119,14 +124,14 @@ class Device:
         return self.launch_us if self.launch_compiled_us is None else self.launch_compiled_us
 
     def peak(self, compute: str) -> float:
-        """FLOP/s of a type; of bf16 where the file has none for it, of half as much for fp32."""
+        """Return FLOP/s of a type; of bf16 where the file has none for it, of half as much for fp32."""
         bf16 = self.tflops["bf16"]
         return 1e12 * self.tflops.get(compute, bf16 / 2 if compute == "fp32" else bf16)
 
 
 @dataclass(frozen=True)
 class Link:
-    """How one GPU talks to another of the same group, in one direction."""
+    """The way from one GPU to another of the same group, in one direction."""
 
     __pydantic_config__ = _STRICT
     latency_us: float
@@ -199,7 +204,7 @@ def list_clusters() -> list[str]:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A cluster of this package by its name, or of a YAML file by its path."""
+    """Read a cluster of this package by its name, or of a YAML file by its path."""
     text = str(name_or_path)
     if text in list_clusters():
         return _read(FOLDER / f"{text}.yaml")
@@ -231,7 +236,7 @@ def _read(path: Path) -> Cluster:
 
 
 def _sentence(faults: list[Any]) -> str:
-    """Of the first problem: unknown keys before missing ones, as a misspelt key is both."""
+    """Say the first problem: unknown keys before missing ones, as a misspelt key is both."""
     first = next((fault for fault in faults if fault["type"] in UNKNOWN), faults[0])
     *path, key = first["loc"] or ("",)
     where = dotted(first["loc"])
@@ -252,7 +257,7 @@ def _sentence(faults: list[Any]) -> str:
 
 
 def _given(owner: type, key: Any) -> str:
-    """What to give for a key, in words."""
+    """Say what to give for a key."""
     return next((GIVEN.get(str(one.type), "a number") for one in fields(owner) if one.name == key), "a number")
 
 
@@ -261,3 +266,41 @@ def _adapter() -> TypeAdapter[Cluster]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(Cluster)
+
+
+def check_gpus(cluster: Cluster, gpus: int) -> None:
+    """Refuse a number of GPUs that the cluster cannot give, in whole nodes."""
+    per_node = cluster.gpus_per_node
+    if not 1 <= gpus <= cluster.gpus:
+        many = f"{cluster.gpus:,} GPUs ({cluster.nodes:,} nodes of {per_node}); choose 1 to {cluster.gpus}"
+        has = many if cluster.gpus > 1 else "one GPU; choose 1"
+        raise UserError(f"--gpus {gpus}: cluster {cluster.name} has {has}")
+    if gpus > per_node and gpus % per_node:
+        below = gpus // per_node * per_node
+        raise UserError(
+            f"--gpus {gpus}: nodes of cluster {cluster.name} have {per_node} GPUs each; choose {below} or "
+            f"{min(below + per_node, cluster.gpus)}"
+        )
+
+
+def read_gpus(text: str, cluster: Cluster) -> list[int]:
+    """Read a number, or a range: its ends and the powers of two times a node's GPUs between them."""
+    found = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", text.strip())
+    if not found or (found[2] and int(found[2]) < int(found[1])):
+        raise UserError(f"--gpus {text}: expected a number such as 64, or a range from less to more such as 8..512")
+    first, last = int(found[1]), int(found[2] or found[1])
+    for number in (first, last):
+        check_gpus(cluster, number)
+    sizes = (cluster.gpus_per_node * 2**power for power in range(-10, 31))
+    between = {int(size) for size in sizes if size == int(size) and first < size < last}
+    return sorted({first, last} | between)
+
+
+def more_gpus(cluster: Cluster, gpus: int) -> Iterator[int]:
+    """Yield this number and larger ones: powers of two in a node, then of whole nodes, in the end all GPUs."""
+    yield gpus
+    inside = (2**power for power in range(cluster.gpus_per_node.bit_length()))
+    nodes = (cluster.gpus_per_node * 2**power for power in range(cluster.nodes.bit_length()))
+    for number in sorted({*inside, *nodes, cluster.gpus}):
+        if number > gpus:
+            yield number

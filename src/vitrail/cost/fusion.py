@@ -1,25 +1,34 @@
-"""Which operations of a graph are one kernel, and in which order kernels run.
+"""Compiled blocks on the meta device: what the compiler keeps for the backward, and what it fuses.
 
-Matrix products, attention and convolutions are kernels of their own. All between them that hangs together is one, which
-reads its inputs and writes its outputs once. These are the compiler's own rules in short, and no schedule of its.
+- a block goes through the real front end (graph capture, autograd, the partitioner that decides what is kept), so that
+  recomputation is what training does; only code generation is left out
+- matrix products, attention and convolutions are kernels of their own. All between them that hangs together is one,
+  which reads its inputs and writes its outputs once. These are the compiler's own rules in short
+- RMSNorm is the one kernel that GPUs have for it: the meta device takes it apart, and the parts keep more
 """
 
 import heapq
+import logging
+import warnings
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from vitrail.cost.recorder import is_view, size_of
+from vitrail.cost.recorder import Op, Recorder, is_view, op_of, size_of, stand_in, workspace
 
 _FREE = ("aten._unsafe_view", "aten.empty", "aten.new_empty")
 
 
 class Unit:
-    """Nodes that are one kernel."""
+    """One kernel: the nodes that it computes."""
 
     def __init__(self, nodes: list[Any], fused: bool):
         self.nodes, self.fused = nodes, fused
@@ -28,16 +37,22 @@ class Unit:
         self.over: list[Any] = []  # of these, what it may write over
 
 
-class Fusion:
-    """The kernels of a graph, `units`, in their order."""
+class Fused:
+    """A graph that runs kernel by kernel on the meta device: it makes what would be written, and nothing between.
 
-    def __init__(self, graph: Any):
-        self.nodes = list(graph.nodes)
+    It is called with a list of inputs that is its own, so that each can die after its last use.
+    """
+
+    def __init__(self, module: Any, earlier: frozenset[str]):
+        self._boxed_call = True  # tells the compiler so; it copies what an object has, not what its class has
+        self.module, self.earlier = module, earlier  # names that the forward has computed, where this is a backward
+        self.nodes = list(module.graph.nodes)
         self.users = self._users()
         self.units = self._order(self._units())
+        self.dying = self._last_uses()
 
     def _users(self) -> dict[Any, list[Any]]:
-        """Who reads a result, itself or through views."""
+        """Find who reads each result, itself or through views."""
         users: dict[Any, list[Any]] = defaultdict(list)
         for node in self.nodes:
             if not (node.op == "call_function" and passes(node)):
@@ -46,7 +61,7 @@ class Fusion:
         return users
 
     def _levels(self) -> dict[Any, int]:
-        """Products and attention are at odd levels, what lies between two of them at the even one; as late as can be.
+        """Put products and attention at odd levels, what lies between two of them at the even one, as late as can be.
 
         What is cheap is computed where it is needed, not earlier and stored.
         """
@@ -87,7 +102,7 @@ class Fusion:
         return self._bounds(units)
 
     def _bounds(self, units: list[Unit]) -> list[Unit]:
-        """What each kernel reads and writes. What only fused kernels read is made in each of them, but for sums."""
+        """Fill in what kernels read and write. What only fused ones read is made in each of them, but for sums."""
         owner = {node: unit for unit in units for node in unit.nodes}
         stored = set()
         for node, unit in owner.items():
@@ -115,7 +130,7 @@ class Fusion:
         return [unit for unit in units if unit.writes]
 
     def _overwritten(self, unit: Unit, stored: set[Any]) -> list[Any]:
-        """Inputs in whose place a result of the same size is written: those that one result alone is made of.
+        """Return inputs in whose place a result of the same size is written: those that one result alone is made of.
 
         That is the compiler's own rule; what the graph was given is never written over.
         """
@@ -144,7 +159,7 @@ class Fusion:
         return over
 
     def _order(self, units: list[Unit]) -> list[Unit]:
-        """Kernels in the order of the graph, as far as what they need allows."""
+        """Put kernels in the order of the graph, as far as what they need allows."""
         place = {node: index for index, node in enumerate(self.nodes)}
         owner = {node: unit for unit in units for node in unit.writes}
         follows: dict[Unit, set[Unit]] = defaultdict(set)
@@ -167,6 +182,68 @@ class Fusion:
         assert len(ordered) == len(units), "kernels that wait for each other"
         return ordered
 
+    def _last_uses(self) -> dict[int, list[Any]]:
+        """Tell after which kernel each result is needed no more; views of it are made when it is asked for."""
+        last: dict[Any, int] = {}
+        for index, unit in enumerate(self.units):
+            for node in (*unit.writes, *map(source_of, unit.reads)):
+                last[node] = index
+        kept = {source_of(one) for one in self.nodes[-1].all_input_nodes}
+        dying: dict[int, list[Any]] = defaultdict(list)
+        for node in self.nodes:
+            if node not in kept and (node.op == "placeholder" or node in last):
+                dying[last.get(node, -1)].append(node)
+        return dying
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        watcher = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+        values: dict[Any, Any] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                values[node] = inputs.pop(0)
+            elif node.op == "get_attr":
+                values[node] = getattr(self.module, node.target)
+        for node in self.dying.get(-1, ()):
+            values.pop(node, None)
+        for index, unit in enumerate(self.units):
+            if watcher is not None:
+                self._account(unit, watcher)
+            for node in unit.over:
+                if node in self.dying.get(index, ()):
+                    values.pop(node, None)
+            for node in unit.writes:
+                values[node] = _made(node.meta["val"])
+            for node in self.dying.get(index, ()):
+                values.pop(node, None)
+        output = self.nodes[-1].args[0]
+        return [self._value(one, values) if isinstance(one, torch.fx.Node) else one for one in output]
+
+    def _value(self, node: Any, values: dict[Any, Any]) -> Any:
+        if node in values:
+            return values[node]
+        if not (node.op == "call_function" and passes(node)):
+            return _made(node.meta["val"])
+        source, t = self._value(node.args[0], values), node.meta["val"]
+        if not isinstance(source, Tensor):
+            return source[node.args[1]] if name_of(node) == "getitem" else _made(t)
+        # The same storage; where in it matters to nobody. Several views at once are made one by one.
+        return torch.as_strided(source, t.shape, t.stride(), 0) if isinstance(t, Tensor) else source
+
+    def _account(self, unit: Unit, watcher: Recorder) -> None:
+        again = bool(self.earlier) and all(node.name in self.earlier for node in unit.nodes)
+        if unit.fused:
+            watcher.add(_fused_cost(unit), again=again)
+            return
+        node = unit.nodes[0]
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        read = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+        written = [t for t in tree_leaves(node.meta["val"]) if isinstance(t, Tensor)]
+        op = op_of(node.target, read, written, arguments, node.meta["val"])
+        if op is not None:
+            watcher.add(op, again=again)
+        if "attention_backward" in name_of(node):
+            watcher.note(workspace(read[1]) + sum(map(size_of, written)))
+
 
 def name_of(node: Any) -> str:
     return getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else ""
@@ -178,7 +255,7 @@ def is_kernel(node: Any) -> bool:
 
 
 def passes(node: Any) -> bool:
-    """Views, and results of one that has several; numbers that are no tensors."""
+    """Tell views, results of one that has several, and numbers that are no tensors."""
     if not isinstance(node.meta.get("val"), Tensor) and not is_kernel(node):
         return not isinstance(node.meta.get("val"), tuple | list) or is_view(node.target)
     return name_of(node) == "getitem" or is_view(node.target) or str(node.target).startswith(_FREE)
@@ -189,14 +266,14 @@ def _fuses(node: Any) -> bool:
 
 
 def _reduces(node: Any) -> bool:
-    """Whether a result is smaller than what it is made of: another kernel would not make it again."""
+    """Tell whether a result is smaller than what it is made of: another kernel would not make it again."""
     sizes = [one.meta["val"].numel() for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
     made = [t.numel() for t in tree_leaves(node.meta["val"]) if isinstance(t, Tensor)]
     return bool(sizes) and max(made) < max(sizes)
 
 
 def source_of(node: Any) -> Any:
-    """What a view is of."""
+    """Return what a view is of."""
     while node.op == "call_function" and passes(node) and node.args and isinstance(node.args[0], torch.fx.Node):
         node = node.args[0]
     return node
@@ -208,3 +285,111 @@ def sizes_of(node: Any) -> list[int]:
 
 def written_by(unit: Unit) -> list[int]:
     return [size for node in unit.writes for size in sizes_of(node)]
+
+
+def compile_block(block: nn.Module) -> None:
+    """Make a block compute as compiled code would, for a Recorder to watch."""
+    block.compile(backend=_backend, dynamic=False)
+
+
+def compiling() -> ExitStack:
+    """Return settings to call compiled blocks under: every shape is compiled anew, however many there were."""
+    stack = ExitStack()
+    # What is compiled here counts towards the limit of a run in this process, which would then go on uncompiled.
+    stack.callback(torch._dynamo.reset_code_caches)
+    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+    known: dict[str, Any] = {name: most for name, most in limits.items() if hasattr(torch._dynamo.config, name)}
+    stack.enter_context(torch._dynamo.config.patch(**known))
+    # What the compiler has to say is said again when the run is compiled.
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+    stack.callback(logging.disable, logging.root.manager.disable)
+    logging.disable(logging.WARNING)
+    return stack
+
+
+@lru_cache
+def _tables() -> Any:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _backend(graph: Any, examples: list[Any]) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    names: set[str] = set()
+
+    def forward(module: Any, _: Any) -> Fused:
+        names.update(node.name for node in module.graph.nodes if node.op == "call_function")
+        return Fused(module, frozenset())
+
+    compiler = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda module, _: Fused(module, frozenset(names)),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=_tables(),
+    )
+    return compiler(graph, examples)
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, tuple | list):
+        return type(value)(_made(one) for one in value)
+    return value
+
+
+def _fused_cost(unit: Unit) -> Op:
+    """Cost a fused kernel: what comes from outside is read once, what goes there written once; row sums are kernels.
+
+    The compiler lays loops so that most kernels go straight on: all are taken for dense.
+    """
+    inputs = [one.meta["val"] for one in unit.reads if isinstance(one.meta.get("val"), Tensor)]
+    read = sum(map(size_of, inputs))
+    # In the type of what is read: inside a kernel all is fp32.
+    item = min((t.element_size() for t in inputs if t.is_floating_point()), default=4)
+    summed = sorted(node.all_input_nodes[0].meta["val"].numel() * item for node in unit.nodes if _sums_rows(node))
+    if all(_sums_rows(node) for node in unit.writes):  # then the largest of them is the kernel
+        summed = summed[:-1]
+    return Op("memory", 0.0, float(read + sum(written_by(unit)) + sum(summed)), kernels=1 + len(summed))
+
+
+def _sums_rows(node: Any) -> bool:
+    """Tell a sum over the tokens of a batch, such as the gradient of a bias is."""
+    if not str(node.target).startswith("aten.sum.dim"):
+        return False
+    value = node.all_input_nodes[0].meta["val"]
+    dims: Sequence[int] = node.args[1]
+    return value.ndim > 1 and value.ndim - 1 not in dims and -1 not in dims
+
+
+@stand_in
+def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@stand_in
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return rms_norm_backward(grad, *ctx.saved_tensors)
+
+
+rms_norm.register_autograd(_backward, setup_context=_keep)
+
+
+def as_kernels(model: nn.Module, *, spared: Sequence[nn.Module] = ()) -> None:
+    """Make every RMSNorm of a model one operation, but for those of blocks that are compiled."""
+    compiled = {module for block in spared for module in block.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm) and module.weight is not None and module not in compiled:
+            module.forward = lambda x, norm=module: rms_norm(x, norm.weight)[0]  # type: ignore[misc, method-assign]

@@ -1,8 +1,8 @@
-"""Bytes that a training step needs on one rank, by kind, at the moment when they are the most.
+"""Memory of a training step on one rank: bytes by kind, at the moment when they are the most.
 
 - masters, gradients and optimizer state are fp32 and in shards; parameters are gathered in the compute type, gradients
   reduced in the reduce type, group by group, as parallel/shard.py has FSDP2 do it
-- a group that is not sharded is copied, too: the copy is in the compute type. One rank alone (parallel/solo.py) has
+- a group that is not sharded is copied, too: the copy is in the compute type. One rank alone (parallel/shard.py) has
   copies of all groups from the beginning to the end of a pass, none in fp32, and reduces nothing
 - the moments are: each block's forward, the loss, each block's backward, the reduction of its gradients, the update.
   Activations fall while gradients rise, so that any of them can be the worst
@@ -19,18 +19,17 @@ BYTES = {"bf16": 2, "float8": 2, "fp32": 4}  # of a gathered parameter, or of a 
 
 
 class Moments(NamedTuple):
-    """How many numbers an optimizer keeps of each parameter: of a matrix of a block, and of any other."""
+    """Numbers that an optimizer keeps of each parameter: of a matrix of a block, and of any other."""
 
     matrix: int = 2
     other: int = 2
 
     @classmethod
     def of(cls, optimizer: Any) -> "Moments":
-        """Those of an optimizer's config."""
         return cls(*(len(optimizer.update(role).moments) for role in cls._fields))
 
     def each(self, segment: Segment) -> int:
-        """Of a parameter of a segment; the few in a block that are no matrices are counted as if they were."""
+        """Return the number for a segment; the few parameters in a block that are no matrices count as if they were."""
         return self.matrix if segment.gathered else self.other
 
 
@@ -55,20 +54,18 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Allocated at the worst moment."""
         states = self.parameters + self.gradients + self.optimizer + self.average
         passing = self.gathered + self.activations + self.temporary + self.communication
         return states + passing + self.inputs + self.recorded
 
     def reserved(self, device: Any) -> float:
-        """What the allocator holds, gaps included, and what libraries take beside it, in bytes."""
+        """Return what the allocator holds, gaps included, and what libraries take beside it, in bytes."""
         return self.peak * device.fragmentation + device.reserve_gib * 2**30
 
 
 def memory_of(
     work: Work,
     *,
-    replicate: int = 1,
     shard: int = 1,
     reshard: bool = True,
     tensor: int = 1,
@@ -87,37 +84,34 @@ def memory_of(
     rank: int = 0,
     solo: bool = False,
 ) -> Memory:
-    """What one rank needs; `prefetch` is the recipe's (forward, backward), by default FSDP2's own 0 and 1.
+    """Return what one rank needs; `prefetch` is the recipe's (forward, backward), by default FSDP2's own 0 and 1.
 
     `read_ahead` is how many batches lie on the device before their turn, `rank` the place in a pipeline.
     """
-    ranks = shard * context
-    ahead = (getattr(prefetch, "forward", 0), getattr(prefetch, "backward", 1))
-    state = _State(work, ranks, tensor, wrap, BYTES[compute], BYTES[reduce])
     flying = _in_flight(pipeline, rank, micro_batches, schedule)
+    state = _State(work, shard * context, tensor, wrap, BYTES[compute], BYTES[reduce], reshard, offload)
     masters = 0 if offload else 4 * state.owned
+    # Batches as they were read, and what is made of one micro-batch; a pipeline prepares all of them first.
+    made = (work.inputs - work.raw) * (micro_batches if pipeline > 1 else 1)
     fixed = Memory(
         parameters=masters,
+        # Between micro-batches gradients stay; in the first, or only, one they come block by block.
+        gradients=state.all_gradients if micro_batches > 1 else 0,
         optimizer=0 if offload else sum(4 * state.own(s) * moments.each(s) for s in state.every),
         average=masters if ema else 0,
-        inputs=_inputs(work, pipeline, micro_batches, read_ahead),
+        inputs=made + work.raw * micro_batches * (1 + read_ahead),
         activations=(flying - 1) * sum(segment.saved for segment in state.every),
     )
     if solo:
         instants = state.moments_alone(fixed, accumulated=micro_batches > 1)
     else:
-        instants = state.moments(fixed, reshard, ahead, accumulated=micro_batches > 1, offload=offload)
+        ahead = (getattr(prefetch, "forward", 0), getattr(prefetch, "backward", 1))
+        instants = state.moments(fixed, ahead, accumulated=micro_batches > 1)
     return max(instants, key=lambda memory: memory.peak)
 
 
-def _inputs(work: Work, pipeline: int, micro_batches: int, read_ahead: int) -> int:
-    """Batches as they were read, and what is made of one micro-batch; a pipeline prepares all of them first."""
-    made = (work.inputs - work.raw) * (micro_batches if pipeline > 1 else 1)
-    return made + work.raw * micro_batches * (1 + read_ahead)
-
-
 def _in_flight(pipeline: int, rank: int, micro_batches: int, schedule: str) -> int:
-    """Micro-batches whose activations a rank of a pipeline holds at once: the first one the most."""
+    """Count micro-batches whose activations a rank of a pipeline holds at once: the first one the most."""
     if pipeline == 1:
         return 1
     most = {"GPipe": micro_batches, "interleaved": pipeline + pipeline // 2}.get(schedule, pipeline - rank)
@@ -126,12 +120,16 @@ def _in_flight(pipeline: int, rank: int, micro_batches: int, schedule: str) -> i
 
 @dataclass(frozen=True)
 class _State:
+    """The parameters of one rank, and the moments of a step. `fixed` is what a pass does not change."""
+
     work: Work
     ranks: int  # over which parameters of blocks are sharded
     tensor: int
     wrap: int
     compute: int  # bytes of a number
     reduce: int
+    reshard: bool
+    offload: bool
 
     @cached_property
     def every(self) -> list[Segment]:
@@ -142,55 +140,38 @@ class _State:
         ]
 
     def own(self, segment: Segment) -> int:
-        """Parameters of which this rank has the master."""
+        """Count parameters of which this rank has the master."""
         return -(-segment.parameters // (self.ranks * (1 if segment.gathered else self.tensor)))
 
     @cached_property
     def owned(self) -> int:
         return sum(self.own(segment) for segment in self.every)
 
-    def moments(
-        self, fixed: Memory, reshard: bool, ahead: tuple[int, int], *, accumulated: bool, offload: bool
-    ) -> Iterator[Memory]:
+    @property
+    def all_gradients(self) -> int:
+        return 0 if self.offload else 4 * self.owned
+
+    def moments(self, fixed: Memory, ahead: tuple[int, int], *, accumulated: bool) -> Iterator[Memory]:
         every, sharded = self.every, self.ranks > 1
         root = sum(s.parameters for s in every if not s.gathered)
         blocks = [s.parameters if s.gathered else 0 for s in every]
-        all_gradients = 0 if offload else 4 * self.owned
 
-        def gathered(index: int, groups: float) -> int:
-            """The root's, and this group's with some beside it; or those of all blocks that have been run."""
-            own = sum(blocks[: index + 1]) if not reshard else round(blocks[index] * self.wrap * groups)
+        def gathered(index: int, groups: int) -> int:
+            """Count the root's, and this group's with some beside it; or those of all blocks that have been run."""
+            own = blocks[index] * self.wrap * groups if self.reshard else sum(blocks[: index + 1])
             return self.compute * (root + own)
 
-        saved = 0
-        for index, segment in enumerate(every):
-            saved += segment.saved
-            yield replace(
-                fixed,
-                gradients=all_gradients if accumulated else 0,
-                gathered=gathered(index, 1 + (1 + ahead[0] if sharded else 0)),
-                activations=fixed.activations + saved,
-                temporary=segment.forward_peak,
-                moment=f"forward of {segment.name}",
-            )
-        yield replace(
-            fixed,
-            gradients=all_gradients if accumulated else 0,
-            gathered=gathered(len(every) - 1, 1),
-            activations=fixed.activations + saved,
-            temporary=self.work.loss_peak,
-            moment="loss",
-        )
-        gradients = all_gradients if accumulated else 0
+        forward = [gathered(index, 2 + ahead[0] if sharded else 1) for index in range(len(every))]
+        yield from self._forward(fixed, [*forward, gathered(len(every) - 1, 1)])
+        gradients, saved = fixed.gradients, fixed.activations + sum(segment.saved for segment in every)
         waiting = 0  # gradients of the root, which are reduced last
         buffer = 0  # what the last reduction has read, kept until the next one
-        for index in range(len(every) - 1, -1, -1):
-            segment = every[index]
+        for index, segment in reversed(list(enumerate(every))):
             held = replace(
                 fixed,
                 gradients=gradients,
-                gathered=gathered(index, 1 + (ahead[1] if sharded else 0)),
-                activations=fixed.activations + saved,
+                gathered=gathered(index, 1 + ahead[1] if sharded else 1),
+                activations=saved,
                 temporary=segment.peak + waiting,
                 communication=buffer,
                 moment=f"backward of {segment.name}",
@@ -202,58 +183,41 @@ class _State:
                 continue
             numbers = segment.parameters * self.wrap
             buffer = self.reduce * numbers
-            output = 0 if offload else 4 * self.own(segment)
-            if not accumulated:
-                gradients += output
+            output = 0 if self.offload else 4 * self.own(segment)
+            gradients += 0 if accumulated else output
             yield replace(
                 held,
                 gradients=gradients,
                 gathered=gathered(index - 1, ahead[1] if sharded else 0) if index else self.compute * root,
-                activations=fixed.activations + saved,
+                activations=saved,
                 temporary=waiting,
-                communication=self._reduction(numbers, output if accumulated else 0),
+                communication=self._reduction(numbers) + (output if accumulated else 0),
                 moment=f"reduction after {segment.name}",
             )
+        outside = 0 if accumulated or self.offload else 4 * sum(self.own(s) for s in every if not s.gathered)
         yield replace(
             fixed,
-            gradients=gradients
-            + (0 if accumulated or offload else 4 * sum(self.own(s) for s in every if not s.gathered)),
+            gradients=gradients + outside,
             gathered=self.compute * root,
             temporary=waiting,
-            communication=max(buffer, self._reduction(root, 0)),
+            communication=max(buffer, self._reduction(root)),
             moment="reduction of what is outside blocks",
         )
-        yield replace(fixed, gradients=all_gradients, activations=0, moment="update")
+        yield replace(fixed, gradients=self.all_gradients, activations=0, moment="update")
 
     def moments_alone(self, fixed: Memory, *, accumulated: bool) -> Iterator[Memory]:
-        """Of a rank that has all of the model."""
+        """Go through the moments of a rank that has all of the model."""
         every = self.every
         copied = 0 if self.compute == 4 else self.compute  # bytes of a copied number, and of its gradient at first
-        fixed = replace(fixed, gathered=copied * self.owned)
-        all_gradients = 4 * self.owned
-        gradients = all_gradients if accumulated else 0
-        saved = waiting = 0
-        for segment in every:
-            saved += segment.saved
-            yield replace(
-                fixed,
-                gradients=gradients,
-                activations=fixed.activations + saved,
-                temporary=segment.forward_peak,
-                moment=f"forward of {segment.name}",
-            )
-        yield replace(
-            fixed,
-            gradients=gradients,
-            activations=fixed.activations + saved,
-            temporary=self.work.loss_peak,
-            moment="loss",
-        )
+        passing = replace(fixed, gathered=copied * self.owned)
+        gradients, saved = fixed.gradients, fixed.activations + sum(segment.saved for segment in every)
+        yield from self._forward(passing, [passing.gathered] * (len(every) + 1))
+        waiting = 0
         for segment in reversed(every):
             yield replace(
-                fixed,
+                passing,
                 gradients=gradients,
-                activations=fixed.activations + saved,
+                activations=saved,
                 temporary=segment.peak + waiting,
                 moment=f"backward of {segment.name}",
             )
@@ -264,28 +228,35 @@ class _State:
             new = 4 * segment.parameters
             gradients += 0 if accumulated else new
             yield replace(
-                fixed,
+                passing,
                 gradients=gradients,
-                activations=fixed.activations + saved,
+                activations=saved,
                 temporary=waiting + copied * segment.parameters + (new if accumulated else 0),
                 moment=f"gradients of {segment.name}",
             )
         yield replace(
-            fixed,
-            gradients=all_gradients,
-            activations=fixed.activations,
+            passing,
+            gradients=self.all_gradients,
             temporary=waiting * (3 if accumulated else 1),
             moment="gradients of what is outside blocks",
         )
-        yield replace(fixed, gradients=all_gradients, gathered=0, activations=0, moment="update")
+        yield replace(fixed, gradients=self.all_gradients, activations=0, moment="update")
 
-    def _reduction(self, numbers: int, output: int) -> int:
-        """What is reduced, and where it goes; of one rank alone it is divided once more, in memory of its own."""
-        copies = 2 if self.ranks == 1 else 1
-        return self.reduce * numbers * copies + output
+    def _forward(self, fixed: Memory, gathered: list[int]) -> Iterator[Memory]:
+        """Go through the forward of each segment and the loss; `gathered` has a number for each of them."""
+        saved = fixed.activations
+        for segment, size in zip(self.every, gathered[:-1], strict=True):
+            saved += segment.saved
+            own = {"activations": saved, "temporary": segment.forward_peak}
+            yield replace(fixed, gathered=size, moment=f"forward of {segment.name}", **own)
+        yield replace(fixed, gathered=gathered[-1], activations=saved, temporary=self.work.loss_peak, moment="loss")
+
+    def _reduction(self, numbers: int) -> int:
+        """Count what is reduced; of one rank alone it is divided once more, in memory of its own."""
+        return self.reduce * numbers * (2 if self.ranks == 1 else 1)
 
 
 def _later(name: str, places: int) -> str:
-    """The name of an equal block that comes so many places after this one: blocks.0, blocks.3."""
+    """Name an equal block that comes so many places after this one: blocks.0, blocks.3."""
     stem, dot, number = name.rpartition(".")
     return f"{stem}{dot}{int(number) + places}" if places and number.isdecimal() else name

@@ -1,8 +1,12 @@
-"""What a training step of a recipe needs on a cluster, without any GPU: memory, time, rates and what limits them.
+"""A training step of a recipe on a cluster, without any GPU: memory, time, rates and what limits them.
 
-- the recipe is completed without data (complete.py) and settled for the cluster's device: number format and compiling
+- the recipe is completed and settled for the cluster's device: number format and compiling. Channels, shape and classes
+  come from the recipe itself, else from what the first entry of data.train says of itself, which opens files but reads
+  no voxels. Where neither knows, the error names the key to give: a plan needs no data
 - an estimate is of one layout: what the model computes and keeps (trace), bytes by kind (memory), seconds (step)
 - of a pipeline the first, a middle and the last rank are looked at; the fullest gives the memory, the slowest the time
+- a search looks at hundreds of layouts. One trace a way to recompute serves them all, divided among the ranks; what is
+  shown in the end is traced for itself
 - it fits if what the allocator reserves, and what libraries take beside it, is at most 95 % of the device's memory
 - MFU is of the device's dense bf16 peak whatever is computed in, as in the meters of a run
 """
@@ -20,20 +24,17 @@ from typing import Any
 
 import torch
 
-from vitrail.cost.cluster import Cluster, load_cluster
-from vitrail.cost.complete import complete
-from vitrail.cost.gpus import check_gpus
-from vitrail.cost.key import Key
+from vitrail.cost.cluster import Cluster, check_gpus, load_cluster
 from vitrail.cost.memory import Memory, Moments, memory_of
-from vitrail.cost.rough import SAMPLES
-from vitrail.cost.rough import works as rough_works
 from vitrail.cost.step import StepTime, step_time
-from vitrail.cost.trace import Compute, Work, trace
-from vitrail.cost.whole_matrix import whole_matrix
-from vitrail.cost.work import places
+from vitrail.cost.trace import Compute, trace, whole_matrix
+from vitrail.cost.work import Key, Work, cached, divided, places, stage_of
 from vitrail.errors import UserError
-from vitrail.models.model import Model
-from vitrail.parallel import recompute, solo
+from vitrail.layers.patches import per_axis
+from vitrail.models.model import Model, encoder_of
+from vitrail.objectives.objective import labels_of
+from vitrail.parallel import recompute
+from vitrail.parallel import shard as solo
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.parallel.replay import HALF, ROOM, is_ours
 from vitrail.recipe import Recipe, load_recipe
@@ -41,6 +42,81 @@ from vitrail.recipe.durations import parse_duration
 
 HEADROOM = 0.95  # of the device's memory that a plan may reserve
 GIB = 2**30
+SAMPLES = 8  # of the trace that others are divided from
+_MODELS, _WHOLE = cached(8), cached(16)
+
+
+def complete(recipe: Recipe) -> Recipe:
+    """Return the recipe with the model and the objective as training would complete them."""
+    model, objective = recipe.model, recipe.objective
+    try:
+        crop = per_axis(recipe.data.crop, model.ndim)
+    except ValueError as error:
+        raise UserError(f"data.crop: {error}; model.ndim is {model.ndim}") from None
+    entry = _Entry(recipe.data.train[0])
+    condition = tuple(getattr(objective, "condition", ()))
+    known = getattr(encoder_of(model), "variables", None)
+    if known is not None:
+        channels = len(known.known)
+    else:
+        channels = model.channels or _needed("model.channels", entry.channels(), entry) - len(condition)
+    if hasattr(objective, "fit"):  # of the variables their number alone matters here
+        names = (*condition, *(f"variable{number}" for number in range(channels)))
+        objective, model = dataclasses.replace(objective, variables=None).fit(model, names, recipe.data)
+    update: dict[str, Any] = {"channels": channels, "shape": crop}
+    labels = labels_of(objective, model)
+    if labels is not None and hasattr(model, "classes"):
+        names = objective.names or ()
+        classes = model.classes or len(names) or _needed("model.classes", entry.classes(labels), entry)
+        update["classes"] = classes
+        objective = dataclasses.replace(objective, names=names or tuple(f"class {n}" for n in range(classes)))
+    try:
+        model = dataclasses.replace(model, **update)
+        if hasattr(model, "check"):
+            model.check()
+    except ValueError as error:
+        raise UserError(f"data.crop and model: {error}") from None
+    return recipe.model_copy(update={"model": model, "objective": objective})
+
+
+def _needed(key: str, found: int | None, entry: _Entry) -> int:
+    if found:
+        return found
+    reason = f"cannot be asked ({entry.trouble.partition(';')[0]})" if entry.trouble else "does not either"
+    raise UserError(f"{key}: the recipe does not tell it and data.train.0 {reason}; give it, such as {key}=3")
+
+
+class _Entry:
+    """An entry of data.train, opened only when it is asked for more than its config knows."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.trouble, self._source = config, "", None
+        self.path = getattr(config, "path", config.kind)
+
+    def channels(self) -> int | None:
+        c = self.config
+        variables = getattr(c, "variables", None)
+        if variables or (c.kind == "dummy"):
+            return len(variables) if variables else c.channels
+        return len(self.source.variables) if self.source is not None else None
+
+    def classes(self, labels: str) -> int | None:
+        if self.config.kind == "dummy":
+            return self.config.classes
+        if self.source is None:
+            return None
+        if labels == "item":
+            return len(getattr(self.source, "class_names", ())) or None
+        return max(getattr(self.source, "label_names", {}), default=-1) + 1 or None
+
+    @property
+    def source(self) -> Any:
+        if self._source is None and not self.trouble:
+            try:
+                self._source = self.config.open()
+            except (UserError, OSError) as error:
+                self.trouble = str(error).rstrip(".")
+        return self._source
 
 
 @dataclass(frozen=True)
@@ -89,7 +165,7 @@ def plan(
     top: int = 10,
     any_batch: bool = False,
 ) -> list[Estimate]:
-    """Layouts of a recipe on so many GPUs, the best first; with `as_is` only its own.
+    """List layouts of a recipe on so many GPUs, the best first; with `as_is` only its own.
 
     Where none fits they are the ones that need least memory; nearest() tells what would fit.
     """
@@ -102,7 +178,7 @@ def plan(
 
 
 def settle(recipe: Recipe, cluster: Cluster) -> Recipe:
-    """The recipe completed, with what `auto` means on the cluster's device."""
+    """Complete the recipe, with what `auto` means on the cluster's device."""
     on_gpu = cluster.device.name != "cpu"
     compute, compiled = recipe.precision.compute, recipe.parallel.compile
     if compute == "auto":
@@ -118,7 +194,7 @@ def settle(recipe: Recipe, cluster: Cluster) -> Recipe:
 
 
 def without_device(recipe: Recipe) -> Recipe:
-    """The recipe without what would be refused for the device of the machine that plans."""
+    """Return the recipe without what would be refused for the device of the machine that plans."""
     return recipe.model_copy(
         update={
             "parallel": recipe.parallel.model_copy(update={"offload": False}),
@@ -128,35 +204,33 @@ def without_device(recipe: Recipe) -> Recipe:
 
 
 def compute_of(recipe: Recipe) -> Compute:
-    """The number format of a settled recipe."""
+    """Return the number format of a settled recipe."""
     assert recipe.precision.compute != "auto"
     return recipe.precision.compute
 
 
 def model_of(config: Any) -> Model:
-    """On the meta device."""
-    return _built(Key(repr(config), config.build))
-
-
-@lru_cache(maxsize=8)
-def _built(key: Key) -> Model:
-    with torch.device("meta"):
-        return key.make()
+    """Build a model on the meta device."""
+    return _built(config)[0]
 
 
 def num_parameters(recipe: Recipe) -> int:
-    return _counted(model_of(recipe.model))
+    """Count parameters once: a search asks thousands of times, and a large model has thousands of them."""
+    return _built(recipe.model)[1]
 
 
-@lru_cache(maxsize=8)
-def _counted(model: Model) -> int:
-    """A search asks thousands of times, and a large model has thousands of parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def _built(config: Any) -> tuple[Model, int]:
+    def make() -> tuple[Model, int]:
+        with torch.device("meta"):
+            model = config.build()
+        return model, sum(parameter.numel() for parameter in model.parameters())
+
+    return _MODELS(repr(config), make)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How the samples of a step are shared out."""
+    """The samples of a step, as they are shared out."""
 
     batch: int  # over all ranks
     rank: int  # of a data-parallel rank
@@ -165,7 +239,7 @@ class Shares:
 
     @property
     def rest(self) -> int:
-        """Samples of the last pass where it is a short one, else 0."""
+        """Return the samples of the last pass where it is a short one, else 0."""
         return self.rank % self.micro
 
     @classmethod
@@ -177,14 +251,22 @@ class Shares:
 
 
 def works_of(recipe: Recipe, layout: Layout, micro: int, *, rough: bool = False) -> Sequence[Work]:
-    """What the ranks of a pipeline compute that may differ; one where there is none. `rough` is for comparing many."""
+    """Return the work of those ranks of a pipeline that may differ; `rough` is for comparing many layouts."""
     if rough:
         c = recipe.parallel
         text = repr((recipe.model, recipe.objective, recipe.precision, c.recompute, c.chunk, c.attention))
         whole = Layout(1, 1, reshard=False)
         key = Key(f"{text} {c.compile}", lambda: _work(recipe, whole, SAMPLES, 0))
-        return rough_works(key, layout, micro)
+        return _divided(key, micro, layout.tensor, layout.context, layout.pipeline)
     return [_work(recipe, layout, micro, rank) for rank in places(layout.pipeline)]
+
+
+@lru_cache(maxsize=4096)
+def _divided(key: Key, micro: int, tensor: int, context: int, pipeline: int) -> tuple[Work, ...]:
+    if pipeline == 1:
+        return (divided(_WHOLE(key.text, key.make), samples=micro, tensor=tensor, context=context),)
+    (work,) = _divided(key, micro, tensor, context, 1)
+    return tuple(stage_of(work, rank, pipeline) for rank in places(pipeline))
 
 
 def _work(recipe: Recipe, layout: Layout, micro: int, rank: int) -> Work:
@@ -207,7 +289,7 @@ def _work(recipe: Recipe, layout: Layout, micro: int, rank: int) -> Work:
 
 
 def is_solo(recipe: Recipe, layout: Layout, cluster: Cluster) -> bool:
-    """Whether one rank has all of the model, and FSDP2 is left out."""
+    """Tell whether one rank has all of the model, and FSDP2 is left out."""
     return solo.suits(
         num_parameters(recipe),
         layout,
@@ -218,13 +300,12 @@ def is_solo(recipe: Recipe, layout: Layout, cluster: Cluster) -> bool:
 
 
 def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
-    """Of the fullest rank."""
+    """Return the memory of the fullest rank."""
     c = recipe.parallel
     alone = is_solo(recipe, layout, cluster)
     found = (
         memory_of(
             work,
-            replicate=layout.replicate,
             shard=layout.shard,
             reshard=layout.reshard,
             tensor=layout.tensor,
@@ -249,7 +330,7 @@ def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares,
 
 
 def is_replayed(recipe: Recipe, layout: Layout, cluster: Cluster, memory: Memory, shares: Shares) -> bool:
-    """Whether passes that need so much memory are recorded."""
+    """Tell whether passes that need so much memory are recorded."""
     c, on_gpu = recipe.parallel.replay, cluster.device.name != "cpu"
     most = HALF if shares.rest else ROOM  # micro-batches of two sizes take turns
     room = memory.reserved(cluster.device) <= most * cluster.device.memory_gib * GIB
@@ -272,7 +353,7 @@ def time_for(
     replayed: bool = False,
     fsdp: bool = False,
 ) -> StepTime:
-    """Of the slowest rank; `fsdp`: even one rank alone shards by FSDP2."""
+    """Return the time of the slowest rank; `fsdp`: even one rank alone shards by FSDP2."""
     alone = not fsdp and is_solo(recipe, layout, cluster)
 
     def times(micro: int, passes: int) -> list[StepTime]:
@@ -307,7 +388,7 @@ def time_for(
 
 
 def _with_added(time: StepTime, more: StepTime, less: StepTime) -> StepTime:
-    """A step's time with what another has more than a third."""
+    """Return a step's time with what another has more than a third."""
     parts = Counter(time.parts)
     parts.update(more.parts)
     parts.subtract(less.parts)
@@ -321,7 +402,7 @@ def _with_added(time: StepTime, more: StepTime, less: StepTime) -> StepTime:
 
 
 def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str, ...] = ()) -> Estimate:
-    """Of a settled recipe with the layout that it names."""
+    """Estimate a settled recipe with the layout that it names."""
     layout = layout_of(recipe.parallel, gpus)
     shares = Shares.of(recipe, layout)
     memory = memory_for(recipe, cluster, layout, shares)
@@ -369,7 +450,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
 
 
 def strategy_of(recipe: Recipe, layout: Layout) -> str:
-    """The recipe's own name for its layout, else the one that its sizes amount to."""
+    """Return the recipe's own name for its layout, else the one that its sizes amount to."""
     c = recipe.parallel
     if c.strategy is not None:
         return c.strategy
@@ -388,7 +469,7 @@ def recompute_words(choice: Any) -> str:
 
 
 def run_hours(recipe: Recipe, batch: int, seconds: float) -> float | None:
-    """Of run.steps; None where they are epochs, whose length only the data know."""
+    """Return the hours of run.steps; None where they are epochs, whose length only the data know."""
     number, unit = parse_duration(recipe.run.steps)
     if unit == "epochs":
         return None

@@ -1,7 +1,10 @@
-"""Watches a run on the meta device: which operations there are, and how many bytes live at each moment.
+"""A watch over a run on the meta device: which operations there are, and how many bytes live at each moment.
 
-Autograd, checkpointing and Python's own counting of references run as in training, so that tensors die when they would
-there. Bytes are of whole storages, in the allocator's units.
+- autograd, checkpointing and Python's own counting of references run as in training, so that tensors die when they
+  would there; bytes are of whole storages, in the allocator's units
+- attention is one operation without an implementation. Every fused kernel keeps queries, keys, values, output and the
+  log-sum-exp of each query. Heads are padded as run() pads them, and masked keys are packed as varlen wants them, so
+  that the copies are there
 """
 
 import math
@@ -11,18 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from vitrail.cost.cluster import Walk
+from vitrail.layers.attention import TokenSequence
+from vitrail.layers.backends import MULTIPLE
+from vitrail.layers.kernels.attention import KeyMask, pack_keys, share_heads
 
 UNIT = 512  # bytes that the allocator rounds up to
-EXCHANGES = (
-    "vitrail_cost.gather",
-    "vitrail_cost.scatter",
-)  # between tensor ranks: costs of the network, not counted here
+EXCHANGES = ("vitrail_cost.gather", "vitrail_cost.scatter")  # between tensor ranks: costs of the network
 
 Kind = Literal["gemm", "attention", "convolution", "memory"]
 PUT_TOGETHER = ("aten.cat", "aten.stack", "aten.select_backward", "aten.slice_backward")
@@ -46,7 +50,7 @@ class Op:
 
 
 def size_of(t: Tensor) -> int:
-    """Bytes of the numbers of a tensor: expanded ones are read from where they are once."""
+    """Return the bytes of the numbers of a tensor: expanded ones are read from where they are once."""
     numel = math.prod(s for s, stride in zip(t.shape, t.stride(), strict=True) if stride or s == 0)
     return numel * t.element_size()
 
@@ -64,7 +68,7 @@ def is_view(operation: Any) -> bool:
 
 
 def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], arguments: Any, out: Any) -> Op | None:
-    """What an operation costs; None where it computes nothing."""
+    """Return what an operation costs; None where it computes nothing."""
     name = str(operation)
     if name.startswith(("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.detach", "prims.device_put")):
         return None
@@ -93,7 +97,7 @@ def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], a
 
 
 def walk_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Walk:
-    """How an operation goes through memory, from its name and from how its tensors lie there."""
+    """Tell how an operation goes through memory, from its name and from how its tensors lie there."""
     if "batch_norm" in name:
         return "maps"
     if "norm_backward" in name:
@@ -111,12 +115,12 @@ def walk_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> W
 
 
 def _steps(t: Tensor) -> tuple[tuple[int, int], ...]:
-    """Sizes and strides, but for sizes of 1, whose strides mean nothing."""
+    """Return sizes and strides, but for sizes of 1, whose strides mean nothing."""
     return tuple((size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1)
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether a tensor fills its memory, in whatever order."""
+    """Tell whether a tensor fills its memory, in whatever order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in _steps(t)):
         if stride != expected:
@@ -136,7 +140,7 @@ def attention_cost(name: str, inputs: Sequence[Tensor], arguments: Any, moved: f
 
 
 def product_shape(inputs: Sequence[Tensor], out: Tensor, flops: float) -> tuple[int, ...]:
-    """(m, n, k), products of a batch as more rows."""
+    """Return (m, n, k); products of a batch count as more rows."""
     columns = out.shape[-1]
     rows = out.numel() // max(1, columns)
     return rows, columns, round(flops / max(1, 2 * rows * columns))
@@ -144,7 +148,7 @@ def product_shape(inputs: Sequence[Tensor], out: Tensor, flops: float) -> tuple[
 
 @dataclass
 class Phase:
-    """What happened between two moments."""
+    """The operations between two moments."""
 
     ops: list[Op] = field(default_factory=list)
     again: list[Op] = field(default_factory=list)  # forward operations that ran in a backward
@@ -152,7 +156,7 @@ class Phase:
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, every operation is noted, and every storage that it makes is followed to its end."""
+    """A mode in which every operation is noted, and every storage that it makes is followed to its end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +177,7 @@ class Recorder(TorchDispatchMode):
         (self.phase.again if again else self.phase.ops).append(op)
 
     def note(self, bytes_more: int) -> None:
-        """Bytes that something needs for a moment."""
+        """Count bytes that something needs for a moment."""
         self.phase.peak = max(self.phase.peak, self.live + bytes_more)
 
     def follow(self, t: Tensor) -> None:
@@ -213,7 +217,7 @@ class Recorder(TorchDispatchMode):
 
 
 def workspace(q: Tensor) -> int:
-    """Kernels add up the gradient of queries in fp32."""
+    """Return the bytes in which kernels add up the gradient of queries, in fp32."""
     return 4 * q.numel()
 
 
@@ -264,3 +268,86 @@ def record(run: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.d
         del y
     before, after = (max(0, phase.peak - own - saved) for phase in (forward, backward))
     return Run(tuple(forward.ops), tuple(backward.ops), tuple(backward.again), saved, before, after, *made)
+
+
+def stand_in(shapes: Callable[..., Any]) -> Any:
+    """Make an operation that stands for a kernel in a trace: it gives the right shapes, and computes nothing."""
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(f"{shapes.__name__} stands for a kernel in a trace, and computes nothing")
+
+    schema = torch.library.infer_schema(shapes, mutates_args=())
+    operation = torch.library.custom_op(f"vitrail_cost::{shapes.__name__}", refuse, mutates_args=(), schema=schema)
+    operation.register_fake(shapes)
+    return operation
+
+
+@stand_in
+def attention(q: Tensor, k: Tensor, v: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Stand for attention to `context` times the keys that are given: other ranks have the rest."""
+    batch, queries, heads, _ = q.shape
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+@stand_in
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.context = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *attention_backward(grad, *ctx.saved_tensors, ctx.context), None
+
+
+attention.register_autograd(_backward, setup_context=_keep)
+
+
+def attend_with(context: int, plain: bool = False) -> Any:
+    """Return an attend() for modules that are traced; `plain`: the kernel has no groups of heads."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: KeyMask | None = None) -> Tensor:
+        width = q.shape[-1]
+        if width % MULTIPLE:
+            q, k, v = (F.pad(t, (0, -width % MULTIPLE)) for t in (q, k, v))
+        zero = q.new_zeros(())  # where() with a plain number has no backward on the meta device
+        if mask is not None or plain:
+            k, v = share_heads(q, k, v)
+        if mask is not None:
+            packing = pack_keys(mask.valid) if mask.packing is None else mask.packing
+            kept = packing.kept[:, None, None]
+            k, v = (torch.where(kept, t.flatten(0, 1)[packing.order], zero).unflatten(0, t.shape[:2]) for t in (k, v))
+        out = attention(q, k, v, context)[0]
+        out = out[..., :width] if width % MULTIPLE else out
+        return out if mask is None else torch.where(mask.filled[:, None, None, None], out, zero)
+
+    return attend
+
+
+class TracedSequence(TokenSequence):
+    """The tokens of one part, for a model whose other parts are elsewhere; shapes are all that matters."""
+
+    def __init__(self, *, context: int, tensor: int):
+        self.parts, self.tensor = context * tensor, tensor
+
+    def table(self, rope: Tensor | None) -> Tensor | None:
+        return rope if rope is None or self.tensor == 1 else torch.cat([rope] * self.tensor, dim=-3)
+
+    def keys(self, valid: Tensor | None, *, prefix: int, tokens: int) -> Any:
+        if valid is None:
+            return None
+        valid = F.pad(valid, (prefix, 0), value=True).repeat(1, self.tensor)
+        return KeyMask(valid, valid.any(dim=1), packing=pack_keys(valid))
+
+    def whole(self, x: Tensor, *, groups: int = 1, tokens: int | None = None) -> Tensor:
+        if self.parts == 1:
+            return x
+        each = x.unflatten(1, (groups, -1))
+        each = torch.cat([each] * self.parts, dim=2)
+        return (each if tokens is None else each[:, :, :tokens]).flatten(1, 2)

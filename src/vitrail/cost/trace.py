@@ -1,40 +1,206 @@
-"""What one training step of a model computes and keeps on one rank, from a run of its parts on the meta device.
+"""One training step of a model on one rank, computed and kept: a run of its parts on the meta device.
 
 - the model is the real one, prepared as parallelize() prepares it: pieces, recomputation, compilation; its inputs come
   from the objective's own prepare(), and its loss is run, too
 - equal blocks are run once. Eager blocks keep what autograd keeps; compiled ones what the compiler's partitioner keeps
 - parameters are in the compute type, as they are gathered; float8 is traced as bf16
 - of several tensor ranks one is traced with its heads and channels, of several context ranks one with its tokens and
-  the keys of all; a pipeline is cut where its stages cost the same
+  the keys of all; exchanges between ranks are operations that give the right shapes. A pipeline is cut where its stages
+  cost the same
 - costs are straight lines in the number of samples, so that two traces serve all numbers but the smallest
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.cost import fused, norm_op
-from vitrail.cost import samples as inputs_of
-from vitrail.cost.attention_op import TracedSequence, attend_with
-from vitrail.cost.key import Key, key_of
-from vitrail.cost.recorder import Op, Run, record
-from vitrail.cost.split import split_block
-from vitrail.cost.work import Segment, Work, between, stage_of
+from vitrail.cost import fusion
+from vitrail.cost.recorder import Op, Run, TracedSequence, attend_with, record, stand_in
+from vitrail.cost.work import Key, Segment, Work, between, key_of, stage_of
+from vitrail.draws import Draws
 from vitrail.errors import UserError, is_out_of_memory
 from vitrail.layers.flops import Flops
-from vitrail.models.inputs import encoder_of
+from vitrail.layers.patches import Part, per_axis
+from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.model import encoder_of
+from vitrail.parallel.split import Split, Whole
 from vitrail.recipe.sections import Chunk
-
-__all__ = ["Compute", "Op", "Segment", "Work", "trace", "trace_model"]
 
 Compute = Literal["bf16", "fp32", "float8"]
 FEW, BASE = 1, (8, 64)  # numbers of samples that are traced themselves, and those that others follow from
+
+
+@stand_in
+def gather(x: Tensor, times: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * times, *x.shape[2:])
+
+
+@stand_in
+def scatter(x: Tensor, times: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // times, *x.shape[2:])
+
+
+def _times(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.times = inputs[1]
+
+
+gather.register_autograd(lambda ctx, grad: (scatter(grad.contiguous(), ctx.times), None), setup_context=_times)
+scatter.register_autograd(lambda ctx, grad: (gather(grad.contiguous(), ctx.times), None), setup_context=_times)
+
+
+def split_block(block: nn.Module, tensor: int) -> None:
+    """Leave in a block what one of so many tensor ranks has; refuse numbers that do not divide."""
+    for module in list(block.modules()):
+        columns: tuple[str, ...] = getattr(module, "columns", ())
+        for name in columns:
+            _divide(module, name, tensor, outputs=True)
+        if columns:
+            _divide(module, str(module.row), tensor, outputs=False)
+            module.forward = _exchanged(module.forward, int(module.token_inputs), tensor)  # type: ignore[arg-type]
+        for name in getattr(module, "gathered", ()):
+            _divide(module, name, tensor, outputs=True)
+            layer = getattr(module, name)
+            layer.forward = _repeated(layer.forward, tensor)
+
+
+def _divide(module: nn.Module, name: str, tensor: int, *, outputs: bool) -> None:
+    layer = getattr(module, name)
+    groups = layer.out_features if outputs else layer.in_features
+    head = getattr(module, "head_width", 1)
+    heads = groups // head // (getattr(module, "per_group", 1) + 2 if name == "qkv" else 2 if name == "kv" else 1)
+    if groups % tensor or heads % tensor:
+        what = f"{heads} heads" if head > 1 else f"{groups} channels"
+        raise ValueError(f"tensor {tensor} does not divide the {what} of a block; choose a divisor")
+    sizes = (layer.in_features, groups // tensor) if outputs else (groups // tensor, layer.out_features)
+    setattr(module, name, nn.Linear(*sizes, bias=layer.bias is not None, device="meta", dtype=layer.weight.dtype))
+
+
+def _exchanged(forward: Callable[..., Tensor], inputs: int, tensor: int) -> Callable[..., Tensor]:
+    def run(*arguments: Any, **keywords: Any) -> Tensor:
+        tokens = [gather(x, tensor) for x in arguments[:inputs]]
+        return scatter(forward(*tokens, *arguments[inputs:], **keywords), tensor)
+
+    return run
+
+
+def _repeated(forward: Callable[[Tensor], Tensor], tensor: int) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([forward(x)] * tensor, dim=-1)
+
+    return run
+
+
+class Raw(NamedTuple):
+    """Bytes of a batch as it was read, and of these what are slabs, or could be for two ranks."""
+
+    whole: int
+    slabs: int
+
+
+class Shapes(Draws):
+    """Draws of which the shape alone matters."""
+
+    def uniform(self, purpose: str, *shape: int) -> Tensor:
+        return torch.zeros(len(self.counters), *shape)
+
+    def normal(
+        self, purpose: str, *shape: int, device: torch.device | str | None = None, rows: range | None = None
+    ) -> Tensor:
+        return torch.empty(len(self.counters), *shape, device=device)
+
+
+def build_objective(objective: Any, model: Any) -> Any:
+    """Build the objective of a recipe, for data whose statistics do not matter."""
+    from vitrail.data.batch import Statistics
+
+    return objective.build(model, Statistics(*((value,) * _channels(objective, model) for value in (0.0, 1.0))))
+
+
+def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) -> tuple[dict[str, Any], Any, Raw]:
+    """Make inputs and targets of one rank by the objective's own prepare(); last the bytes of the batch itself."""
+    from vitrail.data.batch import Batch
+    from vitrail.objectives.objective import drop_path_table, labels_of
+
+    adaptive = isinstance(getattr(encoder_of(model), "tokens", None), AdaptiveTokens)
+    # Trees grow on values: they are made for one sample, on the host, and stand for all.
+    number, device = (1, "cpu") if adaptive else (samples, "meta")
+    size = per_axis(model.shape, model.ndim)
+    of = labels_of(objective, model)
+    wanted = of == "voxel" or (of == "item" and getattr(model, "classes", None))
+    labels = torch.zeros(number, *(size if of == "voxel" else ()), dtype=torch.long, device=device) if wanted else None
+    known = getattr(encoder_of(model), "variables", None)
+    batch = Batch(
+        counters=list(range(number)),
+        values=torch.zeros(number, _channels(objective, model), *size, device=device),
+        labels=labels,
+        variables=known.known if known is not None else tuple(getattr(objective, "variables", None) or ()),
+    )
+    draws = Shapes(0, batch.counters)
+    inputs, targets = Split(model, Part(0, parts)).prepare(built, batch, draws)
+    with torch.device("meta"):
+        rates = model.build().drop_path_rates()
+    table = drop_path_table(draws, rates)
+    if table is not None:
+        inputs["drop_path"] = table.to("meta")
+    values, own = samples * batch.values[0].numel() * 4, 0 if labels is None else samples * labels[0].numel() * 8
+    # As the loader does it: a rank reads its slab of the values, where the objective can do with one; labels are whole.
+    slabs = 0 if Split(model, Part(0, max(2, parts))).slab(built, size) is None else values // parts
+    if adaptive:
+        inputs, targets = (_on_meta(one, samples) for one in (inputs, targets))
+    return inputs, targets, Raw((slabs or values) + own, slabs)
+
+
+def _channels(objective: Any, model: Any) -> int:
+    """Count the channels of the data: those that condition come from there, too."""
+    if getattr(objective, "variables", None):
+        return len(objective.variables)
+    return model.channels
+
+
+def _on_meta(value: Any, samples: int) -> Any:
+    """Stretch what was made for one sample to many."""
+
+    def made(t: Tensor) -> Tensor:
+        shape = (samples, *t.shape[1:]) if t.ndim and t.shape[0] == 1 else tuple(t.shape)
+        return torch.empty(shape, dtype=t.dtype, device="meta")
+
+    return map_tensors(made, value)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return the same structure with every tensor changed."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(function, one) for name, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, one) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(function, one) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: map_tensors(function, getattr(value, f.name)) for f in fields(value) if f.init}
+        return replace(value, **changed)
+    return value
+
+
+def bytes_of(*values: Any) -> int:
+    """Count the bytes of all tensors together, each storage once."""
+    found: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+        return t
+
+    map_tensors(note, values)
+    return sum(found.values())
 
 
 def trace(
@@ -50,7 +216,7 @@ def trace(
     context: int = 1,
     pipeline_rank: tuple[int, int] = (0, 1),
 ) -> Work:
-    """The work of one rank for a micro-batch of so many samples; `model` and `objective` are the recipe's configs.
+    """Trace one rank with a micro-batch of so many samples; `model` and `objective` are the recipe's configs.
 
     Settings that the model cannot have are ValueErrors.
     """
@@ -63,12 +229,12 @@ def trace(
 
 @dataclass(frozen=True)
 class _Options:
-    compute: Compute
-    recompute: Any
-    compiled: bool
-    chunk: Chunk
-    tensor: int
-    context: int
+    compute: Compute = "bf16"
+    recompute: Any = "none"
+    compiled: bool = False
+    chunk: Chunk = Chunk()  # noqa: RUF009
+    tensor: int = 1
+    context: int = 1
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -100,15 +266,15 @@ def _traced(model: Key, objective: Key, samples: int, options: _Options) -> Work
 
 
 def _trace(model: Any, objective: Any, samples: int, options: _Options) -> Work:
-    built = inputs_of.build_objective(objective, model)
+    built = build_objective(objective, model)
     parts = options.tensor * options.context
     if parts > 1 and not hasattr(encoder_of(model), "tokens"):
         raise ValueError(f"{model.kind} has no tokens that ranks could share; set tensor and context to 1")
-    inputs, targets, raw = inputs_of.prepare(objective, built, model, samples, parts)
+    inputs, targets, raw = prepare(objective, built, model, samples, parts)
 
     def loss(output: Tensor) -> Tensor:
-        if parts > 1 and built.needs_whole:
-            output = built.join([output] * parts, targets)
+        if isinstance(targets, Whole):
+            return built.loss(targets.lists.join([output] * parts), targets.targets).sum
         return built.loss(output, targets).sum
 
     return trace_model(
@@ -119,7 +285,7 @@ def _trace(model: Any, objective: Any, samples: int, options: _Options) -> Work:
         options=options,
         flops=built.flops,
         tokens=built.tokens_per_sample(),
-        held=inputs_of.bytes_of(targets),
+        held=bytes_of(targets),
         raw=raw.whole,
         slabs=raw.slabs,
     )
@@ -139,15 +305,14 @@ def trace_model(
     slabs: int = 0,
     **settings: Any,
 ) -> Work:
-    """The work of a model on these inputs, which are on the meta device; `held` and `raw` are bytes beside them."""
-    defaults: dict[str, Any] = {"compute": "bf16", "recompute": "none", "compiled": False, "chunk": Chunk()}
-    c = options or _Options(**(defaults | {"tensor": 1, "context": 1} | settings))
+    """Trace a model on these inputs, which are on the meta device; `held` and `raw` are bytes beside them."""
+    c = options or _Options(**settings)
     with torch.device("meta"):
         model = config.build()
     count = model.flops() if flops is None else flops(model)
     kept = _prepare(model, c)
     side = model.derive({name: value for name, value in inputs.items() if name != "x"})
-    held += inputs_of.bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
+    held += bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
     segments, output = _segments(model, inputs["x"], side, kept)
     last = record(loss, output.shape, output.dtype)
     return Work(
@@ -164,7 +329,7 @@ def trace_model(
 
 
 def _prepare(model: Any, c: _Options) -> dict[nn.Module, Any]:
-    """As parallelize() does it, for one rank; what each block keeps."""
+    """Prepare a model as parallelize() does it, for one rank; returns what each block keeps."""
     from vitrail.parallel import chunk, recompute
 
     blocks = model.blocks()
@@ -179,17 +344,17 @@ def _prepare(model: Any, c: _Options) -> dict[nn.Module, Any]:
     if c.tensor > 1:
         for block in blocks:
             split_block(block, c.tensor)
-    norm_op.as_kernels(model, spared=blocks if c.compiled else ())
+    fusion.as_kernels(model, spared=blocks if c.compiled else ())
     chunk.apply(model, c.chunk)
     recompute.carry_out(blocks, plan.kept)
     if c.compiled:
         for block in blocks:
-            fused.compile_block(block)
+            fusion.compile_block(block)
     return dict(zip(blocks, plan.kept, strict=True))
 
 
 def of_layers(ops: tuple[Op, ...], widths: set[tuple[int, int]]) -> tuple[Op, ...]:
-    """Products of linear layers of these widths (the smaller first) with the layer they belong to, by their sides."""
+    """Mark products of linear layers of these widths (the smaller first), found by their sides, with their layer."""
 
     def layer_of(op: Op) -> tuple[int, ...]:
         for pair in widths:
@@ -202,7 +367,7 @@ def of_layers(ops: tuple[Op, ...], widths: set[tuple[int, int]]) -> tuple[Op, ..
 
 
 class _Parameters:
-    """How many each stage has that none before it had."""
+    """A count of parameters, each once, in the first stage that has it."""
 
     def __init__(self) -> None:
         self.counted: set[nn.Parameter] = set()
@@ -215,7 +380,7 @@ class _Parameters:
 
 
 def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module, Any]) -> tuple[list[Segment], Run]:
-    """Stage by stage; equal blocks that follow each other are one segment. The last run has the shape of the output."""
+    """Run stage by stage; equal blocks that follow each other are one segment. The last run has the output's shape."""
     from vitrail.parallel.float8 import linears_of
     from vitrail.parallel.shard import make_of
 
@@ -225,7 +390,7 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
     run: Run | None = None
     parameters = _Parameters()
     compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in kept)
-    with fused.compiling() if compiled else nullcontext():
+    with fusion.compiling() if compiled else nullcontext():
         for stage in model.stages():
             used = [one for one in stage.uses if one is not None]
             blocks = [one for one in used if one in kept]
@@ -272,3 +437,55 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
     left = parameters.of([model])
     segments[0] = replace(segments[0], parameters=segments[0].parameters + left)
     return segments, run
+
+
+STEPS = {"forward": 4, "backward": 8}  # launches; each reads or writes the matrix once
+LIVING, LIVING_FORWARD = 3 * 4, 2 * 4  # bytes for each score at the worst moment of the backward, of the forward
+
+
+def is_whole(op: Op) -> bool:
+    return op.kind == "attention" and op.kernels >= STEPS["forward"]
+
+
+def scores_of(op: Op) -> int:
+    return math.prod(op.shape[:4]) if op.kind == "attention" else 0
+
+
+def whole_matrix(work: Work, *, item: int) -> Work:
+    """Return the same work with attention that makes the whole matrix of scores (`parallel.attention` math, reference).
+
+    Scores are written and read by each of its steps, and in the backward three such matrices live at once, in fp32: the
+    probabilities, their gradient and that of the scores; in the forward two. Fused kernels, which a trace assumes, have
+    none of them. Blocks that are not recomputed keep the probabilities. Recomputed ones make them again even where they
+    keep attention: that is its output, and its backward asks for more. `item`: bytes of a number.
+    """
+    return replace(work, segments=tuple(_segment(segment, item) for segment in work.segments))
+
+
+def _segment(segment: Segment, item: int) -> Segment:
+    scores = max(map(scores_of, segment.forward), default=0)
+    return replace(
+        segment,
+        forward=tuple(_op(op, item, "forward") for op in segment.forward),
+        backward=tuple(_op(op, item, "backward") for op in segment.backward),
+        again=_again(segment, item),
+        saved=segment.saved + (0 if segment.recomputed else item * scores),  # the probabilities
+        peak=segment.peak + LIVING * scores,
+        forward_peak=segment.forward_peak + LIVING_FORWARD * scores,
+    )
+
+
+def _again(segment: Segment, item: int) -> tuple[Op, ...]:
+    """Add the first half of attention, up to the probabilities, where its output is kept."""
+    again = tuple(_op(op, item, "forward") for op in segment.again)
+    if not segment.recomputed or any(op.kind == "attention" for op in again):
+        return again
+    whole = [_op(op, item, "forward") for op in segment.forward if op.kind == "attention"]
+    return again + tuple(replace(op, flops=op.flops / 2, bytes=op.bytes / 2, kernels=op.kernels // 2) for op in whole)
+
+
+def _op(op: Op, item: int, way: str) -> Op:
+    if op.kind != "attention" or is_whole(op):
+        return op
+    steps = STEPS[way]
+    return replace(op, bytes=op.bytes + steps * item * scores_of(op), kernels=steps)

@@ -1,9 +1,31 @@
-"""What one training step computes and keeps, as numbers: segments of operations, and what follows from two traces."""
+"""One training step as numbers: what a rank computes and keeps, in segments of operations.
 
+Work between two traces, work of one rank of a pipeline, and keys for caches follow from these numbers. Last come counts
+of training FLOPs as other projects make them, by name, to compare with what they published:
+
+| name | what it counts for a sample |
+|---|---|
+| model | what the model computes, 3 x forward: our own count, which MFU uses |
+| torchtitan-mae | 6 N + 12 L D v for every token, hidden ones too; N parameters, L and D of the encoder, v visible |
+| torchditan | 6 N + 12 L D n for every token; N all parameters, those that run once a sample too |
+| olcf | what a counter of operations sees while every block is computed again, attention's scores in the backward too |
+| all-tokens | 3 x forward, as if the encoder saw hidden tokens, too |
+
+docs/numbers.md tells how far they are from each other.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
 
 from vitrail.cost.recorder import Op
 from vitrail.layers.flops import Flops
+from vitrail.layers.patches import per_axis
+from vitrail.models.model import encoder_of
+from vitrail.recipe.kinds import nearest
 
 
 @dataclass(frozen=True)
@@ -29,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes for one micro-batch."""
+    """All that one rank computes for one micro-batch."""
 
     segments: tuple[Segment, ...]
     inputs: int  # bytes of a micro-batch on the device
@@ -42,74 +64,92 @@ class Work:
     slabs: int = 0  # of that, what ranks that share a sample read a slab of each, where it can be cut evenly
 
 
-# ---------------------------------------------------------------- between two traces
+# Of a segment and of a work: what grows with the samples.
+OPS, SIZES = ("forward", "backward", "again"), ("saved", "peak", "forward_peak")
+TOTALS = ("inputs", "raw", "slabs", "loss_peak")
 
 
 def between(low: Work, high: Work, share: float) -> Work | None:
-    """What lies on the line through two traces; None where they are not alike."""
+    """Return what lies on the line through two traces; None where they are not alike."""
 
-    def line(a: float, b: float) -> float:
-        return max(0.0, a + share * (b - a))
+    def line(a: Any, b: Any) -> Any:
+        """Return what lies between two numbers, two operations, or tuples of these."""
+        if isinstance(a, tuple):
+            return tuple(line(one, two) for one, two in zip(a, b, strict=True))
+        if isinstance(a, Op):
+            return mixed(a, b, ("flops", "bytes", "shape", "layer"))
+        found = max(0.0, a + share * (b - a))
+        return round(found) if isinstance(a, int) else found
 
-    def sides(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(round(line(i, j)) for i, j in zip(a, b, strict=True))
+    def mixed(a: Any, b: Any, names: Sequence[str]) -> Any:
+        return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in names})
 
-    def ops(a: tuple[Op, ...], b: tuple[Op, ...]) -> tuple[Op, ...]:
-        return tuple(
-            replace(
-                one,
-                flops=line(one.flops, two.flops),
-                bytes=line(one.bytes, two.bytes),
-                shape=sides(one.shape, two.shape),
-                layer=sides(one.layer, two.layer),
-            )
-            for one, two in zip(a, b, strict=True)
-        )
-
-    lists = [
-        [_kinds(ops_) for segment in work.segments for ops_ in (segment.forward, segment.backward, segment.again)]
-        + [_kinds(work.loss)]
-        for work in (low, high)
-    ]
-    if lists[0] != lists[1] or [s.count for s in low.segments] != [s.count for s in high.segments]:
+    if _kinds(low) != _kinds(high) or [s.count for s in low.segments] != [s.count for s in high.segments]:
         return None
-    segments = [
-        replace(
-            a,
-            forward=ops(a.forward, b.forward),
-            backward=ops(a.backward, b.backward),
-            again=ops(a.again, b.again),
-            saved=round(line(a.saved, b.saved)),
-            peak=round(line(a.peak, b.peak)),
-            forward_peak=round(line(a.forward_peak, b.forward_peak)),
+    pairs = zip(low.segments, high.segments, strict=True)
+    segments = tuple(mixed(a, b, (*OPS, *SIZES)) for a, b in pairs)
+    return replace(mixed(low, high, ("loss", *TOTALS)), segments=segments)
+
+
+def _kinds(work: Work) -> list[list[tuple[object, ...]]]:
+    every = [getattr(segment, name) for segment in work.segments for name in OPS]
+    return [[(op.kind, op.walk, op.kernels, op.layer[1:]) for op in ops] for ops in (*every, work.loss)]
+
+
+def divided(work: Work, *, samples: int, tensor: int, context: int) -> Work:
+    """Return the work of one rank for other samples, where `tensor` x `context` ranks share all of it evenly.
+
+    That is good enough to compare layouts, and quick.
+    """
+    factor = samples / work.samples / (tensor * context)
+
+    def op(one: Op) -> Op:
+        shape, layer = one.shape, one.layer
+        if one.kind == "gemm" and shape:
+            shape = (round(shape[0] * samples / work.samples / context), max(1, shape[1] // tensor), *shape[2:])
+            if layer:
+                rows, smaller, larger = layer  # tensor ranks mostly cut the larger
+                layer = (max(1, round(rows * samples / work.samples / context)), smaller, max(1, larger // tensor))
+        elif one.kind == "attention" and len(shape) == 5:
+            batch, heads, queries, keys, width = shape
+            batch = max(1, round(batch * samples / work.samples))
+            shape = (batch, max(1, heads // tensor), max(1, queries // context), keys, width)
+        elif one.walk == "maps":
+            shape = (max(1, round(shape[0] * samples / work.samples)),)
+        return replace(
+            one, flops=one.flops * factor, bytes=one.bytes * factor, shape=shape, layer=layer, spread=context
         )
-        for a, b in zip(low.segments, high.segments, strict=True)
-    ]
+
+    def part(one: Any, names: Sequence[str]) -> dict[str, Any]:
+        """Return these fields as one rank has them."""
+        found = {name: getattr(one, name) for name in names}
+        return {
+            name: tuple(map(op, value)) if isinstance(value, tuple) else round(value * factor)
+            for name, value in found.items()
+        }
+
+    segments = (
+        replace(one, parameters=one.parameters // (tensor if one.gathered else 1), **part(one, (*OPS, *SIZES)))
+        for one in work.segments
+    )
+    raw = round((work.raw - work.slabs) * samples / work.samples + work.slabs * factor)
     return replace(
-        low,
+        work,
         segments=tuple(segments),
-        inputs=round(line(low.inputs, high.inputs)),
-        raw=round(line(low.raw, high.raw)),
-        slabs=round(line(low.slabs, high.slabs)),
-        loss=ops(low.loss, high.loss),
-        loss_peak=round(line(low.loss_peak, high.loss_peak)),
+        inputs=round((work.inputs - work.raw) * factor) + raw,
+        raw=raw,
+        samples=samples,
+        **part(work, ("slabs", "loss", "loss_peak")),
     )
 
 
-def _kinds(ops: tuple[Op, ...]) -> list[tuple[object, ...]]:
-    return [(op.kind, op.walk, op.kernels, op.layer[1:]) for op in ops]
-
-
-# ---------------------------------------------------------------- pipelines
-
-
 def places(pipeline: int) -> list[int]:
-    """Of the ranks of a pipeline those that may differ."""
+    """Return those ranks of a pipeline that may differ."""
     return sorted({0, (pipeline - 1) // 2, pipeline - 1})
 
 
 def stage_of(work: Work, rank: int, number: int) -> Work:
-    """What one of so many pipeline ranks has, where all have about as many FLOPs."""
+    """Return what one of so many pipeline ranks has, where all have about as many FLOPs."""
     every = [replace(segment, count=1) for segment in work.segments for _ in range(segment.count)]
     if not 0 <= rank < number <= len(every):
         raise ValueError(f"pipeline {number}: the model has {len(every)} steps to share out; use at most so many ranks")
@@ -129,3 +169,85 @@ def stage_of(work: Work, rank: int, number: int) -> Work:
             mine.append(segment)
     last = rank == number - 1
     return replace(work, segments=tuple(mine), loss=work.loss if last else (), loss_peak=work.loss_peak if last else 0)
+
+
+class Key:
+    """A text to remember a result by, and what makes it: configs may hold what has no hash, and caches need one."""
+
+    def __init__(self, text: str, make: Callable[[], Any]) -> None:
+        self.text, self.make = text, make
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.text == other.text
+
+
+def cached(size: int) -> Callable[[str, Callable[[], Any]], Any]:
+    """Return a function that makes what a text stands for, and remembers so many of these."""
+    known = lru_cache(maxsize=size)(lambda key: key.make())
+    return lambda text, make: known(Key(text, make))
+
+
+def key_of(config: Any) -> Key:
+    return Key(repr(config), lambda: config)
+
+
+def training_flops(name: str, config: Any) -> float:
+    """Count FLOPs of one training sample by a named formula; `config` is the model's, with its channels and shape."""
+    if name not in FORMULAS:
+        near = nearest(name, list(FORMULAS))
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ValueError(f"formula {name!r} is unknown; {hint}(known: {', '.join(FORMULAS)})")
+    if config.shape is None:
+        raise ValueError("shape is not known; set it to count FLOPs")
+    with torch.device("meta"):
+        model = config.build()
+    return FORMULAS[name](model)
+
+
+def utilisation(flops: float, samples_per_s: float, peak_tflops: float) -> float:
+    """Return the share of a device's peak, for samples per second and device."""
+    return flops * samples_per_s / (peak_tflops * 1e12)
+
+
+def _torchtitan_mae(model: Any) -> float:
+    c = _need(model, "mae", "torchtitan-mae")
+    tokens = c.encoder.tokens.count(c.size, c.patch) * c.parts
+    visible = int((1 - c.mask.ratio) * tokens)
+    return tokens * (6.0 * _parameters(model) + 12.0 * model.encoder.depth * model.encoder.width * visible)
+
+
+def _torchditan(model: Any) -> float:
+    c = _need(model, "dit", "torchditan")
+    tokens = encoder_of(c).count_tokens(per_axis(c.shape, c.ndim))
+    return tokens * (6.0 * _parameters(model) + 12.0 * model.encoder.depth * model.encoder.width * tokens)
+
+
+def _all_tokens(model: Any) -> float:
+    c = model.config
+    if c.kind != "mae":
+        return model.flops().training
+    tokens = c.encoder.tokens.count(c.size, c.patch) * c.parts
+    visible, predicted = (number * c.parts for number in c.token_counts())
+    return (model.encoder.flops(tokens) + model.decoder.flops(visible, predicted, False)).training
+
+
+def _need(model: Any, kind: str, name: str) -> Any:
+    if model.config.kind != kind:
+        raise ValueError(f"formula {name!r} is for models of kind {kind}, not {model.config.kind}; use 'model'")
+    return model.config
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+FORMULAS: dict[str, Callable[[Any], float]] = {
+    "model": lambda model: model.flops().training,
+    "torchtitan-mae": _torchtitan_mae,
+    "torchditan": _torchditan,
+    "olcf": lambda model: model.flops().hardware(recompute=True),
+    "all-tokens": _all_tokens,
+}

@@ -1,4 +1,4 @@
-"""What flows from the data to an objective."""
+"""Batches, labels and statistics, as they flow from the data to an objective."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.layers.parts import Slab
+from vitrail.layers.patches import Slab
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Labelling:
-    """What labels belong to, and what they mean."""
+    """The meaning of labels, and what they belong to."""
 
     of: Literal["item", "voxel"]
     names: tuple[str, ...]  # of the classes: label 0 is the first

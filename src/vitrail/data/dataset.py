@@ -1,27 +1,117 @@
-"""From the `data` section of a recipe to orders of samples, readers and statistics."""
+"""The sources of a recipe's `data` section, checked, and what is made of them: orders of samples, readers, statistics.
 
+- sources must fit the crop, the objective and each other's shapes; where they do not, a sentence says what to do
+- training draws samples from an order; what is encoded or predicted as a whole goes through every tile of each item
+"""
+
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from vitrail.data import statistics
 from vitrail.data.augment import Augmenter, orientations
-from vitrail.data.bad import Policy
-from vitrail.data.balance import Balanced, Shares, share
 from vitrail.data.batch import Labelling, Statistics
-from vitrail.data.checks import check_augment, check_size, check_source, without
-from vitrail.data.files import unpacking
-from vitrail.data.filter import NothingLeft, Occupancy, cell_of, check_filter, occupancy_of
-from vitrail.data.fingerprint import fingerprint
-from vitrail.data.mixture import Groups, check_batch, group_entries, source_shares
-from vitrail.data.reader import Reader
-from vitrail.data.sampler import Extent, Order, Sampler
-from vitrail.data.source import Item, Source
-from vitrail.data.tiles import Tiles
+from vitrail.data.files.fingerprint import fingerprint
+from vitrail.data.files.paths import unpacking
+from vitrail.data.order.filter import NothingLeft, Occupancy, cell_of, check_filter, occupancy_of
+from vitrail.data.order.mixture import Balanced, Groups, Shares, check_batch, group_entries, share, source_shares
+from vitrail.data.order.sampler import Extent, Order, Sample, Sampler
+from vitrail.data.order.tiles import Tiles
+from vitrail.data.reading.pool import Policy
+from vitrail.data.reading.reader import Reader
+from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names
 from vitrail.draws import key
 from vitrail.errors import BadData, UserError
-from vitrail.recipe.sections import Augment, Data
+from vitrail.recipe.sections import Augment, Data, Fit
+from vitrail.recipe.sections import Tiles as TilesSection
+
+
+def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], labels: str | None, fit: Fit | None) -> None:
+    """Refuse a source with other axes than samples have, or without what the objective learns from."""
+    first = next(iter(source.items), None)
+    across = None if first is None else first.slices
+    if len(source.axes) - (across is not None) != len(crop):
+        slices = f", of which slices across {source.axes[across]} are used" if across is not None else ""
+        raise UserError(
+            f"{name}: {c.path} has {len(source.axes)} axes ({', '.join(source.axes)}){slices}, "
+            f"but the model has {len(crop)}; set model.ndim to {len(source.axes) - (across is not None)} "
+            "or choose other data"
+        )
+    if fit is not None and len(source.axes) != 2:
+        raise UserError(f"data.fit: is for images, and {name} has {len(source.axes)} axes; leave it out")
+    if fit is not None and fit.resize < max(crop):
+        raise UserError(f"data.fit.resize: {fit.resize} is less than data.crop {by(crop)}; resize to as much or more")
+    if labels == "item" and not (isinstance(source, ClassifiedSource) and source.class_names):
+        raise UserError(
+            f"{name}: the objective needs the class of every image, but {c.path} has none; "
+            "put the images into one folder a class, such as cat/1.png and dog/1.png"
+        )
+    if labels == "voxel" and not isinstance(source, LabelledSource):
+        said = f"{name}: the objective needs the class of every voxel"
+        if hasattr(c, "labels"):
+            raise UserError(f"{said}, but none are found for {c.path}; say where they are with `labels`")
+        raise UserError(
+            f"{said}, which data of kind {c.kind} cannot have; use one that can, such as ome_zarr, nifti or tiff"
+        )
+    if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
+        found = source.describe().get("labels")
+        have = f"it has {', '.join(found)}" if found else "it has none"
+        raise UserError(
+            f"{name}: the objective needs the class of every voxel; name the labels of {c.path} with "
+            f"`labels: {found[0] if found else '...'}` ({have})"
+        )
+
+
+def check_augment(name: str, source: Source, augment: Augment) -> None:
+    """Refuse changes that a source's samples cannot undergo."""
+    if augment.resized_crop is not None and len(source.axes) != 2:
+        raise UserError(
+            f"data.augment.resized_crop: takes boxes of whole images, and {name} has {len(source.axes)} axes "
+            f"({', '.join(source.axes)}); use `scale` and `rotate` for volumes"
+        )
+    missing = [colour for colour in ("red", "green", "blue") if colour not in source.variables]
+    if augment.jitter is not None and missing:
+        raise UserError(
+            f"data.augment.jitter: changes the variables red, green and blue, but {name} has "
+            f"{', '.join(source.variables)}; name them so with `variables`, or leave jitter out"
+        )
+
+
+def check_mixing(augment: Augment, batch: int, ranks: int) -> None:
+    """Refuse mixup and cutmix where a rank would read a sample without its partner; micro-batches are cut later."""
+    if (augment.mixup or augment.cutmix) and batch // ranks % 2:
+        raise UserError(
+            f"data.batch: mixup and cutmix mix samples two by two, but each of {ranks} data-parallel ranks reads "
+            f"{batch // ranks} of {batch} a step; make it a multiple of {2 * ranks}"
+        )
+
+
+def check_size(name: str, axes: tuple[str, ...], item: Item, crop: tuple[int, ...]) -> None:
+    """Refuse an item that no sample can be cut from, at the voxel size that is wanted."""
+    sizes, scales = (without(values, item.slices) for values in (item.shape, item.scale))
+    if all(size >= c * scale * 0.999 for size, c, scale in zip(sizes, crop, scales, strict=True)):
+        return
+    scaled = f" at {by([round(s, 3) for s in scales])} times its voxel size" if set(scales) != {1.0} else ""
+    image = len(axes) == 2
+    remedy = f"set data.fit: {{resize: {max(crop)}}}, which enlarges it, or use" if image else "use a larger region or"
+    raise UserError(
+        f"{name}: {item.name} is {by(item.shape)} {'pixels' if image else 'voxels'} ({', '.join(axes)}), smaller than "
+        f"data.crop {by(crop)}{scaled}; {remedy} a smaller crop"
+    )
+
+
+def without(values: Sequence[Any], across: int | None) -> tuple[Any, ...]:
+    """Return one value an axis of a sample, out of one an axis of its item."""
+    return tuple(value for axis, value in enumerate(values) if axis != across)
+
+
+def by(shape: Sequence[Any]) -> str:
+    return " x ".join(map(str, shape))
+
 
 MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
 SHOWN = 10  # sentences about items that are left out
@@ -99,7 +189,7 @@ class Dataset:
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """Names of a sample's axes."""
+        """Return the names of a sample's axes."""
         return without(self.axes, self._item(self.extents[0]).slices)
 
     def _item(self, extent: Extent) -> Item:
@@ -107,11 +197,11 @@ class Dataset:
 
     @property
     def _takes_whole(self) -> bool:
-        """Whether augmentation chooses boxes of whole images in training."""
+        """Return whether augmentation chooses boxes of whole images in training."""
         return self.settings.augment.resized_crop is not None
 
     def _look_for_filled(self) -> list[Occupancy]:
-        """Where each item has what the filter asks for."""
+        """Find where each item has what the filter asks for."""
         f = self.settings.filter
         assert f is not None
         found = []
@@ -135,7 +225,7 @@ class Dataset:
         return found
 
     def _check_filled(self, sources: Sequence[int], order: Sampler | Tiles | None) -> None:
-        """Every entry must have samples with enough in them."""
+        """Refuse entries without a sample that has enough in it."""
         f, some = self.settings.filter, set[int]()
         if f is None:
             return
@@ -155,7 +245,7 @@ class Dataset:
             )
 
     def _window(self, extent: Extent, augmenter: Augmenter | None) -> tuple[int, ...]:
-        """Voxels of an item that one sample is cut from, at most all of it."""
+        """Return how many voxels of an item one sample is cut from, at most all of it."""
         item = self._item(extent)
         if self.settings.fit is not None and (augmenter is None or not self._takes_whole):
             return item.shape
@@ -165,7 +255,7 @@ class Dataset:
         return tuple(min(w, size) for w, size in zip(window, item.shape, strict=True))
 
     def _with_windows(self, extents: Sequence[Extent], augmenter: Augmenter | None) -> list[Extent]:
-        """Items that are alike have the same window, and a folder may hold a million of them."""
+        """Add its window to each extent, found once for items that are alike: a folder may hold a million of them."""
         known: dict[Any, tuple[int, ...]] = {}
         found = []
         for extent in extents:
@@ -187,7 +277,7 @@ class Dataset:
         augmenter: Augmenter | None = None,
         batch: int | str | None = None,
     ) -> Order:
-        """The order of samples.
+        """Build the order of samples.
 
         A `batch` is that of training: entries take turns by it, or ranks are shared out. Without it, and where entries
         have different variables, samples are those of the first set of them.
@@ -232,7 +322,7 @@ class Dataset:
         augmenter: Augmenter | None,
         shares: Sequence[float] | None = None,
     ) -> Sampler | Tiles:
-        """Samples of some sources: crops at random places, or tiles."""
+        """Build the order of samples of some sources: crops at random places, or tiles."""
         wanted = set(sources)
         chosen = [i for i, e in enumerate(self.extents) if e.source in wanted]
         extents = self._with_windows([self.extents[i] for i in chosen], augmenter)
@@ -260,7 +350,7 @@ class Dataset:
         return order
 
     def _check_tiles(self, extents: Sequence[Extent]) -> None:
-        """Tiles are crops: those that augmentation cuts from larger windows would leave gaps."""
+        """Refuse tiles that augmentation would cut from larger windows, which leaves gaps."""
         for e in extents:
             plain = self._window(e, None)
             if e.window != plain:
@@ -283,7 +373,7 @@ class Dataset:
         return Balanced(orders, self.balance(batch, orders), batch=batch)
 
     def balance(self, batch: int, orders: Sequence[Sampler | Tiles]) -> Shares:
-        """Ranks and batches of each entry, by the rule of data.balance; a batch is that of all ranks."""
+        """Share out ranks and batches to entries, by the rule of data.balance; a batch is that of all ranks."""
         b = self.settings.balance
         assert b is not None
         if batch % b.ranks:
@@ -293,13 +383,13 @@ class Dataset:
         return share(images, (), b.ranks, batch // b.ranks, groups=b.groups, batches=b.batches, totals=totals)
 
     def count(self, order: Sampler | Tiles) -> int:
-        """Samples of one entry: its tiles, or the crops' worth of places that random crops come from."""
+        """Count the samples of one entry: its tiles, or the crops' worth of places that random crops come from."""
         if isinstance(order, Tiles):
             return order.epoch
         return max(1, round(float(order.cumulative[-1]) / order.extents[0].weight))
 
     def orientation_codes(self) -> list[int]:
-        """Turns that keep the crop's shape and the voxels' size: thick sections are never laid on their side."""
+        """List turns that keep the crop's shape and the voxels' size: thick sections are never laid on their side."""
         spacings = {
             without([s * r for s, r in zip(item.spacing, item.scale, strict=True)], item.slices)
             for source in self.sources
@@ -320,7 +410,7 @@ class Dataset:
         labelling: Labelling | None = None,
         augmented: bool = False,
     ) -> Reader:
-        """Whole blocks are read where they are used again and those of all lanes (as many as one rank sees) fit."""
+        """Build a reader; it keeps whole blocks that are used again, where those of all lanes that a rank sees fit."""
         c = self.settings
         reader = Reader(
             self.sources,
@@ -336,16 +426,16 @@ class Dataset:
         return reader
 
     def class_names(self, ignore: int | None = None) -> tuple[str, ...]:
-        """Names of the classes as the sources tell them, label 0 first; empty where they tell none.
+        """Return the names of the classes as the sources tell them, label 0 first; nothing where they tell none.
 
         Classes of items are those of all sources, in the order of their first appearance. Values of voxels are named
         without gaps, but for 0 and `ignore`; sources that name a value differently are refused.
         """
         if self.labels == "item":
-            return tuple(dict.fromkeys(name for s in self.sources for name in getattr(s, "class_names", ())))
+            return tuple(dict.fromkeys(name for s in self.sources for name in class_names(s)))
         named: dict[int, str] = {}
         for number, source in enumerate(self.sources):
-            for value, name in getattr(source, "label_names", {}).items():
+            for value, name in label_names(source).items():
                 if named.setdefault(value, name) != name:
                     raise UserError(
                         f"{self.where}.{number}: label {value} is {name!r} here but {named[value]!r} in another entry; "
@@ -378,7 +468,7 @@ class Dataset:
         percentiles: tuple[float, float] | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> Statistics:
-        """Of each variable, over crops drawn like training samples of some sources (with the same variables)."""
+        """Measure each variable over crops drawn like training samples of some sources (with the same variables)."""
         sources = range(len(self.sources)) if sources is None else sources
         shares = source_shares(self.settings.mix, [c.weight for c in self.configs])
         order = self._order(
@@ -398,7 +488,7 @@ class Dataset:
 
 
 def check_balance(batch: int | str, dataset: Dataset) -> int:
-    """The batch that ranks are shared out of."""
+    """Return the batch that ranks are shared out of; refuse one that is no number, and groups of variables."""
     if not isinstance(batch, int):
         raise UserError(
             f"data.batch: {batch!r} is another number of samples in every world; with data.balance give the samples of "
@@ -415,3 +505,44 @@ def _open(config: Any) -> Source:
     with unpacking():
         source: Source = config.open()
         return source
+
+
+def open_in_order(
+    configs: Sequence[Any], crop: tuple[int, ...], data: Data, *, where: str
+) -> tuple[Dataset, "InOrder"]:
+    """Open a list of sources, and the order of their tiles: those of the recipe, or tiles that do not overlap.
+
+    Augmentation, weights, mixing and balance, which are for training, do not count.
+    """
+    tiles = data.tiles or TilesSection()
+    plain = {"augment": Augment(), "tiles": tiles, "mix": "size", "balance": None}
+    alike = [dataclasses.replace(c, weight=1.0) for c in configs]
+    dataset = Dataset(alike, crop, where=where, settings=data.model_copy(update=plain))
+    order = dataset.sampler(seed=0, lanes=1, reuse=1)
+    assert isinstance(order, Tiles)
+    return dataset, InOrder(order)
+
+
+class InOrder:
+    """An Order of samples whose counter goes through the tiles of each item, item by item."""
+
+    lanes = reuse = 1
+
+    def __init__(self, tiles: Tiles):
+        self.tiles, self.extents, self.crop = tiles, tiles.extents, tiles.crop
+        self.ends = np.cumsum([tiles.tiles_of(number) for number in range(len(self.extents))])
+        self.epoch = int(self.ends[-1])
+        self.largest_block = 0  # no block is read as a whole
+        self.kept = [None if kept is None else np.flatnonzero(kept) for kept in tiles.kept]
+
+    def __call__(self, counter: int, attempt: int = 0) -> Sample:
+        which = int(np.searchsorted(self.ends, counter, side="right"))
+        place = counter - (int(self.ends[which - 1]) if which else 0)
+        extent, starts, kept = self.extents[which], self.tiles.starts[which], self.kept[which]
+        if kept is not None:
+            place = int(kept[place])
+        window = extent.window or self.crop
+        at = np.unravel_index(place, [len(s) for s in starts])
+        start = tuple(int(s[i]) for s, i in zip(starts, at, strict=True))
+        block = tuple(slice(s, s + w) for s, w in zip(start, window, strict=True))
+        return Sample(extent.source, extent.item, block, start, 0, window, attempt)

@@ -1,9 +1,10 @@
-"""What every format that stores arrays on a grid shares, so that a format is a small file.
+"""The common part of all formats that store arrays on a grid, so that a format is a small file.
 
 A format's config inherits `GridConfig`, lists its items as entries of stored arrays, and opens a `GridSource` of them:
 
 - it chooses variables, the moment, the level and the region, and refuses numbers that are none
-- labels lie on the image or on a box inside it; then only that box is used, and `region` counts from its corner
+- labels have the voxel size of the image, and lie on all of it or on a box inside it; then only that box is used, and
+  `region` counts from its corner
 """
 
 import logging
@@ -13,10 +14,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.items import refuse_mixed_names
-from vitrail.data.label_grid import label_box, labels_for, placed_like
-from vitrail.data.label_map import check_label_map, fits, map_labels
-from vitrail.data.source import Item, normalize_window, resolve_region
+from vitrail.data.source import (
+    Item,
+    ItemsConfig,
+    check_label_map,
+    fits,
+    keep_share,
+    map_labels,
+    normalize_window,
+    refuse_mixed_names,
+    resolve_region,
+)
 from vitrail.data.stored import (
     TOLERANCE,
     Entry,
@@ -32,9 +40,72 @@ from vitrail.data.stored import (
     with_given,
     without_nodata,
 )
-from vitrail.draws import key
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
+
+
+def placed_like(image: Stored, labels: Stored, *, always: bool) -> Stored:
+    """Place labels whose file tells no voxel size, as pictures do, like the image of the same shape.
+
+    So have all, `always`, where the recipe gives another voxel size than the files.
+    """
+    for level in (image, *image.levels):
+        same = labels.grid == level.grid and labels.spatial(labels.shape) == level.spatial(level.shape)
+        if same and (always or not set(level.grid) <= set(labels.spacing)):
+            return replace(labels, spacing=level.spacing, origin=level.origin)
+    return labels
+
+
+def labels_for(image: Stored, labels: Stored, *, pool: bool) -> Stored:
+    """Return the level of the labels that lies on the image; a finer one is thinned out, where `pool` allows it."""
+    where = f"labels {labels.name}"
+    if labels.grid != image.grid:
+        raise BadData(
+            f"{where} have the axes {', '.join(labels.grid)}, the image {', '.join(image.grid)}; "
+            "write them in the same order"
+        )
+    for level in (labels, *labels.levels):
+        if level.dtype.kind not in "biu" or (level.num_channels or 1) > 1:
+            raise BadData(
+                f"{where} have {level.num_channels or 1} channels of type {level.dtype}; they must be one whole "
+                "number a voxel, the number of its class"
+            )
+    for level in (labels, *labels.levels):
+        if np.allclose(level.voxel(), image.voxel(), rtol=TOLERANCE, atol=0):
+            return level
+    wanted = image.voxel()
+    finest = (labels, *labels.levels)[choose_level(labels, wanted)]
+    made = pooled(finest, pool_factors(finest, wanted), labels=True)
+    if pool and np.allclose(made.voxel(), wanted, rtol=TOLERANCE, atol=0):
+        return made
+    raise BadData(
+        f"{where} have no level of spacing {list(wanted)}, only {list(labels.voxel())}; "
+        "choose another level of the image or resample them"
+    )
+
+
+def label_box(image: Stored, labels: Stored) -> Window:
+    """Find where the labels lie in the image, in whole voxels: all of it, or a box inside it."""
+    shape, size = image.spatial(image.shape), labels.spatial(labels.shape)
+    placed = all(set(s.grid) <= set(s.origin) for s in (image, labels))
+    starts = [
+        (labels.origin[n] - image.origin[n]) / v if placed else 0.0
+        for n, v in zip(image.grid, image.voxel(), strict=True)
+    ]
+    whole = [round(start) for start in starts]
+    fits = (
+        all(abs(a - b) <= TOLERANCE for a, b in zip(starts, whole, strict=True))
+        and all(0 <= a <= a + n <= m for a, n, m in zip(whole, size, shape, strict=True))
+        and (placed or size == shape)
+    )
+    if not fits:
+        at = f" at voxel {[round(s, 3) for s in starts]} of the image" if placed else ""
+        raise BadData(
+            f"labels {labels.name} do not cover the image {image.name} or a box inside it: they are "
+            f"{by(size)} voxels{at}, the image {by(shape)}; resample them onto the image"
+        )
+    return tuple(slice(a, a + n) for a, n in zip(whole, size, strict=True))
+
 
 __all__ = [
     "TOLERANCE",
@@ -53,16 +124,10 @@ log = logging.getLogger(__name__)
 
 
 @config
-class GridConfig:
+class GridConfig(ItemsConfig):
     """Keys that all sources of grids have."""
 
-    path: str
-    variables: list[str] | None = None  # which channels to read, in this order, or new names for all of them
     region: dict[str, list[int | float]] = field(default_factory=dict)  # axis: [lo, hi], fractions or voxels
-    weight: float = 1.0  # times its size: its share of the samples
-    split: tuple[float, float] = (0.0, 1.0)  # share of the items, by a hash of their names
-    start: float = 0.0  # first of the sorted items, as a share of them
-    end: float = 1.0  # and the last
     axes: str | None = (
         None  # names of the axes where the file does not tell: "zyx", "czyx", "time, latitude, longitude"
     )
@@ -77,26 +142,6 @@ class GridConfig:
     missing: Literal["error", "fill"] = "error"  # what an absent chunk means: a loss, or the fill value
     nodata: Literal["error", "fill"] = "error"  # NaN, infinity and the file's own mark of no data
     fill_value: float = 0.0  # what stands for no data, with nodata: fill
-    statistics: dict[Literal["mean", "std"], list[float]] | None = None  # of this entry alone
-    stage: bool = True  # copy it to the node's own disk where data.stage says so
-
-    def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise UserError(
-                f"weight = {self.weight} of {self.path} must be above 0; leave the entry out to give it no samples"
-            )
-        for name, (low, high) in {"split": self.split, "start and end": (self.start, self.end)}.items():
-            if not 0 <= low < high <= 1:
-                raise UserError(
-                    f"{name} = {[low, high]} of {self.path} must be two rising numbers from 0 to 1, such as [0, 0.8]"
-                )
-        if self.statistics is not None and (
-            set(self.statistics) != {"mean", "std"} or min(self.statistics["std"], default=0) <= 0
-        ):
-            raise UserError(
-                f"statistics = {self.statistics} of {self.path} must give the mean and a positive std of each "
-                "variable, such as {mean: [128], std: [40]}"
-            )
 
 
 class GridSource:
@@ -163,18 +208,18 @@ class GridSource:
 
     @property
     def level(self) -> int:
-        """Number of the level that is read, of the first item."""
+        """Return the number of the level that is read, of the first item."""
         return self._level(self._given.images[0])
 
     @property
     def filled(self) -> int:
-        """Chunks that were never written and have been read as the fill value so far."""
+        """Count the chunks that were never written and have been read as the fill value so far."""
         arrays = [s for entry in self._different for s in (*entry.images, entry.labels) if s is not None]
         counts = {id(c): c.filled for s in arrays for c in (s.filling, s.chunk_reader) if c is not None}
         return sum(counts.values())
 
     def read(self, item: int, region: Window) -> np.ndarray:
-        """[C, *spatial] of a window of the usable region."""
+        """Read a window of the usable region, [C, *spatial]."""
         entry, window = self.entries[item], self._shift(item, region)
         parts = {n: self._fetch(entry, entry.images[n], window, wanted) for n, wanted in self._needed.items()}
         if len(parts) == 1:
@@ -184,13 +229,12 @@ class GridSource:
         return np.stack([parts[n][c - self._needed[n].start] for n, c in self._picked]).astype(self.dtype, copy=False)
 
     def read_labels(self, item: int, region: Window) -> np.ndarray:
-        """The labels of a window, [*spatial]."""
+        """Read the labels of a window, [*spatial]."""
         entry = self.entries[item]
         labels = entry.labels
         if labels is None:
             raise UserError(f"{self.config.path} was opened without labels; name them with `labels`")
-        offset = self._label_offsets[item]
-        window = tuple(slice(w.start - o, w.stop - o) for w, o in zip(self._shift(item, region), offset, strict=True))
+        window = self._on_labels(item, self._shift(item, region))
         values = np.ascontiguousarray(self._fetch(entry, labels, window, slice(0, 1))[0], self.label_dtype)
         return map_labels(values, self.config.label_map)
 
@@ -203,12 +247,10 @@ class GridSource:
                 stored.prefetch(self._full_window(entry, stored, window, wanted))
 
     def stored_window(self, item: int, stored: Stored) -> Window | None:
-        """The part of one of an item's arrays that reads may touch, one slice for every axis; None: nothing of it."""
+        """Return what reads may touch of one of an item's arrays, one slice for every axis; None: nothing of it."""
         entry, region = self.entries[item], self._regions[item]
         if stored is entry.labels:
-            offset = self._label_offsets[item]
-            inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(region, offset, strict=True))
-            return self._full_window(entry, stored, inside, slice(0, 1))
+            return self._full_window(entry, stored, self._on_labels(item, region), slice(0, 1))
         number = next(n for n, image in enumerate(entry.images) if image is stored)
         return self._full_window(entry, stored, region, self._needed[number]) if number in self._needed else None
 
@@ -239,21 +281,13 @@ class GridSource:
         return facts | entry.facts
 
     def _keep_split(self, entries: Sequence[Entry]) -> list[Entry]:
-        settings, total = self.config, len(entries)
-        if not total:
-            raise UserError(f"{settings.path} holds no item that can be read; give a path with data")
-        kept = list(entries)[round(settings.start * total) : round(settings.end * total)]
-        low, high = settings.split
-        kept = [e for e in kept if low <= key(0, "split", e.name) / 2**63 < high]
-        if not kept:
-            raise UserError(
-                f"split = {[low, high]} with start = {settings.start} and end = {settings.end} of {settings.path} "
-                f"holds none of its {total} items; widen it, or cut them with `region`"
-            )
-        return kept
+        if not entries:
+            raise UserError(f"{self.config.path} holds no item that can be read; give a path with data")
+        names, remedy = [entry.name for entry in entries], "widen it, or cut them with `region`"
+        return [entries[n] for n in keep_share(self.config, names, remedy=remedy).tolist()]
 
     def _as_given(self, entry: Entry) -> Entry:
-        """The arrays with what the recipe says of them."""
+        """Return the arrays with what the recipe says of them."""
         c = self.config
         images = tuple(with_given(stored, c.axes, c.voxel_size, c.unit) for stored in entry.images)
         for stored in images:
@@ -265,7 +299,7 @@ class GridSource:
         return replace(entry, images=images, labels=labels)
 
     def _prepare(self, entry: Entry) -> Entry:
-        """The arrays as they are read, at their level."""
+        """Return the arrays as they are read, at their level."""
         images = tuple(self._at_level(stored) for stored in entry.images)
         first = images[0]
         for stored in images[1:]:
@@ -354,7 +388,7 @@ class GridSource:
         )
 
     def _common_dtype(self) -> np.dtype:
-        """One type for all: unsigned numbers of different widths are different scales, so these are refused."""
+        """Return one type for all; refuse unsigned numbers of different widths, which are different scales."""
         found: dict[np.dtype, str] = {}
         for entry in self._different:
             for stored in entry.images:
@@ -369,7 +403,7 @@ class GridSource:
         return np.result_type(*found)
 
     def _pick_variables(self) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
-        """Names of the variables, and (image, channel) of each."""
+        """Return the names of the variables, and (image, channel) of each."""
         given, path = self.config.variables, self.config.path
         if given is not None and (not given or len(set(given)) < len(given)):
             raise UserError(f"variables = {given} of {path} must be different names, at least one; mend the list")
@@ -400,12 +434,16 @@ class GridSource:
         return tuple(given), [places[names.index(name)] for name in given]
 
     def _shift(self, item: int, region: Window) -> Window:
-        """A window of the usable region as a window of the array."""
+        """Turn a window of the usable region into one of the array."""
         bounds = normalize_window(self.items[item].shape, region)
         return tuple(slice(w.start + a, w.start + b) for w, (a, b) in zip(self._regions[item], bounds, strict=True))
 
+    def _on_labels(self, item: int, window: Window) -> Window:
+        """Turn a window of the image's array into one of the labels, which may cover a box of it."""
+        return tuple(slice(w.start - o, w.stop - o) for w, o in zip(window, self._label_offsets[item], strict=True))
+
     def _full_window(self, entry: Entry, stored: Stored, window: Window, channels: slice) -> Window:
-        """One slice for every axis: the moment in time, the channels, the window in space."""
+        """Return one slice for every axis: the moment in time, the channels, the window in space."""
         parts: Iterator[slice] = iter(window)
         time = self.config.time if entry.moment is None else entry.moment
         moments = dict(zip(stored.axes, stored.shape, strict=True)).get("t", 1)
@@ -416,7 +454,7 @@ class GridSource:
         )
 
     def _fetch(self, entry: Entry, stored: Stored, window: Window, channels: slice) -> np.ndarray:
-        """[C, *spatial]"""
+        """Read a window of an array, [C, *spatial]."""
         full = self._full_window(entry, stored, window, channels)
         values = stored.read(full)
         if values.shape != tuple(w.stop - w.start for w in full):
@@ -431,7 +469,7 @@ class GridSource:
 
 
 def _label_dtype(labels: Sequence[Stored]) -> np.dtype:
-    """One type of whole numbers for all labels; uint64 and signed numbers together have none."""
+    """Return one type of whole numbers for all labels; uint64 and signed numbers together have none."""
     found = {stored.dtype.newbyteorder("="): stored.name for stored in labels}
     made = np.result_type(*found)
     if made.kind == "f":
@@ -444,7 +482,7 @@ def _label_dtype(labels: Sequence[Stored]) -> np.dtype:
 
 
 def _channels(entry: Entry) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
-    """Names of the channels of an item's images, one after the other, and where each lies."""
+    """Return the names of the channels of an item's images, one after the other, and where each lies."""
     names: list[str] = []
     places: list[tuple[int, int]] = []
     several = len(entry.images) > 1

@@ -1,4 +1,4 @@
-"""One array as its format stores it, and what can be done to it before any voxel is read.
+"""One array as its format stores it, and its transformations before any voxel is read.
 
 - axes are named: "c" holds channels, "t" moments, every other name is an axis of space
 - origin is the world coordinate of the centre of voxel 0; a spacing or origin that a file does not tell is not invented
@@ -6,53 +6,52 @@
   pooled while reading, so that only a factor in [1, 2) is left to resample
 """
 
+import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from vitrail.errors import BadData, UserError
+from vitrail.errors import BadData, MissingData, UserError
 
 TOLERANCE = 0.01  # spacings and places that differ by less, in parts of a voxel, are the same
 NOT_SPACE = ("c", "t")
 
 Window = tuple[slice, ...]
 
-_UNITS = {
-    "angstrom": ("a", "å", "ang"),
-    "nanometer": ("nm", "nanometre", "nanometers", "nanometres"),
-    "micrometer": ("um", "µm", "μm", "micron", "microns", "micrometre", "micrometers", "micrometres", "\\u00b5m"),
-    "millimeter": ("mm", "millimetre", "millimeters", "millimetres"),
-    "centimeter": ("cm", "centimetre", "centimeters", "centimetres"),
-    "meter": ("m", "metre", "meters", "metres"),
-    "kilometer": ("km", "kilometre", "kilometers", "kilometres"),
-    "inch": ("in", "inches"),
-    "degree": ("deg", "degrees"),
+# Full name of a unit, its meters (None: an angle), and how else it is written.
+_UNITS: dict[str, tuple[float | None, tuple[str, ...]]] = {
+    "angstrom": (1e-10, ("a", "å", "ang")),
+    "nanometer": (1e-9, ("nm", "nanometre", "nanometers", "nanometres")),
+    "micrometer": (
+        1e-6,
+        ("um", "µm", "μm", "micron", "microns", "micrometre", "micrometers", "micrometres", r"\u00b5m"),
+    ),
+    "millimeter": (1e-3, ("mm", "millimetre", "millimeters", "millimetres")),
+    "centimeter": (1e-2, ("cm", "centimetre", "centimeters", "centimetres")),
+    "meter": (1.0, ("m", "metre", "meters", "metres")),
+    "kilometer": (1e3, ("km", "kilometre", "kilometers", "kilometres")),
+    "inch": (0.0254, ("in", "inches")),
+    "degree": (None, ("deg", "degrees")),
 }
-_METERS = {
-    "angstrom": 1e-10,
-    "nanometer": 1e-9,
-    "micrometer": 1e-6,
-    "millimeter": 1e-3,
-    "centimeter": 1e-2,
-    "meter": 1.0,
-    "kilometer": 1e3,
-    "inch": 0.0254,
-}
+_METERS = {name: meters for name, (meters, _) in _UNITS.items() if meters is not None}
 
 
 class Filling:
-    """How many chunks that were never written have been read as the fill value."""
+    """A count of chunks that were never written and are read as the fill value, where that is `allowed`."""
 
-    def __init__(self) -> None:
-        self.filled, self._lock = 0, threading.Lock()
+    def __init__(self, *, allowed: bool) -> None:
+        self.allowed, self.filled, self._lock = allowed, 0, threading.Lock()
 
-    def add(self, count: int) -> None:
+    def add(self, problem: str) -> None:
+        """Count a chunk; MissingData with the problem where chunks must not be missing."""
+        if not self.allowed:
+            raise MissingData(problem)
         with self._lock:
-            self.filled += count
+            self.filled += 1
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,17 @@ class Stored:
     levels: tuple["Stored", ...] = ()  # coarser versions of it, finest first
     prefetch: Callable[[Window], None] | None = None  # start to decode a window
     filling: Any = None  # counts, as `filled`, the chunks that were never written and were read all the same
-    chunk_reader: Any = None  # data/chunks.py, where whole chunks can be decoded one by one
+    chunk_reader: Any = None  # data/chunks/decoded.py, where whole chunks can be decoded one by one
     files: tuple[str, ...] = ()  # and folders that it is read from, where these are others than its name tells
 
     @property
     def space(self) -> tuple[int, ...]:
-        """Numbers of the axes of space."""
+        """Return numbers of the axes of space."""
         return tuple(i for i, name in enumerate(self.axes) if name not in NOT_SPACE)
 
     @property
     def grid(self) -> tuple[str, ...]:
-        """Names of the axes of space."""
+        """Return names of the axes of space."""
         return tuple(self.axes[i] for i in self.space)
 
     @property
@@ -93,11 +92,11 @@ class Stored:
         return self.shape[self.axes.index("c")] if "c" in self.axes else None
 
     def spatial(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """What belongs to the axes of space out of a list for all axes."""
+        """Pick what belongs to the axes of space out of a list for all axes."""
         return tuple(int(sizes[i]) for i in self.space)
 
     def voxel(self) -> tuple[float, ...]:
-        """Size of a voxel along the axes of space."""
+        """Return size of a voxel along the axes of space."""
         return tuple(float(self.spacing.get(name, 1.0)) for name in self.grid)
 
 
@@ -114,22 +113,27 @@ class Entry:
 
 
 def plain_unit(unit: Any) -> str | None:
-    """The full name of a unit; None where there is none."""
+    """Return the full name of a unit; None where there is none."""
     text = str(unit).strip() if unit is not None else ""
     if not text or text.lower() in ("none", "unknown", "pixel", "pixels", "voxel", "px"):
         return None
-    return next((full for full, short in _UNITS.items() if text.lower() == full or text.lower() in short), text)
+    return next((full for full, (_, short) in _UNITS.items() if text.lower() == full or text.lower() in short), text)
 
 
 def unit_ratio(unit: str | None, other: str | None) -> float | None:
-    """How many of another unit one unit is; None where that is not known."""
+    """Return how many of another unit one unit is; None where that is not known."""
     if unit == other:
         return 1.0
     return _METERS[unit] / _METERS[other] if unit in _METERS and other in _METERS else None
 
 
+def chunks_in(window: Window, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """List the numbers of the chunks, of some sides, that a window touches."""
+    return itertools.product(*(range(w.start // n, -(-w.stop // n)) for w, n in zip(window, sizes, strict=True)))
+
+
 def split_axes(axes: str) -> tuple[str, ...]:
-    """Names of axes out of "czyx" or "time, latitude, longitude"."""
+    """Split "czyx" or "time, latitude, longitude" into names of axes."""
     names = [part.strip() for part in axes.split(",")] if "," in axes else list(axes)
     return tuple(names)
 
@@ -137,7 +141,7 @@ def split_axes(axes: str) -> tuple[str, ...]:
 def with_given(
     stored: Stored, axes: str | None, voxel_size: Sequence[float] | None, unit: str | None, *, labels: bool = False
 ) -> Stored:
-    """The array with what the recipe says of it; sizes that the file tells are converted to the unit that is given."""
+    """Return the array with what the recipe says of it; sizes of the file are converted to the unit that is given."""
     if axes is not None:
         given = split_axes(axes)
         names = tuple(n for n in given if n not in NOT_SPACE) if labels and len(stored.shape) < len(given) else given
@@ -181,7 +185,7 @@ def _rescaled(stored: Stored, factors: dict[str, float], unit: str | None) -> St
 
 
 def choose_level(stored: Stored, wanted: Sequence[float]) -> int:
-    """Number of the coarsest level that is not coarser than wanted on any axis, within 1 %; the finest if none is."""
+    """Return the number of the coarsest level that is nowhere coarser than wanted, within 1 %; else the finest."""
     if len(wanted) != len(stored.space) or min(wanted) <= 0:
         raise UserError(
             f"spacing = {list(wanted)} of {stored.name} must be one positive number for each of the axes "
@@ -197,13 +201,13 @@ def choose_level(stored: Stored, wanted: Sequence[float]) -> int:
 
 
 def scale_of(stored: Stored, wanted: Sequence[float] | None) -> tuple[float, ...]:
-    """Wanted size of a voxel over the stored one, 1 where they are the same within 1 %."""
+    """Return the wanted size of a voxel over the stored one, 1 where they are the same within 1 %."""
     ratios = [want / have for want, have in zip(wanted or stored.voxel(), stored.voxel(), strict=True)]
     return tuple(1.0 if abs(ratio - 1) <= TOLERANCE else ratio for ratio in ratios)
 
 
 def pool_factors(stored: Stored, wanted: Sequence[float]) -> tuple[int, ...]:
-    """Powers of two by which an array is pooled so that less than a factor of two is left."""
+    """Return the powers of two by which an array is pooled so that less than a factor of two is left."""
     return tuple(
         2 ** max(0, math.floor(math.log2(ratio * (1 + TOLERANCE))))
         for ratio in (want / have for want, have in zip(wanted, stored.voxel(), strict=True))
@@ -211,7 +215,7 @@ def pool_factors(stored: Stored, wanted: Sequence[float]) -> tuple[int, ...]:
 
 
 def without_nodata(stored: Stored, fill_value: float | None) -> Stored:
-    """The array with another value for what is no number, or one that refuses such places where that is None."""
+    """Return the array with another value for what is no number, or one that refuses it where that is None."""
     nodata, valid = stored.nodata, stored.valid
     if stored.dtype.kind != "f" and nodata is None and valid is None:
         return stored
@@ -237,7 +241,7 @@ def without_nodata(stored: Stored, fill_value: float | None) -> Stored:
 
 
 def find_nodata(values: np.ndarray, nodata: float | None) -> np.ndarray | None:
-    """Where values are NaN, infinite or the mark of no data; None where nothing is."""
+    """Find where values are NaN, infinite or the mark of no data; None where nothing is."""
     bad = None
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         bad = ~np.isfinite(values)
@@ -248,7 +252,7 @@ def find_nodata(values: np.ndarray, nodata: float | None) -> np.ndarray | None:
 
 
 def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> Stored:
-    """The array at a fraction of its resolution: means of boxes, or the label of their first voxel."""
+    """Return the array at a fraction of its resolution: means of boxes, or the label of their first voxel."""
     if all(factor == 1 for factor in factors):
         return stored
     every = [1] * len(stored.shape)  # a factor for each axis
@@ -295,5 +299,5 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
 
 
 def by(shape: Sequence[int]) -> str:
-    """A shape in words."""
+    """Write a shape in words."""
     return " x ".join(map(str, shape))

@@ -1,4 +1,4 @@
-"""From noise to data by a model's answers: ancestral, DDIM, Euler and Heun, for every process.
+"""From noise to data by a model's answers: ancestral, DDIM, Euler and Heun, for every process, and samplers of plugins.
 
 - `ancestral` draws each step from the posterior of the process, for the data that the model sees (Ho et al. 2020), with
   as many steps as the process has or fewer; it wants hundreds
@@ -6,18 +6,23 @@
 - `euler` and `heun` solve dx / d(clock) = velocity; heun asks the model twice a step, but once in the last
 - every sampler's last step ends on the data that the model sees: no noise is left over, and none is added
 - random numbers come from outside: the same noise gives the same sample
+
+To add one: a config with `kind`, `evaluations` and `step`, and a line in recipe/kinds.py; or a plugin, see
+docs/diffusion.md.
 """
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Literal
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
+from pydantic import WithJsonSchema
 from torch import Tensor
 
 from vitrail.diffusion.process import Denoised, Prediction, Process
-from vitrail.recipe import config
+from vitrail.recipe import config, kinds
 
 Predict = Callable[[Tensor, Tensor], Tensor]  # (x [B, C, *S], times [B]) -> the model's answer, as large as x
 Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, times, labels [B]) -> the same
@@ -34,17 +39,99 @@ Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, times, labels [B
 AUTO = "heun"
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of a sampler, from `time` to the less noisy `later`."""
+
+    process: Process
+    x: Tensor  # [B, C, *S] at `time`
+    denoised: Denoised  # the data and the noise that the model sees in x
+    time: Tensor
+    later: Tensor
+    look: Callable[[Tensor, Tensor], Denoised]  # the same for another x and time: asks the model once more
+    fresh: Callable[[], Tensor]  # new noise, as large as x
+
+
+class Sampler(Protocol):
+    """A way from noise to data, and its settings; every step but the last one is its own."""
+
+    kind: str
+    evaluations: ClassVar[int]  # of the model in a step
+
+    def step(self, at: Step) -> Tensor:
+        """x at the time `at.later`."""
+
+
+@config
+class AncestralConfig:
+    kind: Literal["ancestral"] = "ancestral"
+    evaluations: ClassVar[int] = 1
+
+    def step(self, at: Step) -> Tensor:
+        return renewed(at.process, at.denoised, at.fresh(), at.time, at.later)
+
+
+@config
+class DDIMConfig:
+    kind: Literal["ddim"] = "ddim"
+    evaluations: ClassVar[int] = 1
+
+    def step(self, at: Step) -> Tensor:
+        return at.process.mix(*at.denoised, at.later)
+
+
+@config
+class EulerConfig:
+    kind: Literal["euler"] = "euler"
+    evaluations: ClassVar[int] = 1
+
+    def step(self, at: Step) -> Tensor:
+        stride = at.process.clock(at.later) - at.process.clock(at.time)
+        return at.x + stride * at.process.velocity(*at.denoised, at.time)
+
+
+@config
+class HeunConfig:
+    kind: Literal["heun"] = "heun"
+    evaluations: ClassVar[int] = 2
+
+    def step(self, at: Step) -> Tensor:
+        stride = at.process.clock(at.later) - at.process.clock(at.time)
+        velocity = at.process.velocity(*at.denoised, at.time)
+        ahead = at.look(at.x + stride * velocity, at.later)
+        velocity = (velocity + at.process.velocity(*ahead, at.later)) / 2
+        return at.x + stride * velocity
+
+
+def known() -> list[str]:
+    """What `sampler` may name."""
+    return ["auto", *kinds.known("sampler")]
+
+
+_BUILT_IN = {"enum": ["auto", *kinds.BUILT_IN["sampler"]]}
+_OWN = {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}
+Chosen = Annotated[str | dict[str, Any], WithJsonSchema({"anyOf": [_BUILT_IN, {"type": "string"}, _OWN]})]
+
+
 @config
 class SamplingConfig:
-    sampler: Literal["auto", "ancestral", "ddim", "euler", "heun"] = "auto"  # auto: heun
+    sampler: Chosen = "auto"  # a name, or a mapping with kind and options; auto: heun
     steps: int = 25  # for heun, which asks the model 49 times; euler and ddim want 50 to 100, ancestral 250 and more
     guidance: float = 1.0  # 0: as if there were no class; 1: the class as it is; above: more of what makes the class
     interval: tuple[float, float] = (0.0, 1.0)  # share of the way from noise (0) to data (1) on which guidance acts
     clip: bool = True  # keep predicted data within the range of the data, where there is one
 
     def __post_init__(self) -> None:
-        if self.sampler not in ("auto", "ancestral", "ddim", "euler", "heun"):
-            raise ValueError(f"sampler {self.sampler!r} is unknown; use auto, ancestral, ddim, euler or heun")
+        built_in = (
+            "auto",
+            *kinds.BUILT_IN["sampler"],
+        )  # others are looked for among what is installed, which takes long
+        if isinstance(self.sampler, str) and self.sampler not in built_in and self.sampler not in known():
+            near = kinds.nearest(self.sampler, known())
+            hint = f"; did you mean {near!r}?" if near else ""
+            names = " or ".join(", ".join(known()).rsplit(", ", 1))
+            raise ValueError(f"sampler {self.sampler!r} is unknown{hint}; use {names}, or one by --plugin MODULE")
+        self.method  # noqa: B018 - refuses options that the sampler does not take
         if self.steps < 1:
             raise ValueError(f"steps {self.steps} must be at least 1; 25 is usual")
         if not 0 <= self.guidance < math.inf:
@@ -52,6 +139,13 @@ class SamplingConfig:
         first, last = self.interval
         if not 0 <= first <= last <= 1:
             raise ValueError(f"interval {first:g}, {last:g} must be two rising numbers from 0 (noise) to 1 (data)")
+
+    @property
+    def method(self) -> Sampler:
+        """The sampler that these settings name."""
+        given = {"kind": AUTO if self.sampler == "auto" else self.sampler}
+        made: Sampler = kinds.make("sampler", given if isinstance(self.sampler, str) else self.sampler, key="sampler")
+        return made
 
 
 def sample(
@@ -68,12 +162,12 @@ def sample(
 ) -> Tensor:
     """Data [B, C, *S] from `noise`, in its type (float32 at least).
 
-    - fresh(i): new noise for step i, 0 to steps - 2, where the sampler draws any
+    - fresh(i): new noise for step i, 0 to steps - 2, where the sampler draws any; i + steps, ... if it draws more
     - limits: least and greatest values of the data, broadcast to x
     - tick(): called after each evaluation of the model; seen(i, data): with what the model takes for the data in step i
     """
     process.check(predict)
-    sampler = AUTO if settings.sampler == "auto" else settings.sampler
+    sampler = settings.method
     grid = process.grid(settings.steps, predict)
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
 
@@ -96,18 +190,10 @@ def sample(
                 seen(number, denoised.data)
             if number == len(grid) - 2:
                 x = denoised.data
-            elif sampler == "ddim":
-                x = process.mix(*denoised, later)
-            elif sampler == "ancestral":
-                x = renewed(process, denoised, fresh(number).to(x), time, later)
             else:
-                stride = process.clock(later) - process.clock(time)
-                velocity = process.velocity(*denoised, time)
-                ahead = x + stride * velocity
-                if sampler == "heun":
-                    velocity = (velocity + process.velocity(*look(ahead, later), later)) / 2
-                    ahead = x + stride * velocity
-                x = ahead
+                numbers = count(number, settings.steps)  # of this step alone, however many it draws
+                new_noise = lambda numbers=numbers, x=x: fresh(next(numbers)).to(x)  # noqa: E731
+                x = sampler.step(Step(process, x, denoised, time, later, look, new_noise))
     return x
 
 

@@ -1,1 +1,1 @@
-"""What is done with trained models: samples, and how good they are."""
+"""Samples and latents of trained models, and how good samples are."""

@@ -5,7 +5,7 @@ once before any comes twice, whatever the weights of a recipe's entries: the hal
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,35 +14,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.advice import entry_of
 from vitrail.data.batch import Statistics
 from vitrail.data.dataset import Dataset
-from vitrail.data.image_source import ImageSource
-from vitrail.data.loader import Loader
-from vitrail.data.sampler import Sample
+from vitrail.data.files.stage import as_opened
+from vitrail.data.look.inspect import entry_of
+from vitrail.data.look.picture import by
+from vitrail.data.order.sampler import Sample
+from vitrail.data.reading.loader import Loader
+from vitrail.data.source import class_names
 from vitrail.data.sources import guess_kind
-from vitrail.data.stage import as_opened
+from vitrail.data.sources.encoded import ImageSource
 from vitrail.data.stored import TOLERANCE, unit_ratio
 from vitrail.draws import key
 from vitrail.errors import UserError
-from vitrail.infer.kind import Kind, stored_type
-from vitrail.infer.plan import MANIFEST, check_sample, read_manifest, sample_path
-from vitrail.infer.write import read_sample
+from vitrail.infer.folder import MANIFEST, Kind, check_sample, read_manifest, read_sample, sample_path, stored_type
 from vitrail.layers.patches import per_axis
 from vitrail.recipe import kinds
-from vitrail.recipe.find import find_recipe
+from vitrail.recipe.load import find_recipe
 from vitrail.training.evaluate import count_once
 
 THREADS = 4
 
 
 class Some(NamedTuple):
+    """A few samples of a set."""
+
     values: Tensor  # [B, C, *S] in the data's units
     names: list[str | None]  # of their classes
 
 
 def is_samples(folder: str | Path) -> bool:
-    """Whether a folder is one that `vitrail sample` has written, rather than a run."""
+    """Tell whether a folder is one that `vitrail sample` has written, rather than a run."""
     return (Path(folder) / MANIFEST).is_file() and not (Path(folder) / "recipe.yaml").exists()
 
 
@@ -54,14 +56,7 @@ class Generated:
         try:
             self.manifest = facts = read_manifest(self.folder)
             files = [(str(file["path"]), file.get("class")) for file in facts["files"]]
-            self.kind = Kind(
-                dtype=np.dtype(facts["dtype"]),
-                axes=tuple(facts["axes"]),
-                variables=tuple(facts["variables"]),
-                spacing=tuple(facts["spacing"]),
-                unit=facts["unit"],
-                format=facts["format"],
-            )
+            self.kind = Kind.of(facts)
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -96,7 +91,7 @@ class Generated:
             ) from None
 
     def batches(self, number: int, batch: int) -> Iterator[Some]:
-        """The first `number` samples of the order."""
+        """Yield the first `number` samples of the order."""
         with ThreadPoolExecutor(THREADS) as pool:
             for start in range(0, number, batch):
                 places = range(start, min(start + batch, number))
@@ -129,17 +124,17 @@ class Real:
         self.once = self.whole or count_once(self.sampler) is not None
         if not self.whole:
             self.notes.append("real samples are crops that may overlap, so the floor may be too low")
-        self.labelled = all(getattr(source, "class_names", ()) for source in self.sources)
+        self.labelled = all(class_names(source) for source in self.sources)
         self.lost = 0  # samples that could not be read
 
     def statistics(self, *, seed: int) -> Statistics:
-        """Of the variables that samples have."""
+        """Fit statistics of the variables that samples have."""
         mean, std = self.dataset.fit_statistics(seed=seed, sources=self.dataset.groups[0])
         chosen = range(len(mean)) if self.channels is None else self.channels
         return Statistics(tuple(mean[c] for c in chosen), tuple(std[c] for c in chosen))
 
     def batches(self, number: int, batch: int) -> Iterator[Some]:
-        """The first `number` samples of the order, less those that cannot be read, where the recipe skips them."""
+        """Yield the first `number` samples of the order, less unreadable ones, where the recipe skips them."""
         for start in range(0, number, batch):
             values = self.loader.load(range(start, min(start + batch, number))).values
             samples = self.loader.samples
@@ -158,7 +153,7 @@ class Real:
 
 
 def open_real(real: str | Path | None, generated: Generated, *, seed: int, otherwise: str | Path | None = None) -> Real:
-    """Real data like the samples: of a recipe or a run the held-out ones, or what lies at a path.
+    """Open real data like the samples: of a recipe or a run the held-out ones, or what lies at a path.
 
     Where nothing is said they are those of the samples' own run, or `otherwise` where that is not here.
     """
@@ -177,7 +172,7 @@ def open_real(real: str | Path | None, generated: Generated, *, seed: int, other
         crop = per_axis(c.crop, recipe.model.ndim)
         if crop != shape:
             raise UserError(
-                f"real: {real} has samples of {_by(crop)}, and those of {generated.title} are {_by(shape)}; compare "
+                f"real: {real} has samples of {by(crop)}, and those of {generated.title} are {by(shape)}; compare "
                 "with data of the same size: --real PATH"
             )
         entries = [dataclasses.replace(entry, weight=1.0) for entry in as_opened(c, c.valid or c.train)]
@@ -195,7 +190,7 @@ def open_real(real: str | Path | None, generated: Generated, *, seed: int, other
         found = Real(dataset, seed=seed, title=real)
         if not found.whole and isinstance(dataset.sources[0], ImageSource):
             raise UserError(
-                f"real: the images of {real} are larger than samples of {_by(shape)}; give a recipe instead, which "
+                f"real: the images of {real} are larger than samples of {by(shape)}; give a recipe instead, which "
                 "says how they are made smaller (data.crop and data.fit)"
             )
     wanted, names = generated.kind.variables, found.variables
@@ -227,21 +222,15 @@ def _compare_voxels(found: Real, generated: Generated) -> None:
     if ratio is None or len(sizes) != len(kind.spacing):
         return
     if any(abs(size * ratio - own) > TOLERANCE * own for size, own in zip(sizes, kind.spacing, strict=True)):
-        shown = [
-            f"{_by(voxel)} {unit or ''}".strip() for voxel, unit in ((sizes, item.unit), (kind.spacing, kind.unit))
-        ]
+        shown = [f"{by(voxel)} {unit or ''}".strip() for voxel, unit in ((sizes, item.unit), (kind.spacing, kind.unit))]
         found.notes.append(f"a voxel of {found.title} is {shown[0]}, and one of a sample {shown[1]}")
 
 
 def find_run(generated: Generated) -> Path | None:
-    """The run that samples come from: where it was, the one that they lie in, or the one of its name below runs."""
+    """Find the run of samples: where it was, the one that they lie in, or the one of its name below runs."""
     name, told = str(generated.manifest.get("run")), generated.manifest.get("run_dir")
     places = (*([Path(told)] if isinstance(told, str) else []), generated.folder.resolve().parent.parent)
     for place in (*places, Path("runs") / name):
         if (place / "recipe.yaml").is_file():
             return place
     return None
-
-
-def _by(sizes: Sequence[float]) -> str:
-    return " x ".join(f"{size:g}" for size in sizes)

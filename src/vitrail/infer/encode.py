@@ -15,28 +15,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.codecs import Codec, open_codec
-from vitrail.codecs.codec import Range
-from vitrail.data.bad import Policy
+from vitrail.codecs import Codec, Range, open_codec
 from vitrail.data.batch import Labelling
-from vitrail.data.dataset import Dataset
-from vitrail.data.fingerprint import data_states
-from vitrail.data.in_order import InOrder, open_in_order
-from vitrail.data.latents_shards import ShardedLatents
-from vitrail.data.latents_write import Rows
-from vitrail.data.loader import Loader
-from vitrail.data.stage import as_opened
+from vitrail.data.dataset import Dataset, InOrder, open_in_order
+from vitrail.data.files.fingerprint import data_states
+from vitrail.data.files.stage import as_opened
+from vitrail.data.latents.shards import ShardedLatents
+from vitrail.data.latents.store import Rows
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.pool import Policy
+from vitrail.data.source import class_names as source_classes
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
+from vitrail.parallel.agree import on_chief, on_chief_for_long, together
 from vitrail.recipe import Recipe
-from vitrail.recipe.find import find_recipe
+from vitrail.recipe.load import find_recipe
 from vitrail.recipe.sections import Parallel, Precision
-from vitrail.training.checkpoint import list_checkpoints
-from vitrail.training.collective import on_chief, together
-from vitrail.training.progress import Progress
+from vitrail.training.journal import Progress
 from vitrail.training.run import joined
 from vitrail.training.setup import Place, check_data, reading_threads, sizes_of, use_cache
-from vitrail.training.waiting import OPENING, on_chief_for_long
+from vitrail.weights.runs import list_checkpoints
 
 Split = Literal["train", "valid"]
 Store = Literal["safetensors", "zarr"]
@@ -55,7 +53,7 @@ def encode(
     overrides: Sequence[str] = (),
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Encode data.train and data.valid (or one of them) into OUT/train and OUT/valid; returns facts of each."""
+    """Encode data.train and data.valid (or one of them) into OUT/train and OUT/valid; return facts of each."""
     if batch < 1 or rows < 1:
         raise UserError(f"--batch {batch} and --rows {rows} must be at least 1")
     recipe = find_recipe(recipe, overrides)
@@ -71,7 +69,7 @@ def encode(
     with trusted(trust), joined(recipe.model_copy(update=plain), **asked) as (place, watchdog):
 
         def beat() -> None:
-            watchdog.beat(0, "encoding", allowance=OPENING)
+            watchdog.beat(0, "encoding")
 
         beat()
         use_cache(recipe.data.cache_mib << 20)
@@ -85,7 +83,7 @@ def encode(
 
 
 def codec_of(recipe: Recipe, overrides: Sequence[str] = ()) -> Any:
-    """The recipe's codec, or its own run where that is an autoencoder's."""
+    """Return the recipe's codec, or its own run where that is an autoencoder's."""
     if recipe.codec is not None:
         return recipe.codec
     idle = next((word for word in overrides if word.startswith(("model", "objective"))), None)
@@ -98,7 +96,7 @@ def codec_of(recipe: Recipe, overrides: Sequence[str] = ()) -> Any:
         raise UserError(f"{recipe.run_dir} holds no checkpoint of this autoencoder; train it first: vitrail train ...")
     if idle is not None:
         raise UserError(f"{idle}: the autoencoder encodes as it was trained, which this does not change; leave it out")
-    from vitrail.codecs.autoencoder import AutoencoderCodecConfig
+    from vitrail.codecs.own import AutoencoderCodecConfig
 
     return AutoencoderCodecConfig(path=str(recipe.run_dir))
 
@@ -115,7 +113,7 @@ def open_split(recipe: Recipe, name: Split, tick: Callable[[], None]) -> tuple[D
 
 
 def open_for(config: Any, dataset: Dataset, place: Place, trust: bool) -> Codec:
-    """The codec, which must fit the data."""
+    """Open the codec, which must fit the data."""
     dtype = np.result_type(*[source.dtype for source in dataset.sources])
     told: Range | None = (0.0, 255.0) if dtype == np.uint8 else None
     codec = open_codec(config, device=place.device, trust=trust, value_range=told)
@@ -129,7 +127,7 @@ def open_for(config: Any, dataset: Dataset, place: Place, trust: bool) -> Codec:
 
 @dataclass(frozen=True)
 class Work:
-    """What encodes one list of data after the other."""
+    """The encoding of one list of data after the other."""
 
     recipe: Recipe
     codec: Codec
@@ -141,7 +139,7 @@ class Work:
     beat: Callable[[], None]  # tells the watchdog that all is well
 
     def encode(self, name: Split, dataset: Dataset, order: InOrder, target: Path) -> dict[str, Any]:
-        """All ranks together; each round, every rank writes a shard, so that none waits for long."""
+        """Encode on all ranks together; each round, every rank writes a shard, so that none waits for long."""
         group, total, rows = self.place.control, order.epoch, self.rows
         self.codec.check((len(dataset.variables), *dataset.crop))
         entries = getattr(self.recipe.data, name)
@@ -215,7 +213,7 @@ class Work:
 
 
 class Lost:
-    """Counts what this rank left out, where data.bad: skip lets it: a rank need not go on that is beyond what all may.
+    """A count of what this rank left out, where data.bad: skip lets it: a rank beyond what all may need not go on.
 
     What all ranks left out, in this call and before, is counted at the end.
     """
@@ -232,7 +230,7 @@ class Lost:
 def encoded(
     loader: Loader, codec: Codec, groups: Sequence[range], lost: Lost, tick: Callable[[int], None]
 ) -> Iterator[Rows]:
-    """Latents and classes of each group of samples; those that cannot be read are left out, or are an error."""
+    """Yield latents and classes of each group of samples; unreadable ones are left out, or are an error."""
     loader.counters, at, seen = groups.__getitem__, 0, 0
     while at < len(groups):
         try:
@@ -260,12 +258,12 @@ def _numpy(codec: Codec, values: Any, labels: Any) -> Rows:
 
 def class_names(dataset: Dataset) -> tuple[str, ...]:
     """The classes of the items, where all sources know them."""
-    each = [tuple(getattr(source, "class_names", ())) for source in dataset.sources]
+    each = [source_classes(source) for source in dataset.sources]
     return tuple(dict.fromkeys(name for names in each for name in names)) if all(each) else ()
 
 
 def data_facts(recipe: Recipe, name: Split, dataset: Dataset) -> dict[str, Any]:
-    """What was encoded: enough to tell it from other data, and to give decoded samples their names and voxel size."""
+    """Describe the data: enough to tell them from others, and to give decoded samples their names and voxel size."""
     first, c = dataset.sources[0], recipe.data
     item = first.items[0]
     spacing = [s * scale for s, scale in zip(item.spacing, item.scale, strict=True)]
@@ -284,7 +282,7 @@ def data_facts(recipe: Recipe, name: Split, dataset: Dataset) -> dict[str, Any]:
 
 
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """What of an entry decides which values are read, however it is spelled, and wherever the call is made."""
+    """Return what of an entry decides which values are read, however it is spelled, wherever the call is made."""
     kept = {key: value for key, value in entry.items() if key not in FOR_TRAINING}
     place, *inside = str(kept.get("path", "")).partition("::")  # a name inside a file: file.h5::raw
     if place and "://" not in place and Path(place).exists():
@@ -293,7 +291,7 @@ def _entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(target: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """What the command line shows."""
+    """Return what the command line shows."""
     left_out = facts["encoding"]["samples"] - facts["rows"]
     return {
         "path": str(target),

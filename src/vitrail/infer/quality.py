@@ -1,4 +1,4 @@
-"""How good samples are: distances to real data, and whether a classifier recognises them.
+"""Quality of samples: distances to real data, whether a classifier recognises them, and a page of it all.
 
 - every distance stands beside its floor: the same distance between two halves of real data, as many of each. Samples
   as good as real data reach it, and its size tells how much so few samples can tell
@@ -8,7 +8,12 @@
 - everything follows from the seed: which samples and which real data are taken, projections and subsets
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +21,146 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Statistics
+from vitrail.disk import write_output
 from vitrail.draws import key
 from vitrail.errors import UserError
-from vitrail.infer import distances
+from vitrail.foreign import read_plain
+from vitrail.infer import features as distances
 from vitrail.infer.collection import Generated, Real, is_samples, open_real
 from vitrail.infer.features import Network, RunNetwork, find_inception
-from vitrail.infer.measures import NEIGHBOURS, Looked, measure_accuracy, measure_distances
+from vitrail.infer.pages import GRID
 from vitrail.objectives.objective import normalise
 from vitrail.recipe.kinds import nearest
-from vitrail.training.progress import Progress
+from vitrail.report.figures import embed_image
+from vitrail.report.units import percent, plain
+from vitrail.training.journal import Progress
 
 __all__ = ["is_samples", "quality"]
 
+NEIGHBOURS = 3
+SPLITS = 5  # ways to halve real data
 PROJECTIONS = 512
 TABLE = 2**26  # numbers in a table of projections, at most
 LEAST = 2 * (NEIGHBOURS + 1)  # samples of each kind
+SHARES = ("accuracy", "precision", "recall")
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Quality of {{ found.samples }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+td, th { padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px solid #d9e0e6; font-weight: normal; }
+th, small, figcaption { color: #52606d; }
+img { max-width: 100%; }
+</style>
+<h1>Quality of {{ found.samples }}</h1>
+<p>Compared with {{ found.real }}. A floor is the same number for real data against real data, or of real data: samples
+as good as real ones reach it, and no more can be seen with so few.</p>
+<table><tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+{% if classes %}<table><tr><th>class</th><th>recognised</th></tr>
+{% for name, share in classes %}<tr><td>{{ name }}</td><td>{{ share }}</td></tr>
+{% endfor %}</table>{% endif %}
+{% for note in found.notes %}<p><small>{{ note }}.</small></p>
+{% endfor %}
+{% if grid %}<figure><img src="{{ grid }}" alt="samples"><figcaption>Samples</figcaption></figure>{% endif %}
+<p><small>Step {{ found.run.step }} of {{ found.run.run }}, {{ found.run.weights }} weights; seed {{ found.seed }}.
+</small></p>
+</html>
+"""
+
+Measure = Callable[[Any, Any], list[float]]
+
+
+@dataclass
+class Looked:
+    """All that was seen of a set of samples, in their order."""
+
+    projections: list[Tensor] = field(default_factory=list)
+    features: list[list[Tensor]] = field(default_factory=list)  # of each network
+    guesses: list[str] = field(default_factory=list)  # of the classifier
+    names: list[str | None] = field(default_factory=list)  # of the true classes
+
+
+def measure_distances(
+    samples: Looked, real: Looked, networks: list[Network], half: int, seed: int
+) -> list[dict[str, Any]]:
+    """Measure samples and one half of real data against the other half, over several ways to halve them."""
+    rows: list[dict[str, Any]] = []
+    splits = []
+    for number in range(SPLITS):
+        generator = torch.Generator().manual_seed(key(seed, "split", number) % 2**62)
+        splits.append(torch.randperm(2 * half, generator=generator).split(half))
+
+    def add(names: dict[str, str], of: str, mine: Tensor, theirs: Tensor, prepare: Any, measure: Measure) -> None:
+        samples, found = prepare(mine[:half]), []
+        for halves in splits:
+            base, rest = (prepare(theirs[chosen]) for chosen in halves)
+            found.append([measure(samples, base), measure(rest, base)])
+        table = torch.tensor(found, dtype=torch.float64)  # [splits, 2, measures]
+        means, spreads = table.mean(dim=0).T.tolist(), table.std(dim=0).T.tolist()
+        for (name, better), (value, floor), (spread, floor_spread) in zip(names.items(), means, spreads, strict=True):
+            row = {"measure": name, "of": of, "value": value, "floor": floor, "better": better}
+            row |= {"spread": spread, "floor_spread": floor_spread, "samples": half, "real": half}
+            rows.append(row)
+
+    for place, network in enumerate(networks):
+        mine, theirs = torch.cat(samples.features[place]), torch.cat(real.features[place])
+        of = f"{mine.shape[1]} features of {network.title}"
+        names = {network.frechet: "lower", "kid": "lower", "precision": "higher", "recall": "higher"}
+        add(names, of, mine, theirs, distances.Cloud, in_features)
+        base, rest = (theirs[chosen] for chosen in splits[0])
+        kid = next(row for row in reversed(rows) if row["measure"] == "kid")
+        kid["subset_spread"] = distances.kid(mine[:half], base, seed=seed).spread
+        kid["floor_subset_spread"] = distances.kid(rest, base, seed=seed).spread
+    mine, theirs = torch.cat(samples.projections), torch.cat(real.projections)
+    of = f"{mine.shape[1]} projections of the values"
+    add({"sliced_wasserstein": "lower"}, of, mine, theirs, Tensor.double, in_values)
+    return rows
+
+
+def in_features(samples: distances.Cloud, real: distances.Cloud) -> list[float]:
+    """Return the Fréchet distance, KID, precision and recall."""
+    near = distances.precision_recall(samples, real, neighbours=NEIGHBOURS)
+    return [distances.frechet(samples, real), distances.squared_mmd(samples, real), *near]
+
+
+def in_values(samples: Tensor, real: Tensor) -> list[float]:
+    return [distances.sliced_wasserstein(samples, real)]
+
+
+def measure_accuracy(
+    mine: Looked, theirs: Looked, network: Network, notes: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Count how often the classifier names the class that was asked for, over all and by class."""
+    known = [(guess, name) for guess, name in zip(theirs.guesses, theirs.names, strict=True) if name in network.names]
+    floor = _share_right(known) if known else None
+    if floor is None:
+        notes.append("real data have no classes that the classifier knows, so accuracy has nothing to be compared with")
+    pairs = list(zip(mine.guesses, mine.names, strict=True))
+    found = _share_right(pairs)
+    row = {
+        "measure": "accuracy",
+        "of": network.title,
+        "value": found.value,
+        "floor": None if floor is None else floor.value,
+        "better": "higher",
+        "samples": len(pairs),
+        "real": len(known),
+        "interval": [found.low, found.high],
+        "floor_interval": None if floor is None else [floor.low, floor.high],
+    }
+    counts: dict[str, Any] = {}
+    for name in network.names:
+        guesses = [guess for guess, wanted in pairs if wanted == name]
+        if guesses:
+            counts[name] = {"right": sum(guess == name for guess in guesses), "samples": len(guesses)}
+    return row, counts
+
+
+def _share_right(pairs: Sequence[tuple[str, str | None]]) -> distances.Share:
+    return distances.wilson(sum(guess == name for guess, name in pairs), len(pairs))
 
 
 def quality(
@@ -66,7 +196,7 @@ def quality(
     along = distances.directions(
         voxels, max(1, min(PROJECTIONS, TABLE // voxels)), seed=key(seed, "directions") % 2**62
     )
-    look = Looker(networks, along.to(place), against.statistics(seed=seed))
+    look = partial(_look, networks, along.to(place), against.statistics(seed=seed))
     with Progress(number + 2 * half, enabled=not quiet) as progress:
         mine = look(generated, number, batch, progress.update)
         theirs = look(against, 2 * half, batch, lambda done: progress.update(number + done))
@@ -148,25 +278,75 @@ def _networks(
     return networks, [*notes, why_not] if why_not else notes
 
 
-class Looker:
-    """Looks at sets of samples, batch by batch: nothing but projections and features is kept."""
+@torch.no_grad()
+def _look(
+    networks: list[Network],
+    along: Tensor,
+    statistics: Statistics,
+    found: Generated | Real,
+    number: int,
+    batch: int,
+    tick: Callable[[int], None],
+) -> Looked:
+    """Look at a set of samples, batch by batch: nothing but projections and features is kept."""
+    looked = Looked(features=[[] for _ in networks])
+    for values, names in found.batches(number, batch):
+        if not values.isfinite().all():
+            raise UserError(f"{found.title} holds values that are not finite; mend or remove them")
+        values = values.to(along.device)
+        looked.projections.append(normalise(values, statistics).flatten(1) @ along)
+        for network, features in zip(networks, looked.features, strict=True):
+            seen = network(values)
+            features.append(seen.features)
+            if seen.classes is not None:
+                looked.guesses += [network.names[guess] for guess in seen.classes.tolist()]
+        looked.names += names
+        tick(len(looked.names))
+    return looked
 
-    def __init__(self, networks: list[Network], along: Tensor, statistics: Statistics):
-        self.networks, self.along, self.statistics = networks, along, statistics
 
-    @torch.no_grad()
-    def __call__(self, found: Generated | Real, number: int, batch: int, tick: Callable[[int], None]) -> Looked:
-        looked = Looked(features=[[] for _ in self.networks])
-        for values, names in found.batches(number, batch):
-            if not values.isfinite().all():
-                raise UserError(f"{found.title} holds values that are not finite; mend or remove them")
-            values = values.to(self.along.device)
-            looked.projections.append(normalise(values, self.statistics).flatten(1) @ self.along)
-            for network, features in zip(self.networks, looked.features, strict=True):
-                seen = network(values)
-                features.append(seen.features)
-                if seen.classes is not None:
-                    looked.guesses += [network.names[guess] for guess in seen.classes.tolist()]
-            looked.names += names
-            tick(len(looked.names))
-        return looked
+def table(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Return a row a measure, its numbers in words."""
+    return [
+        {
+            "measure": row["measure"],
+            "samples": _show(row["measure"], row["value"], row.get("spread"), row.get("interval")),
+            "floor": _show(row["measure"], row["floor"], row.get("floor_spread"), row.get("floor_interval")),
+            "better": row["better"],
+            "number": f"{row['samples']} to {row['real']}",
+            "of": row["of"],
+        }
+        for row in found["measures"]
+    ]
+
+
+def _show(name: str, value: float | None, spread: float | None, interval: list[float] | None) -> str:
+    """Show a number with how far it is sure."""
+    if value is None:
+        return "none"
+    if interval is not None:
+        return f"{percent(value)} ({percent(interval[0])} to {percent(interval[1])})"
+    show = percent if name in SHARES else plain
+    sure = spread is None or math.isnan(spread)
+    return show(value) if sure else f"{show(value)} ± {show(spread)}"
+
+
+def write_page(found: dict[str, Any], path: Path) -> Path:
+    """Write the table, shares by class and the grid of the samples as one HTML file."""
+    from jinja2 import Environment, StrictUndefined
+
+    rows = table(found)
+    grid = Path(found["samples"]) / GRID
+    classes = [(name, f"{c['right']} of {c['samples']}") for name, c in found["accuracy_by_class"].items()]
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE)
+    text = template.render(
+        found=found,
+        heads=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
+        classes=classes,
+        grid=embed_image(read_plain(grid), "image/png") if grid.is_file() else None,
+    )
+    try:
+        return write_output(path, text.encode(), parents=True)
+    except OSError as error:
+        raise UserError(f"--page {path}: it cannot be written ({error.strerror}); choose another path") from error

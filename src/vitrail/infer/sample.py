@@ -4,55 +4,247 @@
   groups as large as before
 - data are opened for conditions alone; what else is needed is stored with the run
 - every refusal comes before the first sample, and before a folder is made
+- a group is computed by the ranks of one place in the data-parallel axes, and written by the first of these. Forwards
+  are collective, so all ranks run as many rounds; one that has no group left computes one that nobody writes
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import platform
+import re
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import vitrail
 from vitrail.codecs import Codec, codec_for, decode_all
-from vitrail.data.entries import stored as stored_statistics
+from vitrail.data.batch import Batch
+from vitrail.data.reading.loader import Loader
+from vitrail.data.statistics import stored as stored_statistics
+from vitrail.diffusion import SamplingConfig
+from vitrail.diffusion.samplers import AUTO
 from vitrail.disk import told
 from vitrail.errors import UserError
 from vitrail.foreign import trusted
-from vitrail.infer.kind import DATA, Kind, decoded_kind, kind_of, of_samples, read_facts
+from vitrail.infer.folder import (
+    DATA,
+    Kind,
+    Plan,
+    as_stored,
+    choose_classes,
+    close_folder,
+    decoded_kind,
+    folder_names,
+    kind_of,
+    of_samples,
+    open_folder,
+    read_facts,
+    read_settings,
+    sweep,
+    write_sample,
+)
 from vitrail.infer.pages import draw_samples
-from vitrail.infer.plan import Plan, choose_classes, close_folder, folder_names, open_folder, read_settings, sweep
-from vitrail.infer.wishes import Wishes, is_free
-from vitrail.infer.work import CONDITION, TRUTH, Beside, Work, labels_of
 from vitrail.layers.patches import per_axis
 from vitrail.objectives.generate import range_of
+from vitrail.parallel.agree import on_chief, together
+from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import layout_of
 from vitrail.parallel.pipeline import cut, num_parts
 from vitrail.recipe import Recipe
-from vitrail.recipe.changes import unsafe_changes
-from vitrail.recipe.find import find_recipe
-from vitrail.training.collective import on_chief, together
-from vitrail.training.guards import Watchdog
-from vitrail.training.progress import Progress
-from vitrail.training.run import (
-    fitting,
-    joined,
-    list_or_refuse,
-    load_weights,
-    stored_recipe,
-    which_weights,
-    with_checkpoint,
-)
-from vitrail.training.session import SLOW_PHASE
+from vitrail.recipe.load import find_recipe, unsafe_changes
+from vitrail.training.failures import Watchdog
+from vitrail.training.journal import Progress
+from vitrail.training.run import fitting, joined
 from vitrail.training.setup import Place, build_model, make_evaluator, open_data
-from vitrail.training.waiting import OPENING
+from vitrail.weights.runs import list_or_refuse, load_weights, stored_recipe, which_weights, with_checkpoint
+
+
+def is_free(settings: SamplingConfig) -> bool:
+    """Tell whether classes have no say anywhere on the way."""
+    return not settings.guidance and tuple(settings.interval) == (0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The wishes of a call; None leaves it to the recipe."""
+
+    number: int = 64
+    classes: str | Sequence[str | int] | None = None  # names or numbers, or "all", which take turns
+    steps: int | None = None
+    sampler: str | None = None
+    guidance: float | None = None
+    interval: Sequence[float] | None = None
+    seed: int | None = None
+    batch: int | None = None  # samples computed at once
+    weights: str | None = None
+    format: str = "auto"
+    latents: bool = False  # keep them as they are, undecoded
+
+    def settings(self, recipe: SamplingConfig) -> SamplingConfig:
+        given: dict[str, Any] = {name: getattr(self, name) for name in ("steps", "sampler", "guidance", "interval")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("sampler", recipe.sampler) == "auto":  # what that stands for may change; what is stored may not
+            given["sampler"] = AUTO
+        if "interval" in given:
+            if len(given["interval"]) != 2:
+                raise UserError(f"interval: {list(given['interval'])} must be two numbers, such as 0.2,0.8")
+            given["interval"] = tuple(map(float, given["interval"]))
+        try:
+            return dataclasses.replace(recipe, **given)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def refuse_idle(self, settings: SamplingConfig, *, codec: bool) -> None:
+        """Refuse what would change nothing; `codec` tells whether the run has one."""
+        if self.latents and not codec:
+            raise UserError("latents: this run has no codec, so samples are written as they are; leave it out")
+        if self.classes is not None and is_free(settings):
+            raise UserError("classes: with guidance 0 samples have no class; leave one of the two out")
+        if self.interval is not None and settings.guidance == 1:
+            raise UserError("interval: guidance is 1, so there is nothing to guide; give a guidance, or leave it out")
+
+    def folder(self, step: int) -> str:
+        """Return a name that tells calls apart; number may grow in the same folder."""
+        words = [f"step-{step:08d}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "number" or value == field.default:
+                continue
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                value = ",".join(map(str, value))
+            elif isinstance(value, float):
+                value = f"{value:g}"
+            words.append(field.name if value is True else f"{field.name}-{value}")
+        return re.sub(r"[^\w.,=-]+", "_", "-".join(words))[:150]
+
+
+CONDITION, TRUTH = "condition", "truth"  # folders beside the samples of a run that makes them from something
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Held-out samples that new ones are made from: sample i from held-out sample i."""
+
+    loader: Loader
+    condition: Kind
+    truth: Kind
+
+
+class Made(NamedTuple):
+    """A group of samples."""
+
+    counters: range
+    values: Tensor  # [B, C, *S] in the data's units
+    batch: Batch | None  # what they were made from
+
+
+@dataclass(frozen=True)
+class Work:
+    """Groups of samples in the making, shared out over the ranks."""
+
+    objective: Any
+    flow: Flow
+    place: Place
+    plan: Plan
+    kind: Kind
+    settings: SamplingConfig
+    seed: int
+    out: Path
+    decode: Callable[[Tensor], Tensor] | None
+    beside: Beside | None
+
+    def run(self, todo: Sequence[int], progress: Progress, beat: Callable[[], None]) -> None:
+        """Make these groups."""
+        ranks, here = self.flow.layout.data, self.flow.data_rank
+        writes = all(self.flow.mesh.rank(axis) == 0 for axis in ("pipeline", "context", "tensor"))
+        asked = self.settings.steps * self.settings.method.evaluations  # about
+        for first in range(0, len(todo), ranks):
+            share = min(ranks, len(todo) - first) * self.plan.batch
+            counted = first + here < len(todo)
+            seen = itertools.count(1)
+
+            def tick(begun: int = first * self.plan.batch, share: int = share, seen: Any = seen) -> None:
+                beat()
+                progress.update(min(begun + share - 1, begun + share * next(seen) // asked))
+
+            beat()  # reading what samples are made from may take long
+            made = self.make(todo[first + here if counted else 0], tick)
+            together(partial(self.write, made) if counted and writes else lambda: None, self.place.control)
+            progress.update(first * self.plan.batch + share)
+        self.flow.forget_gathered()
+
+    def make(self, group: int, tick: Callable[[], None]) -> Made:
+        """Make the samples of a group, with what they were made from."""
+        counters, device = self.plan.counters(group), self.place.device
+        batch = None if self.beside is None else self.beside.loader.load(list(counters), whole=True)
+        if self.plan.classes:
+            labels: Tensor | None = torch.tensor([self.plan.label(counter) for counter in counters], device=device)
+        else:
+            labels = None if batch is None else batch.labels
+        values = self.objective.generate(
+            lambda inputs: self.flow.split.run(self.objective.axes, self.flow, inputs),
+            counters=counters,
+            seed=self.seed,
+            labels=labels if self.objective.classes else None,
+            condition=None if batch is None else self.objective.fields(batch)[1],
+            statistics=None if batch is None else self.objective.own_statistics(batch),
+            settings=self.settings,
+            device=device,
+            tick=tick,
+        )
+        return Made(counters, values, batch)
+
+    def write(self, made: Made) -> None:
+        """Write every sample of a group that was asked for, each in a file of its own."""
+        values, batch = self.decoded(made.values), made.batch
+        kept = [counter for counter in made.counters if counter < self.plan.number]
+        try:
+            self.write_all(kept, None, values, self.kind)
+            if batch is not None and self.beside is not None:
+                truth, condition = self.objective.split(batch.values.float())
+                self.write_all(kept, TRUTH, self.decoded(truth), self.beside.truth)
+                self.write_all(kept, CONDITION, condition, self.beside.condition)
+        except OSError as error:
+            raise UserError(
+                f"{self.out} cannot be written ({error.strerror or error}); free some space and call again, or choose "
+                "another folder with --out"
+            ) from None
+
+    @torch.no_grad()
+    def decoded(self, values: Tensor) -> Tensor:
+        return values if self.decode is None else self.decode(values)
+
+    def write_all(self, counters: Sequence[int], folder: str | None, values: Tensor, kind: Kind) -> None:
+        if values.shape[1] != len(kind.variables):
+            raise UserError(
+                f"samples have {values.shape[1]} channels, not the {len(kind.variables)} of {kind.variables}"
+            )
+        for counter, value in zip(counters, values.float().cpu().numpy(), strict=False):
+            path = self.out / self.plan.file(counter, folder, kind.suffix)
+            if not path.exists():
+                write_sample(path, as_stored(value, kind.dtype), kind)
+
+
+def labels_of(loader: Loader, plan: Plan) -> list[int]:
+    """List classes of the held-out samples; where good ones stand in for bad ones, reading alone tells which."""
+    if loader.policy.on_bad != "skip":
+        return [loader.reader.item_label(loader.sampler(counter)) for counter in range(plan.number)]
+    found: list[int] = []
+    for group in range(plan.groups):
+        labels = loader.load(list(plan.counters(group)), whole=True).labels
+        found += [] if labels is None else np.asarray(labels.cpu()).tolist()
+    return found[: plan.number]
+
 
 MOST_VOXELS, MOST_SAMPLES = 2**22, 16  # of a group, where no size was asked for
 
@@ -94,16 +286,11 @@ def sample_run(
             job = Job(Path(run), recipe, manifest, asked, place, trust, {key: new for key, _, new in changes})
             todo = job.open(folder)
             number = job.plan.number
-            made = sum(len([c for c in job.plan.counters(group) if c < number]) for group in todo)
+            made = sum(counter < number for group in todo for counter in job.plan.counters(group))
             files = job.make(path, folder, todo, watchdog, quiet=quiet)
             versions = {"vitrail": vitrail.__version__, "torch": torch.__version__, "python": platform.python_version()}
-            whole = job.asked | {
-                "number": number,
-                "run_dir": str(Path(run).resolve()),
-                "names": list(job.names),
-                "versions": versions,
-                "files": files,
-            }
+            whole = job.asked | {"number": number, "run_dir": str(Path(run).resolve()), "names": list(job.names)}
+            whole |= {"versions": versions, "files": files}
             on_chief(lambda: job.close(folder, whole), place.control)
             return whole | {"out": str(folder), "made": made, "notes": job.notes}
 
@@ -112,7 +299,7 @@ def sample_run(
 
 
 class Job:
-    """What one call makes of a run; all that can be refused is, when it is made."""
+    """One call for samples of a run; all that can be refused is, when it is made."""
 
     def __init__(
         self,
@@ -175,12 +362,12 @@ class Job:
         return decoded_kind(facts, ndim, channels, wanted)
 
     def of_samples_alone(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Those changes of the run's recipe that decide what samples hold; a codec is known by its own facts."""
+        """Return changes of the run's recipe that decide what samples hold; a codec is known by its own facts."""
         sections = ("objective", "precision", *(("data",) if self.conditional else ()))
         return {key: new for key, new in changes.items() if key.startswith(sections)}
 
     def codec_facts(self) -> dict[str, Any] | None:
-        """What tells a codec from others, wherever it lies: its fingerprint, or its settings where it has none."""
+        """Return what tells a codec from others, wherever it lies: its fingerprint, else its settings."""
         if self.codec is None:
             return None
         facts = {key: value for key, value in self.codec.facts().items() if key != "origin"}
@@ -188,7 +375,7 @@ class Job:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """All that decides what the files hold."""
+        """Return all that decides what the files hold."""
         sums = sorted((name, entry["crc32"]) for name, entry in self.manifest["files"].items())
         return {
             "run": self.recipe.run.name,
@@ -206,7 +393,7 @@ class Job:
 
     @property
     def beside(self) -> dict[str, Kind]:
-        """Kinds of what is written beside the samples."""
+        """Return the kinds of what is written beside the samples."""
         if not self.conditional:
             return {}
         objective = self.recipe.objective
@@ -214,7 +401,7 @@ class Job:
         return {CONDITION: kind_of(self.facts, self.recipe.model.ndim, given, "auto"), TRUTH: self.kind}
 
     def open(self, folder: Path) -> list[int]:
-        """Groups that are not there yet, of as many samples as were asked for or are there."""
+        """List groups that are not there yet, of as many samples as were asked for or are there."""
 
         def begin() -> dict[str, Any]:
             number = open_folder(folder, self.asked, self.plan)
@@ -236,9 +423,9 @@ class Job:
         recipe, step, place = self.recipe, self.manifest["step"], self.place
         data: Any = None
         if self.conditional:
-            beat = partial(watchdog.beat, step, "opening the data", allowance=OPENING)
+            beat = partial(watchdog.beat, step, "opening the data")
             data = open_data(recipe, place, stored_statistics(self.manifest["statistics"]), beat=beat)
-        watchdog.beat(step, "start", allowance=SLOW_PHASE)
+        watchdog.beat(step, "start")
         labels: list[int] | None = None
         if todo or self.conditional:
             flow = build_model(recipe, place, data, self.objective).flow
@@ -253,7 +440,7 @@ class Job:
             )
             total = len(todo) * self.plan.batch
             with Progress(total, enabled=place.world.chief and not quiet) as progress:
-                work.run(todo, progress, lambda: watchdog.beat(step, "sampling", allowance=SLOW_PHASE))
+                work.run(todo, progress, lambda: watchdog.beat(step, "sampling"))
             if beside is not None and self.names and not self.plan.classes:
                 labels = on_chief(lambda: labels_of(beside.loader, self.plan), place.control)
         return [self.describe(counter, labels) for counter in range(self.plan.number)]
@@ -266,7 +453,7 @@ class Job:
         return entry | {name: self.plan.file(counter, name, kind.suffix) for name, kind in self.beside.items()}
 
     def close(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """The page of pictures, and last of all the manifest."""
+        """Write the page of pictures, and last of all the manifest."""
         missing = [entry["path"] for entry in manifest["files"] if not (folder / entry["path"]).exists()]
         if missing:
             raise UserError(f"{folder}: {missing[0]} has gone since it was written; call again to make it anew")
@@ -285,12 +472,12 @@ def generating(recipe: Recipe, run: str | Path) -> Recipe:
 
 
 def default_batch(recipe: Recipe) -> int:
-    """A number that depends on the samples alone, so that all machines make the same groups."""
+    """Return a number that depends on the samples alone, so that all machines make the same groups."""
     return max(1, min(MOST_SAMPLES, MOST_VOXELS // math.prod(per_axis(recipe.model.shape, recipe.model.ndim))))
 
 
 def evenly_cut(recipe: Recipe, place: Place) -> Recipe:
-    """A pipeline that is cut by the number of steps: there need be no data to measure their cost with."""
+    """Return a pipeline cut by the number of steps: there need be no data to measure their cost with."""
     layout, parallel = layout_of(recipe.parallel, place.world.size), recipe.parallel
     if layout.pipeline == 1 or parallel.split != "measured":
         return recipe

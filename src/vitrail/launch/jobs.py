@@ -14,11 +14,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from vitrail.credentials import VARIABLE, are_known, strip
 from vitrail.disk import check_plain, replacing
@@ -27,6 +27,7 @@ from vitrail.launch.machine import describe_command
 from vitrail.launch.world import SECRET
 
 if TYPE_CHECKING:
+    from vitrail.parallel.mesh import Layout
     from vitrail.recipe import Recipe
 
 Launcher = Literal["torchrun", "slurm", "mpi"]
@@ -51,6 +52,7 @@ OWN_OPTIONS: dict[str, tuple[tuple[Launcher, ...], str]] = {
     "max_restarts": (("slurm", "torchrun"), "nothing there starts a training again"),
     "cpus_per_rank": (("slurm", "mpi"), "it divides the cores of a node by its ranks"),
 }
+GENERIC = "generic"  # the machine of who names none
 SIGNAL_SECONDS = 300
 LEAST_SIGNAL, MOST_SIGNAL = 10, 65535  # seconds; Slurm keeps them in 16 bits
 _WORD = re.compile(r"[\w.,:@%+/=&|()\[\]*!~-]+")  # safe in a line of #SBATCH as it is; a shell needs quotes
@@ -92,7 +94,7 @@ class Job:
     qos: str | None = None
     constraint: str | None = None
     name: str | None = None
-    machine: str = "generic"
+    machine: str = GENERIC
     container: str | None = None
     container_kind: Container | None = None
     signal_seconds: int | None = None
@@ -100,6 +102,15 @@ class Job:
     max_restarts: int | None = None
     python: str | None = None
     env_setup: tuple[str, ...] = ()
+
+
+class Variable(NamedTuple):
+    """A variable that a script sets; one that is off stands there as a comment."""
+
+    name: str
+    value: str
+    why: str
+    off: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ def known_machines() -> list[str]:
 
 
 def load_machine(name: str) -> Machine:
-    """A machine of this package by its name, or a file of the user's own by its path."""
+    """Read a machine of this package by its name, or a file of the user's own by its path."""
     from vitrail.recipe import yaml
     from vitrail.recipe.kinds import nearest
 
@@ -144,7 +155,7 @@ def load_machine(name: str) -> Machine:
 
 
 def check_machine(tree: Any, name: str) -> Machine:
-    """The machine in a tree, every key of it checked."""
+    """Return the machine in a tree, every key of it checked."""
     from vitrail.recipe.kinds import nearest
 
     known = [item.name for item in fields(Machine)]
@@ -201,9 +212,18 @@ def check_machine(tree: Any, name: str) -> Machine:
 
 
 def write_script(
-    job: Job, *, folder: Path | None = None, verb: str = "launch", written_by: Sequence[str] = ()
+    job: Job,
+    refuse: Callable[[Recipe, int], Layout],
+    *,
+    folder: Path | None = None,
+    verb: str = "launch",
+    written_by: Sequence[str] = (),
 ) -> Script:
-    """Check the recipe against nodes and ranks, and write its script; `verb` and `written_by` are the command line."""
+    """Check the recipe against nodes and ranks, and write its script.
+
+    `refuse` gives the layout of a recipe on so many ranks, or says why there is none (parallel/check.py); `verb` and
+    `written_by` are the command line.
+    """
     refuse_strangers(job)
     machine = load_machine(job.machine)
     recipe = read_recipe(job)
@@ -212,45 +232,15 @@ def write_script(
     for option, count in (("--nodes", job.nodes), ("--ranks-per-node", ranks), ("--cpus-per-rank", cpus or 1)):
         if count < 1:
             raise UserError(f"{option} {count}: expected a whole number above 0")
-    layout = check_layout(recipe, job.nodes, ranks)
+    try:
+        layout = refuse(recipe, job.nodes * ranks)
+    except UserError as error:
+        raise UserError(f"--nodes {job.nodes} x --ranks-per-node {ranks}: {error}") from None
     seconds = check_times(job)
     name = recipe.run.name if job.name is None else check_name(job.name)
     kind = choose_container(job)
     gpus = "none" if recipe.run.device == "cpu" else machine.gpus
-    environment = [
-        {"name": variable, "value": entry["value"], "why": entry["why"], "off": False}
-        for variable, entry in machine.environment.items()
-        if gpus != "none" or not entry.get("gpus")
-    ]
-    if layout.tensor > 1 and gpus == "nvidia":
-        environment.append(
-            {
-                "name": "CUDA_DEVICE_MAX_CONNECTIONS",
-                "value": "1",
-                "why": "tensor ranks: kernels start in the order they were called, so that communication begins early; "
-                + ("worth a try" if layout.shard > 1 else "right as long as nothing is sharded"),
-                # Gathering parameters ahead of the computation needs several queues.
-                "off": layout.shard > 1,
-            }
-        )
-    if job.launcher == "torchrun":
-        environment.append(
-            {
-                "name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-                "value": str(SIGNAL_SECONDS),
-                "why": "seconds to save after a signal, before torchrun kills the ranks (PyTorch 2.11: always 30)",
-                "off": False,
-            }
-        )
-    if job.launcher != "torchrun" or job.nodes == 1:  # several nodes each run that script, and would draw several
-        environment.append(
-            {
-                "name": SECRET,
-                "value": "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
-                "why": "ranks find each other under keys of a store that begin with this, drawn by lot for each start",
-                "off": False,
-            }
-        )
+    environment = environment_of(job, machine, layout, gpus)
     python = shlex.quote(job.python or ("python" if job.container else sys.executable))
     plugins = [word for plugin in job.plugins for word in ("--plugin", plugin)]
     training = ["vitrail", "train", job.recipe, *job.overrides, *plugins, *(["--trust"] if job.trust else [])]
@@ -293,10 +283,30 @@ def write_script(
     return Script(text, job.launcher, name, job.nodes, ranks, str(layout))
 
 
+def environment_of(job: Job, machine: Machine, layout: Layout, gpus: str) -> list[Variable]:
+    """List the variables that a job sets."""
+    found = [
+        Variable(name, entry["value"], entry["why"])
+        for name, entry in machine.environment.items()
+        if gpus != "none" or not entry.get("gpus")
+    ]
+    if layout.tensor > 1 and gpus == "nvidia":
+        why = "tensor ranks: kernels start in the order they were called, so that communication begins early; "
+        why += "worth a try" if layout.shard > 1 else "right as long as nothing is sharded"
+        # Gathering parameters ahead of the computation needs several queues.
+        found.append(Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", why, off=layout.shard > 1))
+    if job.launcher == "torchrun":
+        why = "seconds to save after a signal, before torchrun kills the ranks (PyTorch 2.11: always 30)"
+        found.append(Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SIGNAL_SECONDS), why))
+    if job.launcher != "torchrun" or job.nodes == 1:  # several nodes each run that script, and would draw several
+        why = "ranks find each other under keys of a store that begin with this, drawn by lot for each start"
+        found.append(Variable(SECRET, "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')", why))
+    return found
+
+
 def read_recipe(job: Job) -> Recipe:
-    """The recipe, or that of a run folder, with the overrides; wrong keys are refused here."""
-    from vitrail.recipe.find import find_recipe
     from vitrail.recipe.kinds import load_plugin
+    from vitrail.recipe.load import find_recipe
 
     for plugin in job.plugins:
         load_plugin(plugin)
@@ -304,7 +314,7 @@ def read_recipe(job: Job) -> Recipe:
 
 
 def refuse_strangers(job: Job) -> None:
-    """Options of another launcher would be forgotten in silence."""
+    """Refuse options of another launcher, which would be forgotten in silence."""
     for option, (launchers, instead) in OWN_OPTIONS.items():
         value = getattr(job, option)
         if value is not None and job.launcher not in launchers:
@@ -317,19 +327,8 @@ def refuse_strangers(job: Job) -> None:
         raise UserError("--max-restarts: with --no-requeue the job does not start again; leave one of them out")
 
 
-def check_layout(recipe: Recipe, nodes: int, ranks: int) -> Any:
-    from vitrail.parallel.check import refuse
-    from vitrail.parallel.mesh import layout_of
-
-    try:
-        refuse(recipe, nodes * ranks)
-        return layout_of(recipe.parallel, nodes * ranks)
-    except UserError as error:
-        raise UserError(f"--nodes {nodes} x --ranks-per-node {ranks}: {error}") from None
-
-
 def check_times(job: Job) -> int | None:
-    """Seconds of --time."""
+    """Return the seconds of --time."""
     from vitrail.recipe import seconds_of
 
     before = SIGNAL_SECONDS if job.signal_seconds is None else job.signal_seconds
@@ -356,7 +355,7 @@ def check_times(job: Job) -> int | None:
 
 
 def explain_slurm_time(text: str) -> str:
-    """What a time that Slurm itself would take means there; a bare number or a pair reads differently elsewhere."""
+    """Say what a time means to Slurm itself: a bare number or a pair reads differently elsewhere."""
     if re.fullmatch(r"[0-9]+", text):
         return f"; to Slurm {text} would be minutes, so write {text}m"
     if found := re.fullmatch(r"([0-9]+):([0-9]+)", text):
@@ -379,14 +378,14 @@ def sbatch_options(job: Job, seconds: int | None) -> list[str]:
 
 
 def check_word(option: str, value: str) -> str:
-    """A word that means the same in a script as on the command line."""
+    """Refuse a word that would mean something else in a script than on the command line."""
     if not _WORD.fullmatch(value):
         raise UserError(f"{option} {value!r}: expected letters, digits and signs without spaces or quotation marks")
     return value
 
 
 def check_name(name: str) -> str:
-    """A name of a job; it is part of the name of a file."""
+    """Refuse a name that cannot be part of the name of a file."""
     from vitrail.recipe.sections import NAME
 
     if not re.fullmatch(NAME, name):
@@ -395,7 +394,7 @@ def check_name(name: str) -> str:
 
 
 def paths_outside(recipe: Recipe, job: Job, folder: Path) -> list[Path]:
-    """What the recipe reads and writes outside of the folder, each in a folder that is there already."""
+    """List what the recipe reads and writes outside of the folder, each in a folder that is there already."""
     given = Path(job.recipe)
     places = [given if given.is_dir() else given.parent, recipe.run_dir.parent]
     read = (*recipe.data.train, *recipe.data.valid, recipe.codec)
@@ -423,7 +422,7 @@ def _path_of(source: Any) -> str | None:
 
 
 def guess_container(image: str, launcher: Launcher) -> str:
-    """What runs an image that is written like this."""
+    """Return what runs an image that is written like this."""
     if image.endswith((".sif", ".img")) or "://" in image:
         return "apptainer"
     if image.endswith(".sqsh"):
@@ -432,7 +431,7 @@ def guess_container(image: str, launcher: Launcher) -> str:
 
 
 def choose_container(job: Job) -> str | None:
-    """Which program runs the container, if one is asked for."""
+    """Return which program runs the container, if one is asked for."""
     if job.container is None:
         if job.container_kind is not None:
             raise UserError(f"--container-kind {job.container_kind}: name the image, too, with --container IMAGE")
@@ -457,9 +456,9 @@ def choose_container(job: Job) -> str | None:
 
 
 def container_prefix(
-    job: Job, kind: str | None, gpus: str, environment: Sequence[Mapping[str, Any]], outside: Sequence[Path]
+    job: Job, kind: str | None, gpus: str, environment: Sequence[Variable], outside: Sequence[Path]
 ) -> str:
-    """What stands before the command, to run it in a container that sees the same folder and the recipe's paths."""
+    """Return the words before the command: they run it in a container that sees the same folder and paths."""
     if kind is None or kind == "enroot":  # srun's own options start that one
         return ""
     image = shlex.quote(job.container or "")
@@ -476,7 +475,7 @@ def container_prefix(
     }[gpus]
     if gpus != "none":
         devices += '"${infiniband[@]}" '  # an array of the script
-    names = [item["name"] for item in environment if not item["off"]] + [VARIABLE] * are_known()
+    names = [item.name for item in environment if not item.off] + [VARIABLE] * are_known()
     variables = "".join(f"--env {name} " for name in names)
     # The host's network and memory: ranks talk through both.
     shared = "--network host --ipc host --ulimit memlock=-1 "
@@ -516,7 +515,7 @@ def save(script: Script, path: Path, *, replace: bool = False) -> None:
 
 
 def submit(script: Script, path: Path | None, *, to_stderr: bool = False) -> tuple[int, str]:
-    """Hand the script to the scheduler, or run it here; exit code, and what the scheduler said.
+    """Hand the script to the scheduler, or run it here; return the exit code, and what the scheduler said.
 
     `to_stderr` sends there what a script that runs here prints, where standard output is for something else.
     """

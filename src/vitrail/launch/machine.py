@@ -26,8 +26,8 @@ from typing import Any, Literal
 import vitrail
 from vitrail import disk
 from vitrail.credentials import strip
+from vitrail.foreign import memory_bytes
 from vitrail.launch.world import usable_cores
-from vitrail.memory import memory_bytes
 
 Check = dict[str, str]
 
@@ -41,7 +41,7 @@ LEAST_SHM_GIB = 1.0
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and command line, for environment.json."""
+    """Return versions, hardware and command line, for environment.json."""
     import torch
 
     commit, modified = find_commit()
@@ -63,7 +63,7 @@ def environment() -> dict[str, Any]:
 
 
 def find_commit() -> tuple[str | None, bool | None]:
-    """The commit of this package's checkout and whether tracked files differ from it; None where it lies in none."""
+    """Return the commit of this package's checkout and whether tracked files differ; None where it lies in none."""
     folder = Path(vitrail.__file__).parent
     # An installed copy may lie in somebody else's repository: only one that tracks this file counts.
     tracked = _run_git(folder, "ls-files", "--error-unmatch", "__init__.py")
@@ -85,7 +85,7 @@ def _run_git(folder: Path, *words: str) -> str | None:
 
 
 def describe_command(words: list[str]) -> str:
-    """The command line, without the passwords and tokens of URLs."""
+    """Return the command line without the passwords and tokens of URLs."""
     program = Path(words[0]).name if words else ""
     program = "python -m vitrail" if program == "__main__.py" else shlex.quote(program)
     return strip(" ".join([program, *map(shlex.quote, words[1:])]))
@@ -104,7 +104,7 @@ def cpu_model() -> str:
 
 
 def list_devices() -> list[dict[str, Any]]:
-    """The accelerators that PyTorch sees: CUDA's, or ROCm's under the same name."""
+    """List the accelerators that PyTorch sees: CUDA's, or ROCm's under the same name."""
     import torch
 
     if not torch.cuda.is_available():
@@ -171,7 +171,7 @@ def check_python() -> Check:
 
 
 def check_packages() -> Check:
-    """Every core requirement of the installed distribution against what is there."""
+    """Compare every core requirement of the installed distribution with what is there."""
     try:
         requirements = metadata.requires("vitrail") or []
     except metadata.PackageNotFoundError:
@@ -192,7 +192,7 @@ def check_packages() -> Check:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The release of a version as numbers: 2.13.0+cpu is (2, 13, 0)."""
+    """Return the release of a version as numbers: 2.13.0+cpu is (2, 13, 0)."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release.group().split(".")) if release else ()
 
@@ -211,7 +211,7 @@ def check_devices() -> Check:
 
 
 def check_attention() -> Check:
-    """Which kernels run a small attention forward and backward in bf16, the way training does."""
+    """Try which kernels run a small attention forward and backward in bf16, the way training does."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -249,7 +249,7 @@ def check_bf16() -> Check:
 
 
 def check_compile() -> Check:
-    """torch.compile needs a compiler and Python's headers; without them training runs uncompiled."""
+    """Look for a compiler and Python's headers; without them training runs uncompiled."""
     import torch
 
     compiler = next(
@@ -269,7 +269,7 @@ def check_compile() -> Check:
 
 
 def check_gloo() -> Check:
-    """A group of this one process, and a sum over it."""
+    """Form a group of this one process, and add up over it."""
     import torch
     import torch.distributed as dist
 
@@ -315,7 +315,7 @@ def check_threads() -> Check:
 
 
 def check_disk(folder: Path) -> Check:
-    """Free space, and the speed of writing a small file to the disk itself."""
+    """Measure free space, and how fast a small file is written to the disk itself."""
     free = shutil.disk_usage(folder).free / GIB
     block = os.urandom(2**20)
     try:
@@ -346,7 +346,7 @@ def check_open_files() -> Check:
 
 
 def check_shared_memory() -> Check:
-    """NCCL talks through it between the GPUs of a host; reading threads do not need it."""
+    """Measure what NCCL talks through between the GPUs of a host; reading threads do not need it."""
     place = Path("/dev/shm")
     if not place.is_dir():
         return _warn("there is no /dev/shm", "start the container with shared memory, for example --shm-size=8g")
@@ -364,7 +364,7 @@ def check_tensorboard() -> Check:
 
 
 def check_zarr() -> Check:
-    """What zarr writes, tensorstore must read back."""
+    """Compare what zarr writes with what tensorstore reads back."""
     import numpy as np
     import tensorstore
     import zarr

@@ -27,7 +27,7 @@ def has_pmi(env: Environment) -> bool:
 
 
 def processes(env: Environment) -> int:
-    """How many mpirun started; 1 where it did not."""
+    """Return how many processes mpirun started; 1 where it did not."""
     name = first(env, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     return number(env, name) if name else 1
 
@@ -64,18 +64,18 @@ def _all_of(env: Environment, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def job_name(env: Environment) -> str:
-    """The same text in all processes of one start on one host, and another for the next start."""
+    """Return the same text in all processes of one start on one host, and another for the next start."""
     name = first(env, *JOBS)
     return f"{name}={env[name]}" if name else f"parent={os.getppid()}"
 
 
 def binds_cores(env: Environment) -> bool:
-    """Whether mpirun has given this process cores of its own."""
+    """Return whether mpirun has given this process cores of its own."""
     return env.get("OMPI_MCA_orte_bound_at_launch") == "1"
 
 
 def load() -> Any | None:
-    """mpi4py's MPI, or None where it is not installed or its library cannot be loaded."""
+    """Return mpi4py's MPI, or None where it is not installed or its library cannot be loaded."""
     try:
         import mpi4py
 
@@ -87,7 +87,7 @@ def load() -> Any | None:
 
 
 def tell(mpi: Any, text: str, rank: int, size: int) -> str | None:
-    """What rank 0 says, on every rank; None where mpi4py was built for another MPI and sees each process alone."""
+    """Return what rank 0 says, on every rank; None where mpi4py is of another MPI and sees each process alone."""
     ours = not mpi.Is_initialized()
     if ours:
         mpi.Init()

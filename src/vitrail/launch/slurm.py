@@ -16,13 +16,13 @@ MOST_HOSTS = 2**20  # far above any machine: a longer list is a mistake, not wor
 
 
 def in_step(env: Environment) -> bool:
-    """Whether srun has started this process."""
+    """Return whether srun has started this process."""
     name = first(env, "SLURM_STEP_ID", "SLURM_STEPID")
     return name is not None and number(env, name) not in SHELL_STEPS
 
 
 def tasks(env: Environment) -> int:
-    """Tasks of the step that this process is in; 1 outside of one."""
+    """Count the tasks of the step that this process is in; 1 outside of one."""
     name = first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     return number(env, name) if name and in_step(env) else 1
 
@@ -41,7 +41,7 @@ def find_ranks(env: Environment) -> Ranks:
 
 
 def count_local(env: Environment, size: int) -> int:
-    """Tasks of this step on this host."""
+    """Count the tasks of this step on this host."""
     name = first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is not None:
         counts = expand_counts(env[name])
@@ -53,7 +53,7 @@ def count_local(env: Environment, size: int) -> int:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Tasks of each node: "2(x3),1" is [2, 2, 2, 1]; an empty list for what is not of that form."""
+    """Read the tasks of each node: "2(x3),1" is [2, 2, 2, 1]; an empty list for what is not of that form."""
     counts: list[int] = []
     for part in text.strip().split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -64,12 +64,12 @@ def expand_counts(text: str) -> list[int]:
 
 
 def binds_cores(env: Environment) -> bool:
-    """Whether srun has given this process cores of its own."""
+    """Return whether srun has given this process cores of its own."""
     return any(word in env.get("SLURM_CPU_BIND", "") for word in ("mask_cpu:", "map_cpu:"))
 
 
 def first_host(env: Environment) -> str:
-    """Where rank 0 runs."""
+    """Return the host of rank 0."""
     name = first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if name is None:
         raise UserError("srun: SLURM_STEP_NODELIST is not set, so rank 0 cannot be found; set MASTER_ADDR to its host")
@@ -80,7 +80,7 @@ def first_host(env: Environment) -> str:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list as Slurm writes it: "node[01-03,07],gpu5" or "r[1-2]n[1-2]"."""
+    """Read a list of hosts as Slurm writes it: "node[01-03,07],gpu5" or "r[1-2]n[1-2]"."""
     hosts: list[str] = []
     for part in split_list(text):
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # names at even places, ranges at odd ones
@@ -99,7 +99,7 @@ def split_list(text: str) -> list[str]:
 
 
 def expand_ranges(text: str, whole: str) -> list[str]:
-    """The numbers of "01-03,07", with their zeros."""
+    """Read the numbers of "01-03,07", with their zeros."""
     numbers: list[str] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())

@@ -18,7 +18,7 @@ class Ranks(NamedTuple):
 
 
 def number(env: Environment, name: str) -> int:
-    """A count or an index."""
+    """Read a count or an index."""
     text = env[name].strip()
     if not text.isdecimal():
         raise UserError(
@@ -28,7 +28,7 @@ def number(env: Environment, name: str) -> int:
 
 
 def first(env: Environment, *names: str) -> str | None:
-    """The first of these variables that is set to something."""
+    """Return the first of these variables that is set to something."""
     return next((name for name in names if env.get(name, "").strip()), None)
 
 
@@ -50,7 +50,7 @@ def checked(ranks: Ranks, launcher: str) -> Ranks:
 
 
 def mix(text: str) -> int:
-    """The same 32 bits for the same text in every process (FNV-1a); Python's own hash differs between them."""
+    """Return the same 32 bits for the same text in every process (FNV-1a); Python's own hash differs."""
     value = 0x811C9DC5
     for byte in text.encode():
         value = (value ^ byte) * 0x01000193 % 2**32
@@ -58,5 +58,5 @@ def mix(text: str) -> int:
 
 
 def port_for(job: str) -> int:
-    """A port that all processes of a job derive alike, below those that systems give out by themselves."""
+    """Return a port that all processes of a job derive alike, below those that systems give out by themselves."""
     return 20000 + mix(job) % 12000

@@ -69,7 +69,7 @@ class World:
         return self.rank == 0
 
     def device_index(self, visible: int, environ: Environment | None = None) -> int:
-        """Which of the GPUs that this process sees is its own."""
+        """Return which of the GPUs that this process sees is its own."""
         env = os.environ if environ is None else environ
         if self.local_rank < visible:
             return self.local_rank
@@ -104,7 +104,7 @@ def find_world(environ: Environment | None = None) -> World:
 
 
 def is_chief(environ: Environment | None = None) -> bool:
-    """Whether this process may print: alone, or the first of several; right even where `find_world` refuses."""
+    """Return whether this process may print: alone, or the first; right even where `find_world` refuses."""
     env = os.environ if environ is None else environ
     try:
         return find_world(env).chief
@@ -140,7 +140,7 @@ def _from_torchrun(env: Environment) -> World:
 
 
 def _is_mpiexec_in_slurm(env: Environment) -> bool:
-    """mpiexec's helpers are tasks of Slurm, but it numbers the processes itself; srun's own PMI agrees with Slurm."""
+    """Tell mpiexec's helpers, which are tasks of Slurm but numbered by it, from srun, whose PMI agrees with Slurm."""
     if not first(env, "PMI_RANK") or not first(env, "PMI_SIZE"):
         return False
     told = (number(env, "PMI_RANK"), number(env, "PMI_SIZE"))
@@ -163,7 +163,7 @@ def _build(launcher: Launcher, ranks: Ranks, sign: str, env: Environment) -> Wor
 
 
 def share_of_cores(world: World) -> int:
-    """Threads for this process: the cores it may use, divided among the processes of this host that use the same.
+    """Return the threads for this process: its cores, divided among the processes of this host that use the same.
 
     How many these are is known once the processes have met; before that, what the launcher says is believed.
     """
@@ -184,7 +184,7 @@ def _name_cores() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, which a job or a container may have made fewer than there are."""
+    """Count the cores that this process may use; a job or a container may have made them fewer."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -217,7 +217,7 @@ def connect(world: World, device_type: str, *, timeout: timedelta) -> tuple[Any,
 
 
 def _shares_store() -> bool:
-    """Whether torchrun's agent holds the store, which then outlives the processes."""
+    """Return whether torchrun's agent holds the store, which then outlives the processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -237,7 +237,7 @@ def end_for_good(code: int) -> None:
 
 @contextlib.contextmanager
 def tried_once() -> Iterator[None]:
-    """What is refused in the block (exit code 2) will be refused again, so it ends for good."""
+    """End for good where the block refuses its input (exit code 2): another attempt would be refused, too."""
     leave_if_ended()
     try:
         yield
@@ -248,7 +248,7 @@ def tried_once() -> Iterator[None]:
 
 
 def leave_if_ended() -> None:
-    """At the start of an attempt of torchrun: end like the one before, if that was for good."""
+    """End an attempt of torchrun at its start like the one before, if that was for good."""
     if _shares_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         code = 0
         with contextlib.suppress(Exception):
@@ -271,7 +271,7 @@ def _agents_store() -> Any:
 
 @functools.cache  # rank 0 listens as long as it lives: a second run in the same processes meets in the same place
 def _meet(world: World, _host: str | None, _port: str | None) -> Any:
-    """The store that all processes share: torchrun's, or one that rank 0 opens; with the keys of this job alone."""
+    """Return the store that all processes share: torchrun's, or one that rank 0 opens; with this job's keys alone."""
     env = dict(os.environ)
     master = find_master(world, env)
     if master is None and (interface := mpi.load()) is not None:
@@ -288,7 +288,7 @@ def _meet(world: World, _host: str | None, _port: str | None) -> Any:
 
 
 def _keep_apart(tcp: Any, told: str = "") -> Any:
-    """The store under a name made of what only the processes of this job were told, by MPI or in the environment.
+    """Put the store under a name made of what only the processes of this job were told, by MPI or the environment.
 
     Who reaches the port and guesses at keys finds none of them, and neither does a job that came to the wrong port.
     torchrun --standalone draws its TORCHELASTIC_RUN_ID by lot; where a user names it, it is no secret and no harm.
@@ -312,7 +312,7 @@ def _choose_interface(world: World) -> None:
 
 
 def find_master(world: World, env: Environment) -> tuple[str, int] | None:
-    """Where rank 0 listens, or None where only MPI can tell."""
+    """Return where rank 0 listens, or None where only MPI can tell."""
     host = env.get("MASTER_ADDR", "").strip() or None
     port = number(env, "MASTER_PORT") if first(env, "MASTER_PORT") else None
     if port is not None and not 0 < port < 2**16:
@@ -334,7 +334,7 @@ def find_master(world: World, env: Environment) -> tuple[str, int] | None:
 
 
 def find_local_master(world: World, env: Environment) -> tuple[str, int]:
-    """Without MPI's help, processes of one host still find each other."""
+    """Return where rank 0 listens on this host, without MPI's help."""
     if world.local_size < world.size:
         raise UserError(
             f"mpirun started {world.size} processes on several hosts, and nothing says where rank 0 listens: install "
@@ -379,7 +379,7 @@ def _open_store(host: str, port: int, world: World, *, shared: bool = False) -> 
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """A socket on the one address that was named by its number; None where PyTorch listens on all that this host has.
+    """Listen on the one address that was named by its number; None where PyTorch listens on all of this host's.
 
     A name may stand for another address here than on the other hosts, so that names are not enough.
     """
@@ -401,7 +401,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _wait_for_listener(host: str, port: int) -> None:
-    """Until somebody listens there. PyTorch would wait, too, but without an ear for signals to stop."""
+    """Wait until somebody listens there; PyTorch would wait, too, but without an ear for signals to stop."""
     deadline = time.monotonic() + MEETING.total_seconds()
     for pause in _pauses():
         try:
@@ -414,7 +414,7 @@ def _wait_for_listener(host: str, port: int) -> None:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds to wait between looks, ever longer: thousands of processes may ask the same store."""
+    """Yield seconds to wait between looks, ever longer: thousands of processes may ask the same store."""
     pause = SHORTEST
     while True:
         yield pause
@@ -441,7 +441,7 @@ _meetings = itertools.count()
 
 
 def count_attempt(store: Any, world: World, timeout: timedelta) -> str:
-    """The name of a meeting in a store that began with these processes: they count alike. Waits for all of them."""
+    """Name a meeting in a store that began with these processes: they count alike. Waits for all of them."""
     name = f"meeting-{next(_meetings)}"
     come = store.add(name, 1)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -456,7 +456,7 @@ def count_attempt(store: Any, world: World, timeout: timedelta) -> str:
 
 
 def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
-    """A name that exactly the living processes share.
+    """Agree on a name that exactly the living processes share.
 
     torchrun keeps its store across in-place restarts, so the keys of dead processes are still in it, and PyTorch's
     own start-up reads them (pytorch/pytorch#135712). Each process therefore says hello with a fresh token; rank 0

@@ -1,22 +1,29 @@
 """Attention: one attend() for every model and every backend.
 
-- which kernel runs is chosen in layers/backends.py and called in layers/kernels.py; models know nothing of it
+- which kernel runs is chosen in layers/backends.py and called in layers/kernels/attention.py; models know nothing of it
 - a mask is of keys: which tokens of a sample may be seen, the same for every query and head
 - there is no dropout in attention
 
 Fused projections are stored head-major: the rows of `qkv` are (key-value group; queries of the group, key, value;
 head width), so that any even split over ranks keeps heads whole. Head counts are inferred from the tensor.
 Shapes: B batch, N and M tokens, D width, H heads, G key-value groups (G divides H), K head width.
+
+The tokens of a sample as a model meets them: all of them here, or a part whose rest lies elsewhere.
+
+A model works on the tokens that it is given. The few things that concern a sequence as a whole (which keys attention
+sees, the rotation tables of the tokens it computes with, pooling) it asks of its `sequence`. By default that is this
+class, for which everything is here; parallelize() puts in one that knows where the other parts are.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.layers.backends import Call, choose, chosen, machine
-from vitrail.layers.kernels import KeyMask, attend_reference, key_mask, run
-from vitrail.layers.positions import rotate
+from vitrail.layers.kernels.attention import KeyMask, attend_reference, key_mask, run
+from vitrail.layers.patches import rotate
 
 __all__ = ["CrossAttention", "KeyMask", "QKNorm", "SelfAttention", "attend", "attend_reference", "key_mask"]
 
@@ -46,13 +53,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | KeyMask | None = N
     return run(choose(call, here.backends, chosen()), q, k, v, mask)
 
 
-class SelfAttention(nn.Module):
+class _Attention(nn.Module):
+    """Base of both kinds: queries and keys are normalised and turned, heads mixed and projected.
+
+    Both call `attend` in their own forward(): a kernel that cannot be compiled cuts the graph in every frame above it.
+    """
+
+    row: ClassVar[str] = "proj"  # the layer whose inputs are heads
+    attend = staticmethod(attend)  # another one where keys lie on several ranks
+    proj: nn.Linear
+    norm_qk: "QKNorm | None"
+
+    def turned(self, q: Tensor, k: Tensor, rope: Tensor | None, memory_rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalise and turn queries [B, N, H, K] and keys [B, M, G, K]."""
+        if self.norm_qk is not None:
+            q, k = self.norm_qk(q, k)
+        return rotate(q, rope), rotate(k, memory_rope)
+
+
+class SelfAttention(_Attention):
     """Fused, head-major projections; grouped-query heads and normalised queries and keys as options."""
 
     token_inputs: ClassVar[int] = 1  # so many of the first arguments are tokens
     columns: ClassVar[tuple[str, ...]] = ("qkv",)  # layers whose outputs, heads, can be shared out
-    row: ClassVar[str] = "proj"  # the layer whose inputs are these
-    attend = staticmethod(attend)  # another one where keys lie on several ranks
 
     def __init__(self, *, width: int, heads: int, kv_heads: int, qk_norm: bool, bias: bool, eps: float):
         super().__init__()
@@ -67,19 +90,15 @@ class SelfAttention(nn.Module):
         # Split at once, not sliced one by one: gradients are then put together in one kernel, not padded and added.
         q, k, v = groups.split([self.per_group, 1, 1], dim=-2)
         q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)  # B N H K, and twice B N G K
-        if self.norm_qk is not None:
-            q, k = self.norm_qk(q, k)
-        out = self.attend(rotate(q, rope), rotate(k, rope), v, mask=mask)
-        return self.proj(out.flatten(2))
+        q, k = self.turned(q, k, rope, rope)
+        return self.proj(self.attend(q, k, v, mask=mask).flatten(2))
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(_Attention):
     """Queries from one set of tokens, keys and values from another; `kv` rows are (group; key, value; head width)."""
 
     token_inputs: ClassVar[int] = 2
     columns: ClassVar[tuple[str, ...]] = ("q", "kv")
-    row: ClassVar[str] = "proj"
-    attend = staticmethod(attend)
 
     def __init__(self, *, width: int, heads: int, qk_norm: bool, bias: bool, eps: float):
         super().__init__()
@@ -99,10 +118,8 @@ class CrossAttention(nn.Module):
     ) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, self.head_width))  # B N H K
         k, v = self.kv(memory).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)  # B M H K
-        if self.norm_qk is not None:
-            q, k = self.norm_qk(q, k)
-        out = self.attend(rotate(q, rope), rotate(k, memory_rope), v, mask=mask)
-        return self.proj(out.flatten(2))
+        q, k = self.turned(q, k, rope, memory_rope)
+        return self.proj(self.attend(q, k, v, mask=mask).flatten(2))
 
 
 class QKNorm(nn.Module):
@@ -115,3 +132,33 @@ class QKNorm(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.q(q), self.k(k)
+
+
+class TokenSequence:
+    """All tokens are here."""
+
+    parts: int = 1
+
+    def table(self, rope: Tensor | None) -> Tensor | None:
+        """Rotations [2, ..., N, 1, pairs] of the given tokens to those of the tokens that attention computes with."""
+        return rope
+
+    def keys(self, valid: Tensor | None, *, prefix: int, tokens: int) -> Any:
+        """Which keys may be attended to, given which of the `tokens` are valid; the `prefix` before them always are."""
+        return None if valid is None else mask_of(valid, prefix)
+
+    def whole(self, x: Tensor, *, groups: int = 1, tokens: int | None = None) -> Tensor:
+        """All tokens of [B, groups*n, ...], group by group; `tokens` of each group, which leaves out padding."""
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all parts of what was summed over the tokens here."""
+        return x
+
+
+def mask_of(valid: Tensor, prefix: int) -> KeyMask:
+    """The mask of [prefix; tokens], where those before the tokens may always be seen."""
+    return key_mask(F.pad(valid, (prefix, 0), value=True))
+
+
+WHOLE = TokenSequence()

@@ -19,9 +19,9 @@
 import importlib
 import importlib.util
 from collections.abc import Collection
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Call(NamedTuple):
-    """What the choice depends on."""
+    """One call of attention, by the numbers that the choice depends on."""
 
     device: str  # cpu, cuda (NVIDIA) or rocm (AMD)
     capability: tuple[int, int]  # of an NVIDIA GPU, (0, 0) elsewhere
@@ -180,7 +180,7 @@ def available_backends(device: str | torch.device) -> dict[str, str | None]:
 
 @torch.compiler.assume_constant_result
 def machine(device: str) -> Machine:
-    """What this process has for a type of device ("cpu", "cuda"); a constant for compiled code."""
+    """Return what this process has for a type of device ("cpu", "cuda"); a constant for compiled code."""
     kind, capability = _device(device)
     return Machine(kind, capability, tuple(name for name in NAMES if missing(name, kind, capability) is None))
 
@@ -208,12 +208,7 @@ def missing(name: str, device: str, capability: tuple[int, int]) -> str | None:
     return None
 
 
-_MODULES = {
-    "flex": "triton",
-    "xformers": "xformers.ops",
-    "flash4": "flash_attn.cute",
-    "flash3": "flash_attn_interface",
-}
+_MODULES = {"flex": "triton", "xformers": "xformers.ops", "flash4": "flash_attn.cute", "flash3": "flash_attn_interface"}
 
 
 def _missing_on_nvidia(name: str, capability: tuple[int, int]) -> str | None:
@@ -279,7 +274,7 @@ def chosen() -> str:
     return _chosen
 
 
-def use_backend(name: str, *, device: str | torch.device | None = None, key: str = "attention") -> "_Choice":
+def use_backend(name: str, *, device: str | torch.device | None = None, key: str = "attention") -> ExitStack:
     """Set the backend of this process; in a with statement, until its end.
 
     With a device, a backend that is not available there is refused at once. `key` is what the error calls the setting.
@@ -294,25 +289,9 @@ def use_backend(name: str, *, device: str | torch.device | None = None, key: str
         if found[name] is not None:
             usable = ", ".join(other for other, reason in found.items() if reason is None)
             raise UserError(f"{key}: {name!r} {found[name]} (available on {torch.device(device).type}: {usable})")
-    choice = _Choice(_chosen)
+    put_back = ExitStack()
+    put_back.callback(use_backend, _chosen)
     _chosen = name
-    _prefer_ck(name == "ck")
-    return choice
-
-
-class _Choice:
-    """Puts the choice back that was there before."""
-
-    def __init__(self, before: str):
-        self.before = before
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        use_backend(self.before)
-
-
-def _prefer_ck(wanted: bool) -> None:
     if torch.version.hip is not None:
-        torch.backends.cuda.preferred_rocm_fa_library("ck" if wanted else "default")
+        torch.backends.cuda.preferred_rocm_fa_library("ck" if name == "ck" else "default")
+    return put_back

@@ -35,7 +35,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Again:
-    """What of the blocks' forward is run a second time: in which share of them, and which roles are not."""
+    """The part of the blocks' forward that runs a second time: in which share of them, and which roles are kept."""
 
     share: float = 1.0
     kept: frozenset[str] = frozenset()
@@ -70,11 +70,11 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Model FLOPs of a training step: what MFU counts."""
+        """Model FLOPs of a training step, for MFU."""
         return 3 * self.forward
 
     def hardware(self, *, recompute: bool | Again) -> float:
-        """What the device really computes in a training step: what HFU counts."""
+        """Count what the device really computes in a training step, for HFU."""
         again = Again(share=float(recompute)) if isinstance(recompute, bool) else recompute
         kept = sum(self.roles.get(role, 0.0) for role in again.kept)
         if "fc2" in again.kept:  # not counted twice
@@ -84,33 +84,25 @@ class Flops:
         return 3 * (self.linear + self.outside) + 3.5 * self.attention + extra
 
 
-def self_block_flops(
-    *, tokens: int, width: int, kv_width: int, hidden: int, gated: bool, last_read: bool = False
+def block_flops(
+    *,
+    tokens: int,
+    memory: int | None = None,
+    width: int,
+    kv_width: int,
+    hidden: int,
+    gated: bool,
+    last_read: bool = False,
 ) -> Flops:
-    """`last_read`: the block scales its branches before it adds them, so its backward reads what fc2 gave."""
+    """Count one block of so many tokens, which attend to each other or to `memory` tokens.
+
+    `last_read`: the block scales its branches before it adds them, so its backward reads what fc2 gave.
+    """
+    keys = tokens if memory is None else memory
     roles = {
-        "qkv": 2.0 * tokens * (width * width + 2 * width * kv_width),
+        "qkv": 2.0 * width * (tokens * width + 2 * keys * kv_width),
         "proj": 2.0 * tokens * width * width,
-        **_mlp(tokens, width, hidden, gated),
+        **dict.fromkeys((("gate",) if gated else ()) + ("fc1", "fc2"), 2.0 * tokens * width * hidden),
     }
-    return _block(roles, 4.0 * width * tokens * tokens, last_read)
-
-
-def cross_block_flops(
-    *, queries: int, memory: int, width: int, hidden: int, gated: bool, last_read: bool = False
-) -> Flops:
-    roles = {
-        "qkv": 2.0 * width * width * (queries + 2 * memory),
-        "proj": 2.0 * queries * width * width,
-        **_mlp(queries, width, hidden, gated),
-    }
-    return _block(roles, 4.0 * width * queries * memory, last_read)
-
-
-def _mlp(tokens: int, width: int, hidden: int, gated: bool) -> dict[str, float]:
-    return dict.fromkeys((("gate",) if gated else ()) + ("fc1", "fc2"), 2.0 * tokens * width * hidden)
-
-
-def _block(roles: dict[str, float], attention: float, last_read: bool) -> Flops:
     last = 0.0 if last_read else roles["fc2"]
-    return Flops(linear=sum(roles.values()), attention=attention, roles=roles, last=last)
+    return Flops(linear=sum(roles.values()), attention=4.0 * width * tokens * keys, roles=roles, last=last)

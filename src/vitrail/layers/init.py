@@ -3,6 +3,10 @@
 Each parameter is drawn from generators seeded by (seed, its full name, block of 2^16 elements), so that a rank draws
 only the blocks which its shard touches and any sharding gives the same model. Rules are read from the unwrapped model
 on the meta device; the values are written after sharding.
+
+Numbers that a model knows, on the device that it computes on: copied there once, and kept.
+
+A copy from the host makes it wait for the device, and cannot be recorded (parallel/replay.py).
 """
 
 import math
@@ -10,15 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from vitrail.draws import stream
+from vitrail.layers.private import compute_local_shape_and_global_offset
 
 BLOCK = 1 << 16
 
@@ -62,16 +66,16 @@ def init_rules(model: nn.Module) -> dict[str, Rule]:
 def _default_rule(module: nn.Module, name: str, full_name: str) -> Rule:
     if name == "bias":
         return Constant(0.0)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | _InstanceNorm):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
         return Constant(1.0)
     if isinstance(module, nn.Linear):
         # Xavier, as in facebookresearch/mae: near 0.02 at width 768, and small models start to learn as fast.
         return Normal(math.sqrt(2 / (module.in_features + module.out_features)))
-    if isinstance(module, _ConvTransposeNd):
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         # Each output is a sum over the input channels, once for every place where kernels overlap: keep its variance.
         overlap = math.prod(k / s for k, s in zip(module.kernel_size, module.stride, strict=True))
         return Normal(math.sqrt(module.groups / (module.in_channels * overlap)))
-    if isinstance(module, _ConvNd):
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         # He's: twice the variance, half of which a ReLU takes away.
         return Normal(math.sqrt(2 / math.prod(module.weight.shape[1:])))
     raise AssertionError(f"{full_name} has no initialisation rule: mark() it in {type(module).__name__}")
@@ -100,8 +104,6 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The part of a tensor that this rank holds and where it begins in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(offset)
 
@@ -142,3 +144,17 @@ def _normal(seed: int, name: str, start: int, stop: int) -> Tensor:
         values = torch.from_numpy(stream(seed, "init:" + name, block).standard_normal(BLOCK, dtype=np.float32))
         pieces.append(values[max(start - block * BLOCK, 0) : min(stop - block * BLOCK, BLOCK)])
     return torch.cat(pieces)
+
+
+def constants(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Numbers in fp32."""
+    return _kept(tuple(map(float, values)), torch.float32, like.device)
+
+
+def indices(places: tuple[int, ...], like: Tensor) -> Tensor:
+    return _kept(places, torch.int64, like.device)
+
+
+@lru_cache(maxsize=256)
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)

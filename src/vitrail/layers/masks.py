@@ -141,12 +141,7 @@ AnyMask = RandomMask | BlockMask | TubeMask | GridMask | StratifiedMask
 MaskConfig = Annotated[AnyMask, Field(discriminator="kind")]
 
 
-def make_mask(
-    c: AnyMask,
-    noise: Tensor,
-    grid: tuple[int, ...],
-    valid: Tensor | None = None,
-) -> Mask:
+def make_mask(c: AnyMask, noise: Tensor, grid: tuple[int, ...], valid: Tensor | None = None) -> Mask:
     """Sort the tokens by score, equal scores by the noise itself, and cut at the exact count; noise [B, N].
 
     Of a sample with padding (valid is false there) the same share of its valid tokens is hidden; padding fills both

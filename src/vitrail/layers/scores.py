@@ -4,7 +4,7 @@
 - 2-D edges are those of OpenCV's Canny, bit for bit: by OpenCV itself on the CPU where it is installed, else by the
   torch code below. 3-D edges are of the volume, never of its slices: Sobel gradients along all three axes,
   suppression along the nearest of 13 directions, hysteresis over 26 neighbours
-- on a GPU with Triton, edges and gradients come from a few kernels (adaptive_kernels.py): the same numbers
+- on a GPU with Triton, edges and gradients come from a few kernels (kernels/edges.py): the same numbers
 - thresholds are in grey levels of 0 ... 255. Bytes are taken as they are; every other image is stretched from its
   smallest to its largest finite value, all channels together, and what is not finite counts as the smallest
 - nothing is drawn here: random settings come from uniform numbers passed in
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vitrail.layers.adaptive_paths import adaptive_kernels
+from vitrail.layers.kernels import adaptive_kernels
 from vitrail.recipe import config
 
 SMOOTHING = (0, 1, 3, 5)  # of random settings: no image at all but noise, no blur, a blur over 3 or 5 voxels
@@ -67,14 +67,13 @@ class CannyScore:
         as_bytes = _to_bytes(images)
         for smooth, low, high in dict.fromkeys(setting[:3] for setting in settings):
             same = [i for i, setting in enumerate(settings) if setting[:3] == (smooth, low, high)]
-            chosen = as_bytes if len(same) == len(settings) else as_bytes[same]
             if smooth == 0:
                 for i in same:
                     out[i] = hash_noise(settings[i][3], tuple(images.shape[2:]), images.device)
-            elif len(same) == len(settings):
-                out = _edges(chosen, smooth, low, high).float()
+            elif len(same) == len(settings):  # nothing to copy
+                out = _edges(as_bytes, smooth, low, high).float()
             else:
-                out[same] = _edges(chosen, smooth, low, high).float()
+                out[same] = _edges(as_bytes[same], smooth, low, high).float()
         return out
 
     def _settings(self, batch: int, noise: Tensor | None) -> list[tuple[int, float, float, int]]:
@@ -103,7 +102,7 @@ class GradientScore:
     def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Images [B, C, *S] -> [B, *S]; noise is not used."""
         ndim = _check_images(images)
-        kernels = adaptive_kernels(images)
+        kernels = adaptive_kernels("edges", images)
         if kernels is not None and ndim <= 3:
             return kernels.gradient(images)
         out = torch.empty(images.shape[0], *images.shape[2:], dtype=torch.float32, device=images.device)
@@ -149,7 +148,7 @@ class VarianceScore:
 
 def _edges(images: Tensor, smooth: int, low: float, high: float) -> Tensor:
     """Bytes [B, C, *S] -> 0 or 1 [B, *S], of any type."""
-    kernels = adaptive_kernels(images)
+    kernels = adaptive_kernels("edges", images)
     if kernels is not None:
         return kernels.canny(images, smooth, low, high)
     if images.ndim == 4 and images.device.type == "cpu" and images.shape[1] <= _MOST_CHANNELS:
@@ -282,7 +281,7 @@ def _thin(around: Tensor, direction: Tensor, low: int, high: int) -> Tensor:
 
 
 def _shifted(around: Tensor, step: tuple[int, ...]) -> Tensor:
-    """What lies a step of -1, 0 or 1 along each axis further, for [B, *S] with a halo of 1."""
+    """Return what lies a step of -1, 0 or 1 along each axis further, for [B, *S] with a halo of 1."""
     return around[(slice(None), *(slice(1 + n, size - 1 + n) for n, size in zip(step, around.shape[1:], strict=True)))]
 
 

@@ -1,13 +1,16 @@
 """Images as tokens, two ways behind one encoder: uniform patches, or the leaves of an adaptive tree.
 
 Tokens know where they are and how large (in voxels, fp32), which of them are padding, and the way back to voxels.
-With separate variables every variable has tokens of its own, and the sequence is variable by variable. Of a crop of
-which just a slab was read, the tokens know all their places, but only the slab's values.
+With separate variables every variable has tokens of its own, and the sequence is variable by variable.
+
+Where a batch is of slabs (Slab), the tokens know all their places, but only the slab's values. Inputs and targets are
+of whole crops all the same: in the place of values they hold Rows, which say how those of any token are made.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -15,8 +18,7 @@ from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.layers import trees
-from vitrail.layers.parts import WHOLE, Part, Slab, all_at_home, count_owners, cut
-from vitrail.layers.patches import gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
+from vitrail.layers.patches import Slab, gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
 from vitrail.layers.scores import CannyScore, GradientScore, VarianceScore
 from vitrail.layers.trees import Tree
 from vitrail.recipe import config, kinds
@@ -99,11 +101,29 @@ class AdaptiveTokens:
 TokensConfig = Annotated[UniformTokens | AdaptiveTokens, Field(discriminator="kind")]
 
 
-class Exchange(Protocol):
-    """How rows of values come from the ranks that read them (parallel/exchange.py)."""
+class TokenList(NamedTuple):
+    """Inputs of a model that have a row [B, n, ...] for each token of one list."""
 
-    def fetch(self, values: Tensor, index_by_part: list[Tensor]) -> Tensor:
-        """The rows that this rank asks for; the rows of all ranks count one rank after the other."""
+    rows: tuple[str, ...]  # the first is always given, as a tensor
+    valid: str  # the input that says which of the tokens count [B, n]; where it is missing, all do
+
+
+TOKENS = TokenList(("coordinates", "x", "sizes"), "valid")
+QUERIES = TokenList(("queries", "query_sizes"), "query_valid")
+
+
+@dataclass(frozen=True)
+class TokenAxes:
+    """What an objective says of its inputs and targets: which of them have a row for each token.
+
+    Targets with rows are fields of a dataclass. It has a field `valid` too, [B, m] or None: rows that count. A field
+    `lengths` holds how many rows each list of the output has.
+    """
+
+    inputs: tuple[TokenList, ...] = (TOKENS,)
+    output: tuple[TokenList, ...] = ()  # lists that the output has rows of, one after another; none: it has no tokens
+    targets: tuple[str, ...] = ()  # fields with the rows of the output; none: the loss needs the whole output
+    planes: int = 1  # voxels along the first axis that prepare() must see together, beside those of a patch
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,7 @@ class Tokens:
     valid: Tensor | None = None  # [B, N] false for padding; None: all are valid
     tree: Tree | None = None  # of adaptive tokens; [B*V] trees where each variable has its own
     separate: int = 1  # variables that have tokens of their own
-    slab: Slab | None = None  # of which alone there are values; None: of the whole images
+    slab: Slab | None = None  # of which alone there are values; None: of the whole images, and nobody shares them
 
     @property
     def number(self) -> int:
@@ -126,30 +146,19 @@ class Tokens:
         return self.coordinates.shape[1]
 
     def take(
-        self, index: Tensor, part: Part = WHOLE, exchange: Exchange | None = None, *, at_home: bool = False
-    ) -> Tensor:
-        """Values [B, s, P*C] of a part of the tokens in a list [B, n]; every rank must be given the same list.
+        self, *lists: Tensor, then: Callable[[Tensor, Tensor], Tensor] = lambda values, _: values, strata: int = 1
+    ) -> Any:
+        """Return the values [B, n, P*C] of the tokens in lists [B, n], one list after another; of all without a list.
 
-        Of a slab, rows that another rank has read come through the exchange. Where every rank has read what it needs,
-        nothing is sent; a caller who knows that beforehand says `at_home`, and nothing is counted, which would wait for
-        the device.
+        `then(values, index)` changes them, token by token. Of slabs there are Rows in their place. `strata` says that
+        each list has the same number of tokens of so many equal parts of the crop, one part after another.
         """
-        if self.slab is None:
-            return gather_tokens(self.values, cut(index, part, groups=self.separate))
-        if self.slab.part != part:
-            raise ValueError(f"part {part} of a list was asked for, but of the images there is part {self.slab.part}")
-        places, rows = self.number // self.separate, self.values.shape[1]
-        each = rows // self.separate  # places of a slab, row-major: whole planes of the grid
-        variable, place = index // places, index % places
-        row = place // each * rows + variable * each + place % each
-        if at_home:
-            return gather_tokens(self.values, cut(row, part, groups=self.separate) - part.index * rows)
-        wanted = [cut(row, Part(i, part.count), groups=self.separate) for i in range(part.count)]
-        if exchange is not None:
-            return exchange.fetch(self.values, wanted)
-        if not all_at_home(count_owners(wanted, rows)):
-            raise ValueError("values of tokens lie on other ranks; an exchange is needed to fetch them")
-        return gather_tokens(self.values, wanted[part.index] - part.index * rows)
+        if self.slab is not None:
+            return Rows(self, lists, then, strata)
+        if not lists:
+            return self.values
+        index = lists[0] if len(lists) == 1 else torch.cat(lists, dim=1)
+        return then(gather_tokens(self.values, index), index)
 
     def paint(self, values: Tensor, *, merge: bool = False) -> Tensor:
         """Token values [B, N, P*K] back in their place: [B, K, *S].
@@ -171,6 +180,16 @@ class Tokens:
         return self.coordinates * scale, (sizes * scale).expand_as(self.coordinates)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Values of tokens that are yet to be made, each where it is wanted (parallel/split.py)."""
+
+    tokens: Tokens
+    lists: tuple[Tensor, ...]  # which tokens [B, n], one list after another; none: all in their order
+    then: Callable[[Tensor, Tensor], Tensor]  # what is made of their values and indices
+    strata: int = 1
+
+
 def for_each(tree: Tree, number: int) -> Tree:
     """A tree for each of so many images: variables that share one follow each other."""
     times = number // len(tree)
@@ -190,11 +209,11 @@ def tokenize(
     """Tokens of images [B, C, *S].
 
     Trees grow on `scored` (the data as they were read, default the images themselves); `draws` vary them. Where the
-    images are a slab of larger ones, there are coordinates of all tokens but only values of the slab's.
+    images are a slab of larger ones (or of as large ones, that are shared), there are coordinates of all tokens.
     """
     size, channels = tuple(images.shape[2:]), images.shape[1]
     if slab is not None:
-        if slab.shape != size or not isinstance(c, UniformTokens):
+        if slab.shape != size or (slab.part.count > 1 and not isinstance(c, UniformTokens)):
             raise ValueError(f"images of {list(size)} are no slab {slab} of uniform tokens; read them whole")
         size = slab.size
     parts = channels if separate else 1
@@ -221,7 +240,7 @@ def tokenize(
         values = values.unflatten(0, (-1, parts)).flatten(1, 2)
 
     def in_sequence(x: Tensor) -> Tensor:
-        """What belongs to each leaf, for every token of the sequence."""
+        """Repeat what belongs to each leaf for every token of the sequence."""
         if c.per_variable:
             return x.unflatten(0, (-1, parts)).flatten(1, 2)
         return x.repeat(1, parts, *[1] * (x.ndim - 2))
@@ -235,4 +254,5 @@ def tokenize(
         valid=in_sequence(tree.valid),
         tree=tree,
         separate=parts,
+        slab=slab,
     )

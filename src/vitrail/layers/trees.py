@@ -8,7 +8,7 @@
 - equal scores go coarse to fine, then row-major. A parent comes before its children in that order even when their
   scores are equal (as when all edges of a node lie in one child), so every beginning of it is a tree
 - nodes of `min_leaf` voxels stay whole, and the splitting goes on with the others
-- on a GPU with Triton, trees of cubes and their tokens come from a few kernels (adaptive_kernels.py): the same numbers
+- on a GPU with Triton, trees of cubes and their tokens come from a few kernels (kernels/nodes.py): the same numbers
 - leaves are in depth-first order (row-major among siblings), so neighbours in the sequence are neighbours in space
 - a leaf larger than a token is averaged, a smaller one repeated: `serialise` after `paint` is a projection, exact
   where the image is constant in every token voxel. Leaves that overhang the image average what lies inside
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitrail.layers.adaptive_paths import adaptive_kernels
+from vitrail.layers.kernels import adaptive_kernels
 
 Resample = Literal["mean", "linear"]
 
@@ -110,29 +110,10 @@ class Tree:
         if resample != "mean":
             raise ValueError(f"resample {resample!r} is not known; choose mean or linear")
         count = self._num_levels()
-        kernels = adaptive_kernels(images)
+        kernels = adaptive_kernels("nodes", images)
         if kernels is not None and self._is_plain(images, count):
             return kernels.tokens(images, self.corner, self.side, self.patch, count)
         return self._as_tokens(_pick(_mean_pyramid(images, count), self._places(count)))
-
-    def serialise_labels(self, labels: Tensor, classes: int) -> Tensor:
-        """Labels [B, *S] of whole numbers -> the share of each class in each token voxel, [B, L, P*classes] fp32.
-
-        Labels outside 0 ... classes - 1 belong to no class: the shares of a token voxel then add up to less than 1.
-        """
-        if classes < 1:
-            raise ValueError(f"classes {classes} must be at least 1")
-        if labels.is_floating_point():
-            raise ValueError(f"labels of {labels.dtype} must be whole numbers; round them, or use serialise")
-        self._check_images(labels.unsqueeze(1))
-        # Class by class: the one-hot image of all classes would be the largest tensor of all.
-        shares = [self.serialise((labels == label).unsqueeze(1)) for label in range(classes)]
-        return torch.stack(shares, dim=-1).flatten(2)
-
-    def majority_labels(self, labels: Tensor, classes: int) -> Tensor:
-        """The most frequent class of each token voxel, the lower one of equals, [B, L, P] int64; -1 where none is."""
-        share, label = self.serialise_labels(labels, classes).unflatten(2, (-1, classes)).max(dim=-1)
-        return torch.where(share > 0, label, -1)
 
     # ------------------------------------------------------------ tokens -> image
 
@@ -316,7 +297,8 @@ def build_trees(score: Tensor, *, length: int, patch: int, min_leaf: int = 2, fi
     finest, top = _log2(min_leaf) + 1, _top(shape)
     cubic = all(size == 2**top for size in shape)
     # In a cube each split gains 2^ndim - 1 leaves.
-    kernels = adaptive_kernels(score) if cubic and ndim <= 3 and finest <= min(top, 2) and length > 1 else None
+    fits = cubic and ndim <= 3 and finest <= min(top, 2) and length > 1
+    kernels = adaptive_kernels("nodes", score) if fits else None
     if kernels is not None:
         keys = kernels.node_keys(score, finest, top)
         least, index = keys.topk(min((length - 1) // (2**ndim - 1), keys.shape[1]), dim=1)  # [B, K], best first
@@ -558,5 +540,5 @@ def _top(shape: tuple[int, ...]) -> int:
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """What averages are computed in."""
+    """Return the type that averages are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

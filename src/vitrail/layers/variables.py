@@ -14,9 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.layers.constants import indices
-from vitrail.layers.init import Constant, Normal, Table, mark
-from vitrail.layers.positions import sincos
+from vitrail.layers.init import Constant, Normal, Table, indices, mark
+from vitrail.layers.patches import sincos
 from vitrail.recipe import config
 
 Ids = tuple[int, ...]
@@ -156,16 +155,12 @@ class VariableHead(nn.Linear):
 
     def forward(self, x: Tensor, ids: Ids | None = None) -> Tensor:
         """[B, N, D] -> [B, N, P*V], channels last; with separate tokens [B, V*N, D] -> [B, V*N, P]."""
-        if self.separate:
-            weight = pick(self.weight.unflatten(0, (self.voxels, self.variables)), ids, dim=1)  # P V D
-            out = torch.einsum("bvnd,pvd->bvnp", x.unflatten(1, (weight.shape[1], -1)), weight)
-            if self.bias is not None:
-                out = out + pick(self.bias.unflatten(0, (self.voxels, self.variables)), ids, dim=1).T[:, None]
-            return out.flatten(1, 2)
-        if ids is None or ids == tuple(range(self.variables)):
+        if not self.separate and (ids is None or ids == tuple(range(self.variables))):
             return super().forward(x)
-        weight = pick(self.weight.unflatten(0, (self.voxels, self.variables)), ids, dim=1).flatten(0, 1)
-        bias: Tensor | None = self.bias
-        if bias is not None:
-            bias = pick(bias.unflatten(0, (self.voxels, self.variables)), ids, dim=1).flatten()
-        return nn.functional.linear(x, weight, bias)
+        rows = (self.voxels, self.variables)
+        weight = pick(self.weight.unflatten(0, rows), ids, dim=1)  # P V D
+        bias = None if self.bias is None else pick(self.bias.unflatten(0, rows), ids, dim=1)  # P V
+        if self.separate:
+            out = torch.einsum("bvnd,pvd->bvnp", x.unflatten(1, (weight.shape[1], -1)), weight)
+            return (out if bias is None else out + bias.T[:, None]).flatten(1, 2)
+        return nn.functional.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())

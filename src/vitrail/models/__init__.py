@@ -6,9 +6,8 @@ from vitrail.models.dit import DiT, DiTConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import MAE, DecoderConfig, MAEConfig
 from vitrail.models.sap import SAP, SAPConfig
-from vitrail.models.study_vit import StudyViTConfig
 from vitrail.models.unetr import UNETR, UNETRConfig
-from vitrail.models.vit import ViT, ViTConfig
+from vitrail.models.vit import StudyViTConfig, ViT, ViTConfig
 
 __all__ = [
     "MAE",

@@ -71,9 +71,12 @@ class AutoencoderConfig:
         assert self.shape is not None
         return per_axis(self.shape, self.ndim)
 
-    def grid(self) -> tuple[int, ...]:
-        """Voxels of the latents along each axis."""
-        return tuple(s // f for s, f in zip(self.size, self.factors, strict=True))
+    def grid(self, size: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Voxels of the latents along each axis, for images of this size (default: the configured one)."""
+        size = self.size if size is None else size
+        if len(size) != self.ndim or any(s % f for s, f in zip(size, self.factors, strict=True)):
+            raise ValueError(f"{list(size)} voxels are no multiple of factor {list(self.factors)}; use another size")
+        return tuple(s // f for s, f in zip(size, self.factors, strict=True))
 
     def steps(self) -> list[tuple[int, ...]]:
         """Factors of the steps up, the coarsest first."""
@@ -81,15 +84,10 @@ class AutoencoderConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
-        check_size(self, self.size)
+        self.grid()
 
     def build(self) -> "Autoencoder":
         return Autoencoder(self)
-
-
-def check_size(c: AutoencoderConfig, size: tuple[int, ...]) -> None:
-    if len(size) != c.ndim or any(s % f for s, f in zip(size, c.factors, strict=True)):
-        raise ValueError(f"{list(size)} voxels are no multiple of factor {list(c.factors)}; use another size")
 
 
 class Autoencoder(Model):
@@ -123,7 +121,7 @@ class Autoencoder(Model):
 
     def encode(self, images: Tensor) -> Tensor:
         """Normalised images [B, C, *S] to latents [B, latent, *S / factor], float32."""
-        check_size(self.config, tuple(images.shape[2:]))
+        self.config.grid(tuple(images.shape[2:]))  # refuses sizes that do not fit
         for stage in self.encoder.stages():
             images = stage.run(images, {})
         return self.bound(images, {})
@@ -138,8 +136,8 @@ class Autoencoder(Model):
         return [*self.encoder.blocks, *self.decoder.blocks]
 
     def inputs(self, images: Tensor, variables: Any = None) -> dict[str, Any]:
-        """What forward() takes for normalised images: the images themselves."""
-        check_size(self.config, tuple(images.shape[2:]))
+        """Return the inputs of forward(): the normalised images themselves."""
+        self.config.grid(tuple(images.shape[2:]))  # refuses sizes that do not fit
         return {"x": images}
 
     def flops(self) -> Flops:
@@ -238,9 +236,8 @@ class Residual(nn.Module):
 
 
 def latent_shape(c: AutoencoderConfig, size: tuple[int, ...]) -> tuple[int, ...]:
-    """[C, *S] of the latents of an image."""
-    check_size(c, size)
-    return (c.latent, *(s // f for s, f in zip(size, c.factors, strict=True)))
+    """Return [C, *S] of the latents of an image of this size."""
+    return (c.latent, *c.grid(size))
 
 
 def num_latents(c: AutoencoderConfig) -> int:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from vitrail.errors import UserError
+from vitrail.layers.masks import RandomMask
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.models.sap import SAPConfig
-from vitrail.models.study_vit import StudyViTConfig
 from vitrail.models.unetr import UNETRConfig
-from vitrail.models.vit import ViTConfig
+from vitrail.models.vit import StudyViTConfig, ViTConfig
 from vitrail.recipe.kinds import nearest
 
 
@@ -41,16 +41,16 @@ def entries() -> list[Entry]:
     return [*_vits(), *_maes(), *_segmenters(), *_denoisers()]
 
 
+def _learned() -> EncoderConfig:
+    return EncoderConfig(size="B/16", positions="learned")
+
+
 def _vits() -> Iterator[Entry]:
-    paper = "Dosovitskiy et al. 2020 (timm's names and weights)"
-    origins = {
-        "Ti": "Touvron et al. 2021",
-        "S": "Touvron et al. 2021",
-        "g": "Zhai et al. 2022",
-        "G": "Zhai et al. 2022",
-    }
+    touvron, zhai = "Touvron et al. 2021", "Zhai et al. 2022"
+    origins = {"Ti/16": touvron, "S/16": touvron, "g/14": zhai, "G/14": zhai}
     for size in ("Ti/16", "S/16", "B/16", "L/16", "H/14", "g/14", "G/14"):
-        yield Entry(size, _classifier(size, shape=224), origins.get(size.partition("/")[0], paper))
+        origin = origins.get(size, "Dosovitskiy et al. 2020 (timm's names and weights)")
+        yield Entry(size, _classifier(size, shape=224), origin)
     yield Entry("UCF-B/16", _classifier("B/16", shape=256), "UCF-VIT's VIT on 256 x 256")
     for size in StudyViTConfig.sizes:
         yield Entry(size, StudyViTConfig(size=size, channels=3), StudyViTConfig.origin)
@@ -64,63 +64,35 @@ def _maes() -> Iterator[Entry]:
     for size in ("B/16", "L/16", "H/14"):
         encoder = EncoderConfig(size=size, cls_token=True)
         yield Entry(size, MAEConfig(encoder=encoder, channels=3, shape=224), "He et al. 2022 (facebookresearch/mae)")
-    encoder = EncoderConfig(size="B/16", positions="learned")
-    yield Entry("UCF-B/16", MAEConfig(encoder=encoder, channels=3, shape=256), "UCF-VIT's MAE on 256 x 256")
+    yield Entry("UCF-B/16", MAEConfig(encoder=_learned(), channels=3, shape=256), "UCF-VIT's MAE on 256 x 256")
+    llama: dict[str, Any] = {"mlp": "swiglu", "norm": "rms", "bias": False, "positions": "rope", "theta": 500_000.0}
+    decoder = DecoderConfig(width=512, depth=4, heads=32, hidden=1536)
     for size, width, depth, hidden in (("2B", 3072, 16, 11264), ("8B", 4096, 32, 14336)):
-        encoder = EncoderConfig(
-            width=width,
-            depth=depth,
-            heads=32,
-            kv_heads=8,
-            patch=8,
-            mlp="swiglu",
-            hidden=hidden,
-            norm="rms",
-            bias=False,
-            positions="rope",
-            theta=500_000.0,
-        )
-        decoder = DecoderConfig(width=512, depth=4, heads=32, hidden=1536)
-        config = MAEConfig(encoder=encoder, decoder=decoder, ndim=3, channels=1, shape=512)
-        mask = dataclasses.replace(config.mask, ratio=0.95)
-        yield Entry(size, dataclasses.replace(config, mask=mask), "torchtitan-mae on 512^3, 95 % hidden")
+        encoder = EncoderConfig(width=width, depth=depth, hidden=hidden, heads=32, kv_heads=8, patch=8, **llama)
+        mask = RandomMask(ratio=0.95)
+        config = MAEConfig(encoder=encoder, decoder=decoder, mask=mask, ndim=3, channels=1, shape=512)
+        yield Entry(size, config, "torchtitan-mae on 512^3, 95 % hidden")
 
 
 def _segmenters() -> Iterator[Entry]:
-    monai = EncoderConfig(size="B/16", positions="learned")
-    yield Entry(
-        "B/16",
-        UNETRConfig(encoder=monai, ndim=3, channels=1, classes=14, shape=96),
-        "Hatamizadeh et al. 2022 (MONAI) on 96^3",
-    )
-    encoder = EncoderConfig(size="B/16", positions="learned")
-    yield Entry(
-        "UCF-B/16",
-        UNETRConfig(encoder=encoder, channels=3, classes=4, shape=256),
-        "UCF-VIT's UNETR on 256 x 256",
-    )
+    config = UNETRConfig(encoder=_learned(), ndim=3, channels=1, classes=14, shape=96)
+    yield Entry("B/16", config, "Hatamizadeh et al. 2022 (MONAI) on 96^3")
+    config = UNETRConfig(encoder=_learned(), channels=3, classes=4, shape=256)
+    yield Entry("UCF-B/16", config, "UCF-VIT's UNETR on 256 x 256")
     for size, ndim, patch, length, shape, channels in (
         ("UCF-B/16", 2, 16, 64, 256, 3),
         ("UCF-B/4-3d", 3, 4, 512, 64, 1),
     ):
         encoder = EncoderConfig(size="B", patch=patch, tokens=AdaptiveTokens(length=length))
-        config = SAPConfig(encoder=encoder, ndim=ndim, channels=channels, classes=4, shape=shape)
-        yield Entry(size, config, f"UCF-VIT's SAP, {length} leaves of {' x '.join([str(shape)] * ndim)}")
+        leaves = SAPConfig(encoder=encoder, ndim=ndim, channels=channels, classes=4, shape=shape)
+        yield Entry(size, leaves, f"UCF-VIT's SAP, {length} leaves of {' x '.join([str(shape)] * ndim)}")
 
 
 def _denoisers() -> Iterator[Entry]:
-    encoder = EncoderConfig(size="B/16", positions="learned")
-    yield Entry(
-        "UCF-B/16",
-        DiffusionViTConfig(encoder=encoder, channels=3, shape=256),
-        "UCF-VIT's DiffusionVIT on 256 x 256",
-    )
-    linear = DiffusionDecoderConfig(kind="linear")
-    yield Entry(
-        "UCF-B/16-linear",
-        DiffusionViTConfig(encoder=encoder, decoder=linear, channels=3, shape=256),
-        "the same with its linear decoder",
-    )
+    plain = DiffusionViTConfig(encoder=_learned(), channels=3, shape=256)
+    yield Entry("UCF-B/16", plain, "UCF-VIT's DiffusionVIT on 256 x 256")
+    linear = dataclasses.replace(plain, decoder=DiffusionDecoderConfig(kind="linear"))
+    yield Entry("UCF-B/16-linear", linear, "the same with its linear decoder")
     for size in ("S/2", "B/2", "L/2", "XL/2"):
         config = DiTConfig(size=size, channels=4, shape=32, classes=1000, learn_sigma=True)
         yield Entry(size, config, "Peebles & Xie 2023 (facebookresearch/DiT), latents of 32 x 32 x 4")
@@ -130,7 +102,7 @@ def _denoisers() -> Iterator[Entry]:
 
 
 def measure(entry: Entry) -> dict[str, Any]:
-    """What the list shows of one size."""
+    """Measure what the list shows of one size."""
     with torch.device("meta"):
         model = entry.config.build()
     return {
@@ -144,8 +116,7 @@ def measure(entry: Entry) -> dict[str, Any]:
 
 
 def _input(config: Any) -> str:
-    shape = config.shape if isinstance(config.shape, tuple) else (config.shape,) * config.ndim
-    return " x ".join(map(str, (*shape, config.channels)))
+    return " x ".join(map(str, (*config.extent, config.channels)))
 
 
 def find(name: str) -> list[Entry]:
@@ -182,18 +153,6 @@ def keys_of(cls: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(field.type):
             keys |= {f"{field.name}.{name}": value for name, value in keys_of(field.type).items()}
         else:
-            keys[field.name] = "required" if required(field) else _plain(default_of(field))
+            value = "required" if field.default is dataclasses.MISSING else field.default
+            keys[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
     return keys
-
-
-def required(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def default_of(field: "dataclasses.Field[Any]") -> Any:
-    factory = field.default_factory
-    return field.default if factory is dataclasses.MISSING else factory()
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -12,23 +12,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitrail.layers.block import Block, BlockConfig, make_norm
-from vitrail.layers.flops import Flops, self_block_flops
+from vitrail.layers.attention import WHOLE, TokenSequence
+from vitrail.layers.block import Block, BlockConfig, CrossBlock, make_norm
+from vitrail.layers.flops import Flops
 from vitrail.layers.patches import num_voxels
-from vitrail.layers.sequence import WHOLE, TokenSequence
 from vitrail.layers.variables import VariableHead
 from vitrail.models.encoder import (
+    EncodedModel,
     Encoder,
     EncoderConfig,
     LearnedPositions,
     check_drop_path,
     check_heads,
     check_mlp,
-    check_positions,
     hidden_width,
     rope_turns,
 )
-from vitrail.models.model import Side, Stage, block_drop_path, spread_drop_path
+from vitrail.models.model import Side, Stage, block_stages, spread_drop_path
 from vitrail.recipe import config
 
 
@@ -55,7 +55,7 @@ class DecoderBlocks:
         return replace(e.block(), width=self.width, heads=self.heads, kv_heads=self.heads, hidden=hidden)
 
     def check(self, e: EncoderConfig, ndim: int) -> None:
-        check_positions(e.positions, self.width, self.heads, ndim - (e.rope == "superposed"))
+        e.check_positions(self.block(e), ndim)
 
 
 class TokenDecoder(nn.Module):
@@ -75,10 +75,12 @@ class TokenDecoder(nn.Module):
     ):
         super().__init__()
         e = encoder.config
+        if c is not None:
+            c.check(e, len(encoder.patch))
         self.block_config = e.block() if c is None else c.block(e)
         self.width, self.heads, self.prefix = self.block_config.width, self.block_config.heads, encoder.prefix
         self.rates = [] if c is None else spread_drop_path(c.drop_path, c.depth)
-        self.rope, self.describe = encoder.rope, encoder.describe  # of the encoder's make, at this width
+        self.rope, self.add_places = encoder.rope, encoder.describe  # of the encoder's make, at this width
         learned = c is not None and e.positions == "learned"
         sized = None if c is None else encoder.size_embed
         self.embed = None if c is None else nn.Linear(encoder.width, self.width, bias=e.bias)
@@ -96,7 +98,7 @@ class TokenDecoder(nn.Module):
             self.head = VariableHead(self.width, voxels, len(e.variables.known), bias=e.bias, separate=e.separate)
 
     def derive(self, side: Side) -> Side:
-        """What the encoder's derive() gave, and the rotation table at this head width."""
+        """Add the rotation table at this head width to what the encoder derived."""
         if not self.blocks:
             return side
         return side | {"decoder_rope": self.sequence.table(self.turn(side["coordinates"], self.prefix))}
@@ -107,32 +109,27 @@ class TokenDecoder(nn.Module):
 
     def stages(self, first_block: int) -> list[Stage]:
         """`first_block` is where its rows begin in the drop-path table."""
-
-        def block_stage(block: nn.Module, index: int) -> Stage:
-            def run(x: Tensor, side: Side) -> Tensor:
-                return self.run_block(block, x, side, block_drop_path(side, first_block + index))
-
-            return Stage(f"blocks.{index}", run, (*self.needs, "drop_path"), (block,))
-
         return [
             Stage("embed", self.place, self.needs, self.placing),
-            *[block_stage(block, i) for i, block in enumerate(self.blocks)],
+            *block_stages(self.blocks, self.run_block, self.needs, first_block),
             Stage("head", self.predict, self.needs, (self.norm, self.head)),
         ]
 
     @property
     def placing(self) -> tuple[nn.Module | nn.Parameter | None, ...]:
-        """What place() reads."""
+        """The parts that place() reads."""
         return (self.embed, self.pos_embed, self.size_embed)
 
     def place(self, x: Tensor, side: Side) -> Tensor:
         if self.embed is None:
             return x
         x = self.embed(x)
-        patches = self.describe(
-            x[:, self.prefix :], side, width=self.width, learned=self.pos_embed, sizes=self.size_embed
-        )
+        patches = self.describe(x[:, self.prefix :], side)
         return torch.cat([x[:, : self.prefix], patches], dim=1) if self.prefix else patches
+
+    def describe(self, x: Tensor, side: Side) -> Tensor:
+        """Add to tokens what tells them apart, with the decoder's own tables."""
+        return self.add_places(x, side, width=self.width, learned=self.pos_embed, sizes=self.size_embed)
 
     def run_block(self, block: nn.Module, x: Tensor, side: Side, drop_path: Tensor | None) -> Tensor:
         return block(x, side["decoder_rope"], drop_path, side.get("encoder_mask"))
@@ -155,21 +152,39 @@ class TokenDecoder(nn.Module):
         head = self.head
         return head.voxels if isinstance(head, VariableHead) and head.separate else head.out_features
 
-    def flops(self, tokens: int) -> Flops:
-        """Forward of one sample of so many tokens, of all known variables."""
-        outside = 2.0 * tokens * self.width * self.features
+    def flops(self, tokens: int, predicted: int = 0, predict_visible: bool = True) -> Flops:
+        """Forward of one sample of so many tokens, of all known variables.
+
+        `predicted` mask tokens come beside these, which themselves are predicted only with `predict_visible`.
+        """
+        wanted, memory = predicted + (tokens if predict_visible else 0), tokens + self.prefix
+        outside = 2.0 * wanted * self.width * self.features
         if self.embed is None:
             return Flops(outside=outside)
-        c, memory = self.block_config, tokens + self.prefix
-        one = self_block_flops(
-            tokens=memory,
-            width=c.width,
-            kv_width=c.width,
-            hidden=c.hidden,
-            gated=c.mlp == "swiglu",
-            last_read=c.scales,
-        )
+        cross = isinstance(self.blocks[0], CrossBlock)  # it asks for visible tokens once more
         outside += 2.0 * memory * self.embed.in_features * self.width
         if self.size_embed is not None:
-            outside += 2.0 * tokens * self.size_embed.in_features * self.width
+            sized = tokens + (wanted if cross else predicted)
+            outside += 2.0 * sized * self.size_embed.in_features * self.width
+        c = self.block_config
+        one = c.flops(wanted, memory) if cross else c.flops(memory + predicted)
         return one * len(self.blocks) + Flops(outside=outside)
+
+
+class DecodedModel(EncodedModel):
+    """Base of the models that are an encoder and a decoder of tokens."""
+
+    decoder: TokenDecoder
+
+    def derive(self, side: Side) -> Side:
+        return self.decoder.derive(self.encoder.derive(side))
+
+    def stages(self) -> list[Stage]:
+        decoder = self.decoder.stages(self.encoder.depth)
+        return [*self.encoder_stages(), *(stage.within("decoder") for stage in decoder)]
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+    def drop_path_rates(self) -> list[float]:
+        return [*super().drop_path_rates(), *self.decoder.rates]

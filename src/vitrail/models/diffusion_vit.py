@@ -10,17 +10,16 @@
 
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from vitrail.layers.block import TimeEmbed, check_times
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
-from vitrail.layers.modulation import TimeEmbed, check_times
-from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.decoder import DecoderBlocks, TokenDecoder
-from vitrail.models.dit import check_diffusion
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
-from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.models.decoder import DecodedModel, DecoderBlocks, TokenDecoder
+from vitrail.models.dit import DenoiserConfig
+from vitrail.models.encoder import EncoderConfig
+from vitrail.models.model import Side, Stage
 from vitrail.recipe import config
 
 
@@ -30,7 +29,7 @@ class DiffusionDecoderConfig(DecoderBlocks):
 
 
 @config
-class DiffusionViTConfig:
+class DiffusionViTConfig(DenoiserConfig):
     output: ClassVar[str] = "denoised"
     origin: ClassVar[str] = "UCF-VIT's DiffusionVIT"
 
@@ -45,7 +44,6 @@ class DiffusionViTConfig:
     time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
 
     def __post_init__(self) -> None:
-        check_diffusion(self.time_scale, self.condition_channels)
         if self.time_steps < 1:
             raise ValueError(f"time_steps {self.time_steps} must be at least 1")
         if not isinstance(self.encoder.tokens, UniformTokens):
@@ -55,20 +53,11 @@ class DiffusionViTConfig:
             raise ValueError(
                 "condition_channels are unnamed, but encoder.variables names every channel; use one of them"
             )
-        settle_channels(self)
-
-    @property
-    def channels_in(self) -> int | None:
-        """Channels of the images that go in: those to denoise, then those that condition."""
-        return None if self.channels is None else self.channels + self.condition_channels
-
-    @property
-    def channels_out(self) -> int | None:
-        return self.channels
+        self.settle()
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
-        self.encoder.check_size(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
+        super().check()
         if self.decoder.kind != "linear":
             self.decoder.check(self.encoder, self.ndim)
 
@@ -76,48 +65,28 @@ class DiffusionViTConfig:
         return DiffusionViT(self)
 
 
-class DiffusionViT(Model):
+class DiffusionViT(DecodedModel):
     """forward(patches [B, N, P*C], coordinates=[B, N, ndim], times=[B]) -> [B, N, P*C]."""
 
     def __init__(self, c: DiffusionViTConfig):
-        super().__init__()
-        if c.channels_in is None or c.channels_out is None:
-            raise ValueError("channels is not known; give it, or encoder.variables")
-        c.check()
-        self.config = c
-        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
-        self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels_in, shape=shape)
+        super().__init__(c)
+        assert c.channels_out is not None
         width = self.encoder.width
         self.time_embed = TimeEmbed(width, width, scale=c.time_scale, order="interleaved", activation="relu")
         blocks = None if c.decoder.kind == "linear" else c.decoder
-        self.decoder = TokenDecoder(blocks, self.encoder, c.channels_out, shape=shape)
+        self.decoder = TokenDecoder(blocks, self.encoder, c.channels_out, shape=c.extent)
         initialise_here(self)
 
-    def derive(self, side: Side) -> Side:
-        return self.decoder.derive(self.encoder.derive(side))
-
-    def stages(self) -> list[Stage]:
-        embed, *rest = self.encoder.stages()
-        first = Stage(embed.name, self.embed, (*embed.needs, "times"), (*embed.uses, self.time_embed))
-        decoder = self.decoder.stages(self.encoder.depth)
-        return [*(s.within("encoder") for s in (first, *rest)), *(s.within("decoder") for s in decoder)]
+    def encoder_stages(self) -> list[Stage]:
+        embed, *rest = super().encoder_stages()
+        return [embed.more(self.embed, ("times",), self.time_embed), *rest]
 
     def embed(self, x: Tensor, side: Side) -> Tensor:
         x = self.encoder.embed(x, side)
         times = check_times(side.get("times"), x.shape[0], scale=self.config.time_scale, limit=self.config.time_steps)
         return x + self.time_embed(times).to(x.dtype).unsqueeze(1)
 
-    def blocks(self) -> list[nn.Module]:
-        return [*self.encoder.blocks, *self.decoder.blocks]
-
-    def drop_path_rates(self) -> list[float]:
-        return [*spread_drop_path(self.config.encoder.drop_path, self.encoder.depth), *self.decoder.rates]
-
-    def spared_from_decay(self) -> list[str]:
-        return list(SPARED)
-
     def flops(self) -> Flops:
         """Forward of one sample of the configured shape; the time is embedded once a sample."""
-        assert self.config.shape is not None
-        tokens = self.config.encoder.count_tokens(per_axis(self.config.shape, self.config.ndim))
+        tokens = self.count_tokens()
         return self.encoder.flops(tokens) + self.decoder.flops(tokens) + Flops(outside=self.time_embed.flops())

@@ -12,23 +12,24 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from vitrail.layers.block import BlockConfig, make_norm
-from vitrail.layers.flops import Flops
-from vitrail.layers.init import initialise_here
-from vitrail.layers.modulation import (
+from vitrail.layers.block import (
+    BlockConfig,
     LabelEmbed,
     ModulatedBlock,
     TimeEmbed,
     check_times,
     join_condition,
+    make_norm,
     modulate,
     modulated_norm,
     split_condition,
     zero_linear,
 )
-from vitrail.layers.patches import num_voxels, per_axis
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, Positions, settle_channels
-from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.layers.flops import Flops
+from vitrail.layers.init import initialise_here
+from vitrail.layers.patches import num_voxels
+from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.model import Side, Stage
 from vitrail.recipe import config
 
 # What the sizes are made of, where the recipe does not say.
@@ -53,20 +54,43 @@ DITAN: dict[str, Any] = {
     "label_dropout": 0.05,
 }
 
-# name: width, depth, heads, make; "XL/2" is XL with 2-voxel patches
-SIZES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "S": (384, 12, 6, DIT),
-    "B": (768, 12, 12, DIT),
-    "L": (1024, 24, 16, DIT),
-    "XL": (1152, 28, 16, DIT),
-    "0.5B": (1024, 24, 16, DITAN),
-    "1B": (1536, 32, 32, DITAN),
-    "7B": (2560, 60, 64, DITAN),
+# "XL/2" is XL with 2-voxel patches
+SIZES: dict[str, dict[str, Any]] = {
+    "S": {"width": 384, "depth": 12, "heads": 6, **DIT},
+    "B": {"width": 768, "depth": 12, "heads": 12, **DIT},
+    "L": {"width": 1024, "depth": 24, "heads": 16, **DIT},
+    "XL": {"width": 1152, "depth": 28, "heads": 16, **DIT},
+    "0.5B": {"width": 1024, "depth": 24, "heads": 16, **DITAN},
+    "1B": {"width": 1536, "depth": 32, "heads": 32, **DITAN},
+    "7B": {"width": 2560, "depth": 60, "heads": 64, **DITAN},
 }
 
 
+class DenoiserConfig(ModelConfig):
+    """Base of the configs of models that denoise, some of whose channels may only condition."""
+
+    condition_channels: int
+    time_scale: float
+
+    def settle(self) -> None:
+        super().settle()
+        if not self.time_scale > 0:
+            raise ValueError(f"time_scale {self.time_scale} must be above 0")
+        if self.condition_channels < 0:
+            raise ValueError(f"condition_channels {self.condition_channels} must be at least 0")
+
+    @property
+    def channels_in(self) -> int | None:
+        """Channels of the images that go in: those to denoise, then those that condition."""
+        return None if self.channels is None else self.channels + self.condition_channels
+
+    @property
+    def channels_out(self) -> int | None:
+        return self.channels
+
+
 @config
-class DiTConfig:
+class DiTConfig(DenoiserConfig):
     output: ClassVar[str] = "denoised"
     origin: ClassVar[str] = "Peebles & Xie 2023 (S, B, L, XL); TorchDiTan (0.5B, 1B, 7B)"
 
@@ -99,25 +123,14 @@ class DiTConfig:
     time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
 
     def __post_init__(self) -> None:
-        name, _, patch = (self.size or "").partition("/")
-        if self.size is not None and (name not in SIZES or (patch and not patch.isdigit())):
-            raise ValueError(f"size {self.size!r} is unknown; use one of {', '.join(SIZES)}, as in 'XL' or 'XL/2'")
-        *sizes, make = SIZES[name] if name else (DIT,)
-        defaults = make | dict(zip(("width", "depth", "heads"), sizes, strict=False))
-        defaults |= {"patch": int(patch)} if patch else {}
-        for key in ("width", "depth", "heads", "patch", *make):
-            if getattr(self, key) is None:
-                if key not in defaults:
-                    raise ValueError(f"{key} is missing; give it, or a named size such as 'size: XL/2'")
-                object.__setattr__(self, key, defaults[key])
+        fill_size(self, SIZES, DIT)
         _ = self.encoder  # its own checks
         if self.classes is not None and self.classes < 1:
             raise ValueError(f"classes {self.classes} must be at least 1; leave it out to condition on no class")
-        settle_channels(self)
+        self.settle()
         assert self.label_dropout is not None
         if not 0 <= self.label_dropout <= 1:
             raise ValueError(f"label_dropout {self.label_dropout} must be from 0 to 1")
-        check_diffusion(self.time_scale, self.condition_channels)
         if self.time_features < 2:
             raise ValueError(f"time_features {self.time_features} must be at least 2: a sine and a cosine")
 
@@ -129,69 +142,35 @@ class DiTConfig:
         return EncoderConfig(**{key: getattr(self, key) for key in shared})
 
     @property
-    def channels_in(self) -> int | None:
-        """Channels of the images that go in: those to denoise, then those that condition."""
-        return None if self.channels is None else self.channels + self.condition_channels
-
-    @property
     def channels_out(self) -> int | None:
         return None if self.channels is None else self.channels * (2 if self.learn_sigma else 1)
-
-    def check(self) -> None:
-        """Refuse what cannot be trained, once channels and shape are known."""
-        self.encoder.check_size(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
 
     def build(self) -> "DiT":
         return DiT(self)
 
 
-def check_diffusion(time_scale: float, condition_channels: int) -> None:
-    if not time_scale > 0:
-        raise ValueError(f"time_scale {time_scale} must be above 0")
-    if condition_channels < 0:
-        raise ValueError(f"condition_channels {condition_channels} must be at least 0")
-
-
-class DiT(Model):
+class DiT(EncodedModel):
     """forward(patches [B, N, P*C], coordinates=[B, N, ndim], times=[B], labels=[B]) -> [B, N, P*C], or P*2C.
 
     Without labels, or with the null label (the number of classes), a sample is of no class.
     """
 
+    spared = ("label_embed.table",)
+
     def __init__(self, c: DiTConfig):
-        super().__init__()
-        if c.channels_in is None or c.channels_out is None:
-            raise ValueError("channels is not known; give it")
-        self.config = c
-        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
-        self.encoder = Encoder(
-            c.encoder,
-            ndim=c.ndim,
-            channels=c.channels_in,
-            shape=shape,
-            block=ModulatedBlock,
-            norm=False,
-            embed_bias=True,  # `bias` is of the blocks alone
-        )
+        super().__init__(c, block=ModulatedBlock, norm=False, embed_bias=True)  # `bias` is of the blocks alone
+        assert c.channels_out is not None
         width, voxels, block = self.encoder.width, num_voxels(self.encoder.patch), c.encoder.block()
         self.time_embed = TimeEmbed(c.time_features, width, scale=c.time_scale)
         self.label_embed = None if c.classes is None else LabelEmbed(c.classes, width)
         self.final = Final(block, voxels * c.channels_out, modulated=c.final == "modulated")
         initialise_here(self)
 
-    def derive(self, side: Side) -> Side:
-        return self.encoder.derive(side)
-
     def stages(self) -> list[Stage]:
-        embed, *blocks = self.encoder.stages()
+        embed, *blocks = self.encoder_stages()
         return [
-            Stage(
-                "encoder.embed",
-                self.embed,
-                (*embed.needs, "times", "labels"),
-                (*embed.uses, self.time_embed, self.label_embed),
-            ),
-            *[stage.within("encoder") for stage in blocks],
+            embed.more(self.embed, ("times", "labels"), self.time_embed, self.label_embed),
+            *blocks,
             Stage("final", lambda x, side: self.final(x), uses=(self.final,)),
         ]
 
@@ -201,7 +180,7 @@ class DiT(Model):
         return join_condition(self.condition(side, x.shape[0]).to(x.dtype), x)
 
     def condition(self, side: Side, batch: int) -> Tensor:
-        """What modulates the blocks, [B, D]."""
+        """Return the condition that modulates the blocks, [B, D]."""
         condition = self.time_embed(check_times(side.get("times"), batch))
         labels = side.get("labels")
         if self.label_embed is not None:
@@ -210,19 +189,9 @@ class DiT(Model):
             raise ValueError("labels were given, but the model knows no classes; set model.classes or leave them out")
         return condition
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.encoder.blocks)
-
-    def drop_path_rates(self) -> list[float]:
-        return spread_drop_path(self.config.drop_path, self.encoder.depth)
-
-    def spared_from_decay(self) -> list[str]:
-        return [*SPARED, "label_embed.table"]
-
     def flops(self) -> Flops:
         """Forward of one sample of the configured shape; conditions are computed once a sample, not once a token."""
-        assert self.config.shape is not None
-        tokens = self.config.encoder.count_tokens(per_axis(self.config.shape, self.config.ndim))
+        tokens = self.count_tokens()
         modulations = Flops(linear=2.0 * 6 * self.encoder.width**2) * self.encoder.depth
         outside = Flops(outside=self.time_embed.flops() + self.final.flops(tokens))
         return self.encoder.flops(tokens) + modulations + outside

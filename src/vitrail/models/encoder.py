@@ -9,28 +9,35 @@ Parameter names are timm's where timm has them (patch_embed.proj, blocks.0.attn.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.layers.block import Block, BlockConfig, make_norm
-from vitrail.layers.constants import constants
-from vitrail.layers.flops import Flops, self_block_flops
-from vitrail.layers.init import Constant, Normal, Table, mark
-from vitrail.layers.mlp import swiglu_hidden
-from vitrail.layers.modulation import ModulatedBlock
-from vitrail.layers.patches import grid_coordinates, grid_of, num_voxels, per_axis
-from vitrail.layers.positions import inflated_rope_table, pairs_per_axis, rope_table, sincos
-from vitrail.layers.sequence import WHOLE, TokenSequence
+from vitrail.layers.attention import WHOLE, TokenSequence
+from vitrail.layers.block import Block, BlockConfig, ModulatedBlock, make_norm, swiglu_hidden
+from vitrail.layers.flops import Flops
+from vitrail.layers.init import Constant, Normal, Table, constants, mark
+from vitrail.layers.patches import (
+    grid_coordinates,
+    grid_of,
+    inflated_rope_table,
+    num_voxels,
+    pairs_per_axis,
+    per_axis,
+    rope_table,
+    sincos,
+)
 from vitrail.layers.tokens import AdaptiveTokens, TokensConfig, UniformTokens
 from vitrail.layers.variables import Ids, VariableEmbed, VariablesConfig
-from vitrail.models.model import Side, Stage, block_drop_path
+from vitrail.models.model import Model, Side, Stage, block_stages, encoder_of, spread_drop_path
 from vitrail.recipe import config
 
 Positions = Literal["sincos", "learned", "rope", "none"]
 
-# What a named size stands for; "B/16" is B with 16-voxel patches.
+# The keys that a named size stands for; "B/16" is B with 16-voxel patches.
 SIZES: dict[str, dict[str, Any]] = {
     "Ti": {"width": 192, "depth": 12, "heads": 3},
     "S": {"width": 384, "depth": 12, "heads": 6},
@@ -88,12 +95,7 @@ class EncoderConfig:
     variables: VariablesConfig | None = None  # channels known by name; null: all channels together
 
     def __post_init__(self) -> None:
-        defaults = size_keys(self.size, self.sizes)
-        for key in ("width", "depth", "heads", "patch", "hidden"):
-            if getattr(self, key) is None and not (key == "hidden" and self.mlp_ratio is not None):
-                if key not in defaults and key != "hidden":
-                    raise ValueError(f"{key} is missing; give it, or a named size such as 'size: B/16'")
-                object.__setattr__(self, key, defaults.get(key))
+        fill_size(self, self.sizes, {"hidden": None} if self.mlp_ratio is None else {})
         check_heads(self.width, self.heads, self.kv_heads)
         check_mlp(self.width, self.mlp_ratio, self.hidden)
         check_drop_path(self.drop_path)
@@ -129,69 +131,101 @@ class EncoderConfig:
         """Whether each variable has tokens of its own."""
         return self.variables is not None and self.variables.aggregate == "none"
 
+    @property
+    def parts(self) -> int:
+        """How many variables have tokens of their own: 1 where a token holds all channels."""
+        return len(self.variables.known) if self.variables is not None and self.separate else 1
+
+    def patch_on(self, ndim: int) -> tuple[int, ...]:
+        """Voxels of a patch along each of so many axes."""
+        assert self.patch is not None
+        return per_axis(self.patch, ndim)
+
     def count_tokens(self, size: tuple[int, ...]) -> int:
         """Tokens of one sample of this size, with all known variables."""
-        assert self.patch is not None
-        places = self.tokens.count(size, per_axis(self.patch, len(size)))
-        return places * len(self.variables.known) if self.variables is not None and self.separate else places
+        return self.tokens.count(size, self.patch_on(len(size))) * self.parts
 
     def check_size(self, ndim: int, size: tuple[int, ...] | None) -> None:
         """Refuse widths and sizes that cannot work, once these are known."""
-        assert self.width is not None
-        assert self.heads is not None
-        assert self.patch is not None
         if self.rope == "superposed" and ndim < 2:
             raise ValueError("rope: superposed needs at least two axes")
-        check_positions(self.positions, self.width, self.heads, ndim - (self.rope == "superposed"))
-        patch = per_axis(self.patch, ndim)
+        self.check_positions(self.block(), ndim)
+        patch = self.patch_on(ndim)
         if size is not None and isinstance(self.tokens, AdaptiveTokens):
             self.tokens.check(size, patch)
         elif size is not None:
             grid_of(size, patch)
 
+    def check_positions(self, block: BlockConfig, ndim: int) -> None:
+        """Refuse blocks in which an axis would get no channel at all: positions would vanish silently."""
+        head_width, ndim = block.width // block.heads, ndim - (self.rope == "superposed")
+        room = {"rope": head_width, "sincos": block.width, "learned": block.width}.get(self.positions)
+        if room is not None and pairs_per_axis(room, ndim) < 1:
+            what = "head width" if self.positions == "rope" else "width"
+            raise ValueError(
+                f"{what} {room} has no room for {self.positions} positions on {ndim} axes; use at least {2 * ndim}"
+            )
+
     def block(self) -> BlockConfig:
         assert self.width is not None
-        assert self.heads is not None
-        return BlockConfig(
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
-            hidden=hidden_width(self.width, self.mlp, self.mlp_ratio, self.hidden),
-            mlp=self.mlp,
-            norm=self.norm,
-            eps=self.eps,
-            bias=self.bias,
-            qk_norm=self.qk_norm,
-            layer_scale=self.layer_scale,
-            residual=self.residual,
-        )
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
+        given["kv_heads"] = self.kv_heads or self.heads
+        given["hidden"] = hidden_width(self.width, self.mlp, self.mlp_ratio, self.hidden)
+        return BlockConfig(**given)
 
 
-def size_keys(size: str | None, sizes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The keys that a named size stands for; a number after a stroke is the patch."""
-    if size is None:
-        return {}
-    name, _, patch = size.partition("/")
-    if name not in sizes or ("/" in size and not (patch.isdigit() and int(patch))):
-        raise ValueError(
-            f"size {size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {next(iter(sizes))}/16'"
-        )
-    return sizes[name] | ({"patch": int(patch)} if patch else {})
+def fill_size(c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any]) -> None:
+    """Give a config the keys that its named size stands for, where it does not say them itself.
+
+    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too.
+    """
+    known, like = dict(optional), "XL/2" if "XL" in sizes else "B/16" if "B" in sizes else next(iter(sizes), "...")
+    if c.size is not None:
+        name, _, patch = c.size.partition("/")
+        if name not in sizes or ("/" in c.size and not (patch.isdigit() and int(patch))):
+            raise ValueError(f"size {c.size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {like}'")
+        known |= sizes[name] | ({"patch": int(patch)} if patch else {})
+    for key in ("width", "depth", "heads", "patch", *optional):
+        if getattr(c, key) is None:
+            if key not in known:
+                raise ValueError(f"{key} is missing; give it, or a named size such as 'size: {like}'")
+            object.__setattr__(c, key, known[key])
 
 
-def settle_channels(c: Any) -> None:
-    """For the configs of models: axes and channels that make sense; named variables say how many there are."""
-    if c.ndim < 1:
-        raise ValueError(f"ndim {c.ndim} must be at least 1")
-    known = getattr(c, "encoder", c).variables
-    if known is not None and c.channels not in (None, len(known.known)):
-        raise ValueError(
-            f"channels {c.channels} contradicts the {len(known.known)} variables that are known; leave it out"
-        )
-    if known is not None:
-        object.__setattr__(c, "channels", len(known.known))
-    if c.channels is not None and c.channels < 1:
-        raise ValueError(f"channels {c.channels} must be at least 1")
+class ModelConfig:
+    """Base of the configs of models with an encoder; each has the keys ndim, channels and shape."""
+
+    ndim: int
+    channels: int | None
+    shape: int | tuple[int, ...] | None
+
+    def settle(self) -> None:
+        """Refuse axes and channels that make no sense; named variables say how many channels there are."""
+        if self.ndim < 1:
+            raise ValueError(f"ndim {self.ndim} must be at least 1")
+        known = encoder_of(self).variables
+        if known is not None and self.channels not in (None, len(known.known)):
+            raise ValueError(
+                f"channels {self.channels} contradicts the {len(known.known)} variables that are known; leave it out"
+            )
+        if known is not None:
+            object.__setattr__(self, "channels", len(known.known))
+        if self.channels is not None and self.channels < 1:
+            raise ValueError(f"channels {self.channels} must be at least 1")
+
+    @property
+    def channels_in(self) -> int | None:
+        """Channels of the images that go in."""
+        return self.channels
+
+    @property
+    def extent(self) -> tuple[int, ...] | None:
+        """Voxels of the input along each axis; None where they are not known."""
+        return None if self.shape is None else per_axis(self.shape, self.ndim)
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, once channels and shape are known."""
+        encoder_of(self).check_size(self.ndim, self.extent)
 
 
 def hidden_width(width: int, mlp: str, ratio: float | None, hidden: int | None) -> int:
@@ -200,14 +234,6 @@ def hidden_width(width: int, mlp: str, ratio: float | None, hidden: int | None) 
     if ratio is not None:
         return int(width * ratio)
     return 4 * width if mlp == "gelu" else swiglu_hidden(width)
-
-
-def check_positions(positions: str, width: int, heads: int, ndim: int) -> None:
-    """Refuse widths in which an axis would get no channel at all: positions would vanish silently."""
-    room = {"rope": width // heads, "sincos": width, "learned": width}.get(positions)
-    if room is not None and pairs_per_axis(room, ndim) < 1:
-        what = "head width" if positions == "rope" else "width"
-        raise ValueError(f"{what} {room} has no room for {positions} positions on {ndim} axes; use at least {2 * ndim}")
 
 
 def check_heads(width: Any, heads: Any, kv_heads: Any = None) -> None:
@@ -273,42 +299,36 @@ class Encoder(nn.Module):
     ):
         """`block` is the class of the repeated blocks; `embed_bias` None: as in the other linear layers."""
         super().__init__()
-        assert c.width is not None
         assert c.depth is not None
-        assert c.heads is not None
-        assert c.patch is not None
         self.config = c
-        self.patch = per_axis(c.patch, ndim)
-        self.width, self.depth, self.heads = c.width, c.depth, c.heads
+        self.patch, made = c.patch_on(ndim), c.block()
+        width, heads = made.width, made.heads
+        self.width, self.depth, self.heads = width, c.depth, heads
         c.check_size(ndim, shape)
         voxels = num_voxels(self.patch)
         bias = c.bias if embed_bias is None else embed_bias
         self.patch_embed: PatchEmbed | VariableEmbed
         if c.variables is None:
             normed = c.patch_norm
-            self.patch_embed = PatchEmbed(
-                voxels * channels, c.width, bias=bias and not normed, normed=normed, eps=c.eps
-            )
+            self.patch_embed = PatchEmbed(voxels * channels, width, bias=bias and not normed, normed=normed, eps=c.eps)
         else:
-            self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=c.width, heads=c.heads, bias=bias)
+            self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=width, heads=heads, bias=bias)
         # How large an adaptive token is, in powers of two of a patch.
-        self.size_embed = nn.Linear(ndim, c.width) if isinstance(c.tokens, AdaptiveTokens) else None
+        self.size_embed = nn.Linear(ndim, width) if isinstance(c.tokens, AdaptiveTokens) else None
         self.prefix = int(c.cls_token) + c.registers  # tokens that stand before the patches
-        self.prefix_tokens = (
-            mark(nn.Parameter(torch.empty(self.prefix, c.width)), Normal(0.02)) if self.prefix else None
-        )
+        self.prefix_tokens = mark(nn.Parameter(torch.empty(self.prefix, width)), Normal(0.02)) if self.prefix else None
         learned, has_cls = c.positions == "learned", c.cls_token and c.cls_position
-        self.pos_embed = LearnedPositions(c.width, self.patch, shape, cls=has_cls) if learned else None
-        self.rope_turns = rope_turns(c, ndim, c.width // c.heads)
+        self.pos_embed = LearnedPositions(width, self.patch, shape, cls=has_cls) if learned else None
+        self.rope_turns = rope_turns(c, ndim, width // heads)
         if c.rope_origin == "centre" and shape is None:
             raise ValueError("rope_origin: centre needs the size of the input: set model.shape")
         # In patches from the first; coordinates stay as they are, since patches see only distances among themselves.
         self.origin = [0.0] * ndim
         if c.rope_origin == "centre" and shape is not None:
             self.origin = [(s / p - 1) / 2 for s, p in zip(shape, self.patch, strict=True)]
-        self.input_norm = make_norm(c.norm, c.width, c.eps) if c.input_norm else None
-        self.blocks = nn.ModuleList(block(c.block()) for _ in range(c.depth))
-        self.norm = make_norm(c.norm, c.width, c.eps) if norm else None
+        self.input_norm = make_norm(c.norm, width, c.eps) if c.input_norm else None
+        self.blocks = nn.ModuleList(block(made) for _ in range(c.depth))
+        self.norm = make_norm(c.norm, width, c.eps) if norm else None
 
     def rope(self, coordinates: Tensor, *, prefix: int, head_width: int, turns: Tensor | None) -> Tensor | None:
         """Rotation table for patches at these coordinates (voxels), after `prefix` tokens that are not turned.
@@ -330,7 +350,7 @@ class Encoder(nn.Module):
         return coordinates / constants(self.patch, coordinates) - 0.5
 
     def positions(self, coordinates: Tensor, width: int, learned: "LearnedPositions | None") -> Tensor | None:
-        """What is added to tokens at these coordinates, None when nothing is."""
+        """Return what is added to tokens at these coordinates, None when nothing is."""
         if self.config.positions == "sincos":
             return sincos(self.to_patches(coordinates), width)
         if learned is not None:
@@ -338,7 +358,7 @@ class Encoder(nn.Module):
         return None
 
     def derive(self, side: Side) -> Side:
-        """What attention needs: rotations, and which tokens may be attended to."""
+        """Add what attention needs: rotations, and which tokens may be attended to."""
         coordinates, valid = side["coordinates"], side.get("valid")
         rope = self.rope(coordinates, prefix=self.prefix, head_width=self.width // self.heads, turns=self.rope_turns)
         mask = self.sequence.keys(valid, prefix=self.prefix, tokens=coordinates.shape[1])
@@ -369,22 +389,15 @@ class Encoder(nn.Module):
             x = torch.cat([prefix.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
         return x if self.input_norm is None else self.input_norm(x)
 
-    def stages(self, first_block: int = 0) -> list[Stage]:
-        """Embedding, blocks and final norm; `first_block` is where its rows begin in the drop-path table."""
+    def stages(self) -> list[Stage]:
+        """Embedding, blocks and final norm."""
 
-        def run_block(block: nn.Module, index: int) -> Stage:
-            return Stage(
-                f"blocks.{index}",
-                lambda x, side: block(
-                    x, side["encoder_rope"], block_drop_path(side, first_block + index), side["encoder_mask"]
-                ),
-                ("coordinates", "valid", "drop_path"),
-                (block,),
-            )
+        def run(block: nn.Module, x: Tensor, side: Side, drop_path: Tensor | None) -> Tensor:
+            return block(x, side["encoder_rope"], drop_path, side["encoder_mask"])
 
         stages = [
             Stage("embed", self.embed, ("coordinates", "sizes", "valid", "variables"), self.embedding),
-            *[run_block(block, i) for i, block in enumerate(self.blocks)],
+            *block_stages(self.blocks, run, ("coordinates", "valid")),
         ]
         if (norm := self.norm) is not None:
             stages.append(Stage("norm", lambda x, side: norm(x), uses=(norm,)))
@@ -392,27 +405,57 @@ class Encoder(nn.Module):
 
     @property
     def embedding(self) -> tuple[nn.Module | nn.Parameter | None, ...]:
-        """What embed() reads."""
+        """The parts that embed() reads."""
         return (self.patch_embed, self.size_embed, self.prefix_tokens, self.pos_embed, self.input_norm)
 
     def flops(self, tokens: int) -> Flops:
         """Forward of one sample with so many embedded tokens, of all known variables."""
-        block = self.config.block()
-        one = self_block_flops(
-            tokens=tokens + self.prefix,
-            width=block.width,
-            kv_width=block.width // block.heads * block.kv_heads,
-            hidden=block.hidden,
-            gated=block.mlp == "swiglu",
-            last_read=block.scales or isinstance(self.blocks[0], ModulatedBlock),
-        )
-        positions = tokens
-        if self.config.variables is not None and self.config.separate:
-            positions = tokens // len(self.config.variables.known)
-        outside = self.patch_embed.flops(positions)
+        one = self.config.block().flops(tokens + self.prefix, last_read=isinstance(self.blocks[0], ModulatedBlock))
+        outside = self.patch_embed.flops(tokens // self.config.parts)
         if self.size_embed is not None:
             outside += 2.0 * tokens * self.size_embed.in_features * self.width
         return one * self.depth + Flops(outside=outside)
+
+
+class EncodedModel(Model):
+    """Base of the models that begin with the encoder."""
+
+    needed: ClassVar[tuple[str, ...]] = ("channels",)  # keys of the config that must be known by now
+    spared: ClassVar[tuple[str, ...]] = ()  # beside the encoder's own, see spared_from_decay()
+
+    def __init__(self, c: Any, **options: Any):
+        """`options` are the encoder's."""
+        super().__init__()
+        for key in self.needed:
+            if getattr(c, key) is None:
+                more = " (3 for colour images)" if key == "channels" else ", or data that tell"
+                more += ", or name the variables" if hasattr(encoder_of(c), "variables") and key == "channels" else ""
+                raise ValueError(f"{key} is not known; give it{more}")
+        if c.shape is not None:
+            c.check()
+        self.config = c
+        self.encoder = Encoder(encoder_of(c), ndim=c.ndim, channels=c.channels_in, shape=c.extent, **options)
+
+    def encoder_stages(self) -> list[Stage]:
+        return [stage.within("encoder") for stage in self.encoder.stages()]
+
+    def derive(self, side: Side) -> Side:
+        return self.encoder.derive(side)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.encoder.blocks)
+
+    def drop_path_rates(self) -> list[float]:
+        return spread_drop_path(self.encoder.config.drop_path, self.encoder.depth)
+
+    def spared_from_decay(self) -> list[str]:
+        return [*SPARED, *self.spared]
+
+    def count_tokens(self) -> int:
+        """Tokens of one sample of the configured shape, with all known variables."""
+        if self.config.extent is None:
+            raise ValueError("shape is not known; set model.shape to count FLOPs")
+        return self.encoder.config.count_tokens(self.config.extent)
 
 
 class LearnedPositions(nn.Module):

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.layers.block import Block, CrossBlock
-from vitrail.layers.flops import Flops, cross_block_flops, self_block_flops
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import Constant, Normal, initialise_here, mark
 from vitrail.layers.masks import MaskConfig, RandomMask, make_mask
-from vitrail.layers.patches import gather_tokens, grid_of, num_voxels, per_axis
+from vitrail.layers.patches import gather_tokens, grid_of, per_axis
 from vitrail.layers.tokens import AdaptiveTokens, Tokens
 from vitrail.layers.variables import VariableHead, pick
-from vitrail.models.decoder import DecoderBlocks, TokenDecoder
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
-from vitrail.models.inputs import make_inputs
-from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.models.decoder import DecodedModel, DecoderBlocks, TokenDecoder
+from vitrail.models.encoder import Encoder, EncoderConfig, ModelConfig
+from vitrail.models.model import Side, make_inputs
 from vitrail.recipe import config
 
 
@@ -41,7 +40,7 @@ class DecoderConfig(DecoderBlocks):
 
 
 @config
-class MAEConfig:
+class MAEConfig(ModelConfig):
     output: ClassVar[str] = "tokens"
 
     kind: Literal["mae"] = "mae"
@@ -53,7 +52,7 @@ class MAEConfig:
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
 
     def __post_init__(self) -> None:
-        settle_channels(self)
+        self.settle()
 
     def build(self) -> "MAE":
         return MAE(self)
@@ -61,13 +60,11 @@ class MAEConfig:
     @property
     def parts(self) -> int:
         """How many variables have tokens of their own: 1 where a token holds all channels."""
-        known = self.encoder.variables
-        return len(known.known) if known is not None and self.encoder.separate else 1
+        return self.encoder.parts
 
     @property
     def patch(self) -> tuple[int, ...]:
-        assert self.encoder.patch is not None
-        return per_axis(self.encoder.patch, self.ndim)
+        return self.encoder.patch_on(self.ndim)
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -81,8 +78,8 @@ class MAEConfig:
 
     def check(self) -> None:
         """Refuse what cannot be trained, once channels and shape are known."""
+        super().check()
         e, d = self.encoder, self.decoder
-        e.check_size(self.ndim, self.size)
         if d.kind != "linear":
             d.check(e, self.ndim)
         if isinstance(e.tokens, AdaptiveTokens) and self.mask.kind != "random":
@@ -99,41 +96,19 @@ class MAEConfig:
             )
 
 
-class MAE(Model):
+class MAE(DecodedModel):
     """forward(visible patches [B, n, P*C], coordinates=[B, n, ndim], queries=[B, m, ndim]) -> [B, m, P*C].
 
     `queries` are the coordinates of the hidden tokens to predict (`query_sizes` and `query_valid` belong to adaptive
     ones). With predict_visible the predictions of the visible tokens come first: [B, n + m, P*C].
     """
 
+    spared = ("mask_token", "decoder.variable")
+
     def __init__(self, c: MAEConfig):
-        super().__init__()
-        if c.channels is None:
-            raise ValueError("channels is not known; give it, or encoder.variables")
-        if c.shape is not None:
-            c.check()
-        self.config = c
-        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
-        self.features = num_voxels(c.patch) * c.channels
-        self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
-        self.decoder = Decoder(c, self.encoder, shape)
+        super().__init__(c)
+        self.decoder = Decoder(c, self.encoder)
         initialise_here(self)
-
-    def derive(self, side: Side) -> Side:
-        return self.decoder.derive(self.encoder.derive(side))
-
-    def stages(self) -> list[Stage]:
-        encoder = [stage.within("encoder") for stage in self.encoder.stages()]
-        return [*encoder, *(stage.within("decoder") for stage in self.decoder.stages(self.encoder.depth))]
-
-    def blocks(self) -> list[nn.Module]:
-        return [*self.encoder.blocks, *self.decoder.blocks]
-
-    def drop_path_rates(self) -> list[float]:
-        return [*spread_drop_path(self.config.encoder.drop_path, self.encoder.depth), *self.decoder.rates]
-
-    def spared_from_decay(self) -> list[str]:
-        return [*SPARED, "mask_token", "decoder.variable"]
 
     def inputs(self, images: Tensor, variables: Sequence[str] | None = None) -> dict[str, Any]:
         """Images with nothing hidden and every token asked for."""
@@ -162,7 +137,7 @@ class MAE(Model):
 
 
 def hide(inputs: dict[str, Any], visible: Tensor, hidden: Tensor) -> dict[str, Any]:
-    """Of the inputs for all tokens, those of the visible ones; of the hidden ones only where they are asked for."""
+    """Keep the inputs of the visible tokens; of the hidden ones only the places that are asked for."""
 
     def take(table: Tensor, index: Tensor) -> Tensor:
         return gather_tokens(table, index) if table.ndim == 3 else table.gather(1, index)
@@ -197,11 +172,11 @@ class Decoder(TokenDecoder):
 
     needs = (*TokenDecoder.needs, "queries", "query_sizes", "query_valid", "predict_visible")
 
-    def __init__(self, c: MAEConfig, encoder: Encoder, shape: tuple[int, ...] | None):
+    def __init__(self, c: MAEConfig, encoder: Encoder):
         assert c.channels is not None
         cross, linear = c.decoder.kind == "cross", c.decoder.kind == "linear"
         block = CrossBlock if cross else Block
-        super().__init__(None if linear else c.decoder, encoder, c.channels, shape=shape, block=block)
+        super().__init__(None if linear else c.decoder, encoder, c.channels, shape=c.extent, block=block)
         self.cross = cross
         self.mask_token = mark(nn.Parameter(torch.empty(1, 1, self.width)), Constant(0.0) if linear else Normal(0.02))
         # A mask token must say which variable it stands for, where each has its own.
@@ -256,8 +231,7 @@ class Decoder(TokenDecoder):
         if self.variable is not None:
             masks = torch.cat([self.name(part, side) for part in self.split(masks, side)], dim=1)
         if self.blocks:
-            options: dict[str, Any] = {"width": self.width, "learned": self.pos_embed, "sizes": self.size_embed}
-            masks = self.describe(masks, self.asked(side), **options)
+            masks = self.describe(masks, self.asked(side))
         return torch.cat([super().place(x, side), masks], dim=1)
 
     def split(self, x: Tensor, side: Side) -> list[Tensor]:
@@ -278,22 +252,3 @@ class Decoder(TokenDecoder):
         """Visible and hidden tokens apart, where each part is variable by variable."""
         parts = self.split(x, side) if isinstance(self.head, VariableHead) and self.head.separate else [x]
         return torch.cat([super(Decoder, self).to_voxels(part, side) for part in parts], dim=1)
-
-    def flops(self, visible: int, predicted: int = 0, predict_visible: bool = True) -> Flops:
-        c, width, memory = self.block_config, self.width, visible + self.prefix
-        wanted = predicted + (visible if predict_visible else 0)
-        head = Flops(outside=2.0 * wanted * width * self.features)
-        if self.embed is None:
-            return head
-        outside = 2.0 * memory * self.embed.in_features * width
-        if self.size_embed is not None:
-            # A cross decoder asks for visible tokens once more.
-            sized = visible + (wanted if self.cross else predicted)
-            outside += 2.0 * sized * self.size_embed.in_features * width
-        make: Any = {"width": width, "hidden": c.hidden, "gated": c.mlp == "swiglu", "last_read": c.scales}
-        if self.cross:
-            one = cross_block_flops(queries=wanted, memory=memory, **make)
-        else:
-            tokens = memory + predicted
-            one = self_block_flops(tokens=tokens, kv_width=width, **make)
-        return one * len(self.blocks) + Flops(outside=outside) + head

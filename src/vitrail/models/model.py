@@ -1,21 +1,99 @@
-"""What every model is: stages in order, through which one tensor flows.
+"""The base of every model: stages in order, through which one tensor flows.
 
 A model knows nothing of ranks. It lists its stages with the side inputs that each needs (pipelines cut there), its
 repeated blocks (what is checkpointed, compiled and sharded one by one), its drop-path rates and the parameters that
 weight decay spares. parallelize() and the trainer obey these lists.
+
+From images to a model's inputs: tokens, and what else its config asks for. No parameters take part.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from vitrail.draws import Draws
+from vitrail.layers.attention import WHOLE, TokenSequence
 from vitrail.layers.flops import Flops
-from vitrail.layers.sequence import WHOLE, TokenSequence
-from vitrail.models.inputs import make_inputs
+from vitrail.layers.patches import Slab, per_axis
+from vitrail.layers.tokens import Tokens, tokenize
 from vitrail.recipe.kinds import nearest
+
+
+def encoder_of(config: Any) -> Any:
+    """The encoder's config: a part of the model's, or (for plain ViTs) the model's own."""
+    return getattr(config, "encoder", config)
+
+
+def known_variables(config: Any) -> Any:
+    """Return the variables that a model knows by name (EncoderConfig.variables); None where it knows none."""
+    return getattr(encoder_of(config), "variables", None)
+
+
+def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tuple[int, ...] | None:
+    """Where the variables of a batch stand among those that the model knows; None where it knows no names."""
+    known = known_variables(config)
+    if known is None:
+        expected = getattr(config, "channels_in", config.channels)
+        if expected is not None and channels != expected:
+            raise ValueError(
+                f"images have {channels} channels, the model {expected}; give it as many, or a model that "
+                f"knows variables by name ({'variables' if encoder_of(config) is config else 'encoder.variables'})"
+            )
+        return None
+    if names is None:
+        if channels != len(known.known):
+            raise ValueError(f"images have {channels} channels: say which of {list(known.known)} these are (variables)")
+        names = known.known
+    if len(names) != channels:
+        raise ValueError(f"images have {channels} channels, but {len(names)} variables are named: {list(names)}")
+    return known.ids(names)
+
+
+def make_inputs(
+    config: Any,
+    images: Tensor,
+    *,
+    variables: Sequence[str] | None = None,
+    scored: Tensor | None = None,
+    draws: Draws | None = None,
+    slab: Slab | None = None,
+) -> tuple[dict[str, Any], Tokens]:
+    """Keyword inputs of a model for normalised images [B, C, *S], and their tokens (the way back to voxels).
+
+    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read) and vary with `draws`.
+    Where the images are a `slab` of larger ones, the inputs are of the larger ones, with Rows in the place of values.
+    """
+    if images.ndim != config.ndim + 2:
+        axes = "zyx"[-config.ndim :] if config.ndim <= 3 else [f"axis {i}" for i in range(config.ndim)]
+        expected = f"[batch, channels, {', '.join(axes)}]"
+        raise ValueError(f"images have shape {list(images.shape)}; a model of {config.ndim} axes takes {expected}")
+    encoder = encoder_of(config)
+    size = tuple(images.shape[2:]) if slab is None else slab.size
+    if encoder.positions == "learned" and config.shape is not None and size != per_axis(config.shape, config.ndim):
+        raise ValueError(
+            f"images of {list(size)} do not fit learned positions for {list(per_axis(config.shape, config.ndim))}; "
+            "resize the images, or use positions sincos or rope"
+        )
+    ids = variable_ids(config, variables, images.shape[1])
+    separate = ids is not None and encoder.variables.aggregate == "none"
+    patch = per_axis(encoder.patch, config.ndim)
+    tokens = tokenize(images, encoder.tokens, patch, separate=separate, scored=scored, draws=draws, slab=slab)
+    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates}
+    if tokens.tree is not None:
+        inputs |= {"sizes": tokens.sizes, "valid": tokens.valid}
+    if ids is not None:
+        inputs["variables"] = ids
+    if getattr(config, "output", None) == "pixels":
+        inputs["size"] = size
+    if getattr(config, "wants_tree", False) and tokens.tree is not None:
+        inputs["tree"] = tokens.tree
+    if getattr(config, "wants_image", False):
+        inputs["image"] = images
+    return inputs, tokens
+
 
 Side = dict[str, Any]
 
@@ -33,6 +111,12 @@ class Stage:
     needs: tuple[str, ...] = ()
     uses: tuple[nn.Module | nn.Parameter | None, ...] = ()
 
+    def more(
+        self, run: Callable[[Tensor, Side], Tensor], needs: Sequence[str], *uses: nn.Module | nn.Parameter | None
+    ) -> "Stage":
+        """A step in the place of this one that needs and uses more."""
+        return replace(self, run=run, needs=(*self.needs, *needs), uses=(*self.uses, *uses))
+
     def within(self, part: str) -> "Stage":
         """The same step as one of a part of a model."""
         return replace(self, name=f"{part}.{self.name}")
@@ -47,7 +131,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def stages(self) -> list[Stage]:
-        """What the model does, in order."""
+        """List the steps of the model, in order."""
 
     def derive(self, side: Side) -> Side:
         """Side inputs computed once from the given ones (rotation tables, say), the same on every rank."""
@@ -70,7 +154,7 @@ class Model(nn.Module, ABC):
         """Forward of one training sample."""
 
     def inputs(self, images: Tensor, variables: Sequence[str] | None = None) -> dict[str, Any]:
-        """What forward() takes for normalised images [B, C, *S]: model(**model.inputs(images))."""
+        """Return the inputs of forward() for normalised images [B, C, *S]: model(**model.inputs(images))."""
         return make_inputs(self.config, images, variables=variables)[0]
 
     def forward(self, x: Tensor, **side: Any) -> Tensor:
@@ -93,10 +177,26 @@ class Model(nn.Module, ABC):
             raise ValueError(f"{name!r} is no input of {type(self).__name__}{hint}")
 
 
-def block_drop_path(side: Side, index: int) -> Tensor | None:
-    """The factors [B, 2] of one block out of the whole table, None without drop path."""
-    table = side.get("drop_path")
-    return None if table is None else table[:, index]
+def block_stages(
+    blocks: Iterable[nn.Module],
+    run: Callable[[nn.Module, Tensor, Side, Tensor | None], Tensor],
+    needs: tuple[str, ...],
+    first: int = 0,
+) -> list[Stage]:
+    """A stage for each block: run(block, x, side, drop path).
+
+    Drop path is the block's own [B, 2] out of the whole table [B, depth, 2], whose row `first` is that of the first
+    block here; None without drop path.
+    """
+
+    def stage(index: int, block: nn.Module) -> Stage:
+        def run_one(x: Tensor, side: Side) -> Tensor:
+            table = side.get("drop_path")
+            return run(block, x, side, None if table is None else table[:, first + index])
+
+        return Stage(f"blocks.{index}", run_one, (*needs, "drop_path"), (block,))
+
+    return [stage(index, block) for index, block in enumerate(blocks)]
 
 
 def spread_drop_path(rate: float, depth: int) -> list[float]:

@@ -6,20 +6,20 @@
   token), GELU, and a linear layer to classes. The original has no GELU, which leaves one linear map
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
-from vitrail.layers.patches import num_voxels, per_axis
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
-from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.layers.patches import num_voxels
+from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig
+from vitrail.models.model import Side, Stage
 from vitrail.recipe import config
 
 
 @config
-class SAPConfig:
+class SAPConfig(ModelConfig):
     output: ClassVar[str] = "tokens"
     origin: ClassVar[str] = "Zhang et al. 2024 (SC24); UCF-VIT"
 
@@ -36,63 +36,37 @@ class SAPConfig:
             raise ValueError(f"classes {self.classes} must be at least 1")
         if self.features < 1:
             raise ValueError(f"features {self.features} must be at least 1")
-        settle_channels(self)
+        self.settle()
 
     def build(self) -> "SAP":
         return SAP(self)
 
-    def check(self) -> None:
-        """Refuse what cannot be trained, once channels and shape are known."""
-        assert self.shape is not None
-        self.encoder.check_size(self.ndim, per_axis(self.shape, self.ndim))
 
-
-class SAP(Model):
+class SAP(EncodedModel):
     """forward(tokens [B, N, P*C], coordinates, sizes, valid) -> [B, N, P*classes], to be painted by the tree.
 
     Variables with tokens of their own vote: Tokens.paint(..., merge=True) averages them.
     """
 
+    needed = ("channels", "classes")
+
     def __init__(self, c: SAPConfig):
-        super().__init__()
-        for key in ("channels", "classes"):
-            if getattr(c, key) is None:
-                raise ValueError(f"{key} is not known; give it")
-        assert c.channels is not None
+        super().__init__(c)
         assert c.classes is not None
-        if c.shape is not None:
-            c.check()
-        self.config = c
-        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
-        self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
         self.voxels = num_voxels(self.encoder.patch)
         self.expand = nn.Linear(self.encoder.width, self.voxels * c.features, bias=False)
         self.head = nn.Linear(c.features, c.classes)
         initialise_here(self)
 
-    def derive(self, side: Side) -> Side:
-        return self.encoder.derive(side)
-
     def stages(self) -> list[Stage]:
-        encoder = [stage.within("encoder") for stage in self.encoder.stages()]
-        return [*encoder, Stage("head", self.predict, uses=(self.expand, self.head))]
+        return [*self.encoder_stages(), Stage("head", self.predict, uses=(self.expand, self.head))]
 
     def predict(self, x: Tensor, side: Side) -> Tensor:
         x = self.expand(x[:, self.encoder.prefix :]).unflatten(-1, (self.voxels, -1))  # B N P F
         return self.head(nn.functional.gelu(x)).flatten(-2)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.encoder.blocks)
-
-    def drop_path_rates(self) -> list[float]:
-        return spread_drop_path(self.config.encoder.drop_path, self.encoder.depth)
-
-    def spared_from_decay(self) -> list[str]:
-        return list(SPARED)
-
     def flops(self) -> Flops:
-        assert self.config.shape is not None
-        tokens = self.config.encoder.count_tokens(per_axis(self.config.shape, self.config.ndim))
-        features: Any = self.config.features
+        """Forward of one sample of the configured shape."""
+        tokens, features = self.count_tokens(), self.head.in_features
         head = 2.0 * tokens * self.voxels * features * (self.encoder.width + self.head.out_features)
         return self.encoder.flops(tokens) + Flops(outside=head)

@@ -10,7 +10,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
@@ -32,10 +31,10 @@ from vitrail.layers.convolutions import (
 )
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
-from vitrail.layers.patches import grid_of, per_axis
+from vitrail.layers.patches import grid_of
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
-from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig
+from vitrail.models.model import Side, Stage
 from vitrail.recipe import config
 
 STEPS = 4
@@ -43,7 +42,7 @@ _INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 @config
-class UNETRConfig:
+class UNETRConfig(ModelConfig):
     output: ClassVar[str] = "pixels"
     origin: ClassVar[str] = "Hatamizadeh et al. 2021"
     wants_tree: ClassVar[bool] = True
@@ -67,7 +66,7 @@ class UNETRConfig:
             raise ValueError(f"features {self.features} must be at least 1")
         if self.classes is not None and self.classes < 1:
             raise ValueError(f"classes {self.classes} must be at least 1")
-        settle_channels(self)
+        self.settle()
         if self.decoder == "linear":
             return
         assert self.encoder.depth is not None
@@ -91,13 +90,12 @@ class UNETRConfig:
 
     @property
     def patch(self) -> tuple[int, ...]:
-        assert self.encoder.patch is not None
-        return per_axis(self.encoder.patch, self.ndim)
+        return self.encoder.patch_on(self.ndim)
 
     @property
     def size(self) -> tuple[int, ...]:
-        assert self.shape is not None
-        return per_axis(self.shape, self.ndim)
+        assert self.extent is not None
+        return self.extent
 
     def grid(self) -> tuple[int, ...]:
         """Cells of a patch along each axis."""
@@ -113,9 +111,13 @@ class UNETRConfig:
         assert self.encoder.depth is not None
         return [(i + 1) * (self.encoder.depth // STEPS) for i in range(STEPS - 1)] if self.wants_image else []
 
+    def widths(self, width: int) -> list[int]:
+        """Channels before the first of the decoder's steps and after each."""
+        return [width, *(self.features * 2**i for i in reversed(range(STEPS)))]
+
     def check(self) -> None:
         """Refuse what cannot be trained, once channels, classes and shape are known."""
-        self.encoder.check_size(self.ndim, self.size)
+        super().check()
         if not self.wants_image:
             return
         coarsest = [g * f for g, f in zip(self.grid(), upsampling(self.patch)[0], strict=True)]
@@ -126,24 +128,17 @@ class UNETRConfig:
             )
 
 
-class UNETR(Model):
+class UNETR(EncodedModel):
     """forward(patches [B, N, P*C], coordinates=[B, N, ndim], image=[B, C, *S]) -> logits [B, classes, *S].
 
     Without skips, and with the linear decoder, there is no image, and S is the configured shape (or the tree's).
     """
 
     config: UNETRConfig
+    needed = ("channels", "classes")
 
     def __init__(self, c: UNETRConfig):
-        super().__init__()
-        if c.channels is None or c.classes is None:
-            missing = "channels" if c.channels is None else "classes"
-            raise ValueError(f"{missing} is not known; give it, or data that tell")
-        if c.shape is not None:
-            c.check()
-        self.config = c
-        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
-        self.encoder = Encoder(c.encoder, ndim=c.ndim, channels=c.channels, shape=shape)
+        super().__init__(c)
         kind = LinearDecoder if c.decoder == "linear" else SkipDecoder if c.skips else PlainDecoder
         self.decoder: LinearDecoder | SkipDecoder | PlainDecoder = kind(c, self.encoder.width)
         initialise_here(self)
@@ -164,8 +159,8 @@ class UNETR(Model):
             return run_and_keep
 
         encoder = [
-            (replace(s, run=tapped(s.run), needs=(*s.needs, "taps")) if s.name in kept else s).within("encoder")
-            for s in self.encoder.stages()
+            (stage.more(tapped(stage.run), ("taps",)) if stage.name in kept else stage).within("encoder")
+            for stage in self.encoder.stages()
         ]
         return [*encoder, *(stage.within("decoder") for stage in self.decoder.stages(self.to_maps))]
 
@@ -193,16 +188,9 @@ class UNETR(Model):
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder.blocks, *self.decoder.blocks()]
 
-    def drop_path_rates(self) -> list[float]:
-        """Of the encoder's blocks alone: the decoder's have no such branches."""
-        return spread_drop_path(self.config.encoder.drop_path, self.encoder.depth)
-
-    def spared_from_decay(self) -> list[str]:
-        return SPARED
-
     def flops(self) -> Flops:
         """Forward of one sample of the configured shape."""
-        tokens = self.config.encoder.count_tokens(self.config.size)
+        tokens = self.count_tokens()
         return self.encoder.flops(tokens) + self.decoder.flops(tokens)
 
 
@@ -232,7 +220,7 @@ class SkipDecoder(nn.Module):
         self.config = c
         make: dict[str, Any] = {"residual": c.residual, "affine": c.norm == "affine"}
         self.factors = factors = upsampling(c.patch, STEPS)
-        widths = [width, *(c.features * 2**i for i in reversed(range(STEPS)))]
+        widths = c.widths(width)
         self.image = ConvBlock(c.ndim, c.channels, c.features, named=c.encoder.variables is not None, **make)
         # One for each tap, earliest tap first: it rises to where it is joined.
         self.skips = nn.ModuleList(
@@ -286,8 +274,7 @@ class PlainDecoder(nn.Module):
         super().__init__()
         assert c.classes is not None
         self.config = c
-        self.factors = upsampling(c.patch, STEPS)
-        widths = [width, *(c.features * 2**i for i in reversed(range(STEPS)))]
+        self.factors, widths = upsampling(c.patch, STEPS), c.widths(width)
         self.ups = nn.ModuleList(
             step_up(inputs, outputs, factor)
             for inputs, outputs, factor in zip(widths[:-1], widths[1:], self.factors, strict=True)

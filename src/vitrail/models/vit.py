@@ -2,6 +2,12 @@
 
 - pooled by class token, mean, attention (one learned query), or not at all ("tokens")
 - classes: 0 gives the pooled feature itself
+
+The vision transformer of the Frontier sharding study: the encoder with that study's choices.
+
+- dual patch norm, one more norm before the first block, learned positions on patches only
+- blocks x + LN(f(x)), QK-norm, SwiGLU with 2.6875 hidden channels for each (5B: 15360 in all)
+- the class token is classified; images of 224 x 224
 """
 
 from typing import Any, ClassVar, Literal
@@ -9,19 +15,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.layers.attention import CrossAttention
+from vitrail.layers.attention import CrossAttention, mask_of
 from vitrail.layers.block import BlockConfig
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import Normal, initialise_here, mark
-from vitrail.layers.patches import per_axis
-from vitrail.layers.sequence import mask_of
-from vitrail.models.encoder import SPARED, Encoder, EncoderConfig, settle_channels
-from vitrail.models.model import Model, Side, Stage, spread_drop_path
+from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions
+from vitrail.models.model import Side, Stage
 from vitrail.recipe import config
 
 
 @config
-class ViTConfig(EncoderConfig):
+class ViTConfig(EncoderConfig, ModelConfig):
     output: ClassVar[str] = "classes"
     origin: ClassVar[str] = "Dosovitskiy et al. 2020; Touvron et al. 2021 (Ti, S); Zhai et al. 2022 (g, G)"
 
@@ -41,32 +45,22 @@ class ViTConfig(EncoderConfig):
             raise ValueError(f"classes {self.classes} must be at least 0")
         if not 0 <= self.head_dropout < 1:
             raise ValueError(f"head_dropout {self.head_dropout} must be at least 0 and below 1")
-        settle_channels(self)
-
-    def check(self) -> None:
-        """Refuse what cannot be trained, once channels and shape are known."""
-        self.check_size(self.ndim, None if self.shape is None else per_axis(self.shape, self.ndim))
+        self.settle()
 
     def build(self) -> "ViT":
         return ViT(self)
 
 
-class ViT(Model):
+class ViT(EncodedModel):
     """forward(patches [B, N, P*C], coordinates=[B, N, ndim]) -> features [B, D], logits [B, classes] or tokens."""
 
+    spared = ("query",)
+
     def __init__(self, c: ViTConfig):
-        super().__init__()
-        if c.channels is None:
-            raise ValueError("channels is not known; give it (3 for colour images), or variables")
-        self.config = c
-        shape = None if c.shape is None else per_axis(c.shape, c.ndim)
-        self.encoder = Encoder(c, ndim=c.ndim, channels=c.channels, shape=shape)
+        super().__init__(c)
         self.pool = AttentionPool(c.block()) if c.pool == "attention" else None
         self.head = nn.Linear(self.encoder.width, c.classes, bias=True) if c.classes else nn.Identity()
         initialise_here(self)
-
-    def derive(self, side: Side) -> Side:
-        return self.encoder.derive(side)
 
     def stages(self) -> list[Stage]:
         return [
@@ -100,21 +94,9 @@ class ViT(Model):
         total = self.sequence.total(torch.where(valid.unsqueeze(-1), x, 0).float().sum(dim=1))
         return (total / number.clamp(min=1)).to(x.dtype)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.encoder.blocks)
-
-    def drop_path_rates(self) -> list[float]:
-        return spread_drop_path(self.config.drop_path, self.encoder.depth)
-
-    def spared_from_decay(self) -> list[str]:
-        return [*SPARED, "query"]
-
     def flops(self) -> Flops:
         """Forward of one sample of the configured shape, all of its patches given."""
-        if self.config.shape is None:
-            raise ValueError("shape is not known; set it to count FLOPs")
-        tokens = self.config.count_tokens(per_axis(self.config.shape, self.config.ndim))
-        width = self.encoder.width
+        tokens, width = self.count_tokens(), self.encoder.width
         head = 2.0 * width * (self.config.classes or 0) * (tokens if self.config.pool == "tokens" else 1)
         if self.pool is not None:
             head += self.pool.flops(tokens + self.encoder.prefix)
@@ -136,3 +118,36 @@ class AttentionPool(nn.Module):
     def flops(self, tokens: int) -> float:
         width = self.query.shape[-1]
         return 4.0 * width * width * (1 + tokens) + 4.0 * width * tokens
+
+
+@config
+class StudyViTConfig(ViTConfig):
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "Base": {"width": 768, "depth": 12, "heads": 12, "patch": 16},
+        "Huge": {"width": 1280, "depth": 32, "heads": 16, "patch": 14},
+        "1B": {"width": 1536, "depth": 32, "heads": 16, "patch": 14},
+        "3B": {"width": 2816, "depth": 32, "heads": 32, "patch": 14},
+        "5B": {"width": 1792, "depth": 56, "heads": 16, "patch": 14, "hidden": 15360},
+        "15B": {"width": 5040, "depth": 48, "heads": 48, "patch": 14},
+    }
+    gated_ratio: ClassVar[float] = 2.6875
+    origin: ClassVar[str] = "Tsaris et al. 2024 (arXiv 2404.11706), as its benchmark builds it"
+
+    kind: Literal["study_vit"] = "study_vit"  # type: ignore[assignment]
+    mlp: Literal["gelu", "swiglu"] = "swiglu"
+    qk_norm: bool = True
+    patch_norm: bool = True
+    input_norm: bool = True
+    residual: Literal["pre", "post"] = "post"
+    positions: Positions = "learned"
+    cls_token: bool = True
+    cls_position: bool = False
+    pool: Literal["cls", "mean", "attention", "tokens"] = "cls"
+    classes: int | None = 1000
+    shape: int | tuple[int, ...] | None = 224
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden is None and self.mlp_ratio is None:
+            assert self.width is not None
+            object.__setattr__(self, "hidden", int(self.width * self.gated_ratio))

@@ -1,1 +1,1 @@
-"""What models are trained for, one file each."""
+"""Objectives: one file for each thing that models are trained for."""

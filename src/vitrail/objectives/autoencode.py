@@ -17,8 +17,6 @@ from torch import Tensor
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
-from vitrail.layers.parts import WHOLE, Part
-from vitrail.layers.tokens import Exchange
 from vitrail.models.autoencoder import AutoencoderConfig, latent_shape, num_latents
 from vitrail.objectives.objective import Loss, Objective, normalise
 from vitrail.recipe import config
@@ -61,16 +59,7 @@ class Autoencode(Objective):
     def tokens_per_sample(self) -> int:
         return num_latents(self.model)
 
-    def prepare(
-        self,
-        batch: Batch,
-        draws: Draws,
-        *,
-        evaluating: bool = False,
-        part: Part = WHOLE,
-        exchange: Exchange | None = None,
-    ) -> tuple[dict[str, Any], Targets]:
-        assert part.count == 1  # layouts that share samples are refused: there is no attention to share
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
         own = batch.statistics or self.statistics.tensors()
         images = normalise(batch.values, own)
         inputs: dict[str, Any] = {"x": images}
@@ -112,7 +101,7 @@ class Autoencode(Objective):
         }
 
     def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
-        from vitrail.report.pairs import pairs_panel
+        from vitrail.report.panels import pairs_panel
 
         again = (output.float() * targets.std + targets.mean).cpu().numpy()
         which = "held-out" if held_out else "training"

@@ -16,11 +16,9 @@ from torch.nn import functional
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
-from vitrail.layers.parts import WHOLE, Part, Slab
 from vitrail.layers.patches import per_axis
-from vitrail.layers.tokens import Exchange
-from vitrail.models.inputs import encoder_of
-from vitrail.objectives.objective import Loss, Objective, check_labels, check_names, make_part, slab_of
+from vitrail.models.model import encoder_of
+from vitrail.objectives.objective import Loss, Objective, by_slabs, check_labels, check_names, inputs_of
 from vitrail.recipe import config
 
 
@@ -62,19 +60,9 @@ class Classify(Objective):
     def tokens_per_sample(self) -> int:
         return encoder_of(self.model).count_tokens(per_axis(self.model.shape, self.model.ndim))
 
-    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
-        return slab_of(self.model, crop, part)
-
-    def prepare(
-        self,
-        batch: Batch,
-        draws: Draws,
-        *,
-        evaluating: bool = False,
-        part: Part = WHOLE,
-        exchange: Exchange | None = None,
-    ) -> tuple[dict[str, Any], Tensor]:
-        inputs, _ = make_part(self.model, batch, self.statistics, part, None if evaluating else draws)
+    @by_slabs
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Tensor]:
+        inputs, _ = inputs_of(self.model, batch, self.statistics, None if evaluating else draws)
         rate = getattr(self.model, "head_dropout", 0.0)
         if rate and not evaluating:
             kept = draws.uniform("head_dropout", encoder_of(self.model).width) >= rate

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Statistics
 from vitrail.diffusion import Prediction, Steps
-from vitrail.objectives.generate import Generate
-from vitrail.objectives.generate_config import GenerateConfig
+from vitrail.objectives.generate import Generate, GenerateConfig
 from vitrail.recipe import config
 
 

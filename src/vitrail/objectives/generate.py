@@ -1,7 +1,7 @@
 """Learn to make samples like the data: what `denoise` (DDPM) and `flow` (rectified flow) share.
 
 - noise, time and dropped labels of a sample are functions of (run.seed, its counter), the same under every layout;
-  noise belongs to voxels, so that ranks with parts of a sample make just theirs
+  noise belongs to voxels, so that of a slab of a crop just its own is made
 - classes condition a model that knows some (model.classes, or `classes: true` to take them from the data); a share of
   the labels is hidden in training (model.label_dropout), which is what guidance needs
 - `condition` names variables that are given, not made; with `coarse: N` the image itself, averaged over blocks of N
@@ -13,9 +13,9 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +25,12 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.diffusion import Prediction, Process, SamplingConfig, guided, sample
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
-from vitrail.layers.modulation import check_class_ids, drop_labels
-from vitrail.layers.parts import WHOLE, Part, Slab, cut, join
-from vitrail.layers.patches import per_axis
-from vitrail.layers.tokens import Exchange, Tokens, tokenize
-from vitrail.models.inputs import encoder_of
-from vitrail.objectives.objective import Loss, Objective, check_labels, normalise, part_of, slab_of
+from vitrail.layers.block import check_class_ids, drop_labels
+from vitrail.layers.patches import Slab, per_axis
+from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens, tokenize
+from vitrail.models.model import encoder_of, make_inputs
+from vitrail.objectives.objective import Loss, Objective, by_slabs, check_labels, check_names, normalise
+from vitrail.recipe import config
 
 QUARTERS = 4  # of the way from noise to data, the noisiest first
 ROWS = 10  # classes in a picture
@@ -38,14 +38,14 @@ ROWS = 10  # classes in a picture
 
 @dataclass(frozen=True)
 class Targets:
-    values: Tensor  # [B, n, P*C] what the model is to answer for this part's tokens
+    values: Tensor  # [B, n, P*C] what the model is to answer
     weights: Tensor  # [B] of the squared errors
     quarter: Tensor | None  # [B] of the way from noise to data, where validation measures
-    valid: Tensor | None  # [B, n] false for copies
+    valid: Tensor | None  # [B, n] false for padding
 
 
 class Shown(NamedTuple):
-    """What a picture shows beside the samples."""
+    """Labels and conditions that a picture shows beside the samples."""
 
     labels: Tensor | None  # [B]
     given: Tensor | None  # [B, K, *S] the condition, in the data's units
@@ -64,6 +64,8 @@ class Generate(Objective):
         c.check_model(model)
         self.config, self.model, self.statistics = c, model, statistics
         self.process, self.predict = process, predict
+        # Blocks of a coarse image are averaged.
+        self.axes = TokenAxes(output=(TOKENS,), targets=("values", "valid"), planes=c.coarse or 1)
         self.classes: int | None = getattr(model, "classes", None)
         self.names = c.names or tuple(f"class {number}" for number in range(self.classes or 0))
         self.size = per_axis(model.shape, model.ndim)
@@ -119,17 +121,12 @@ class Generate(Objective):
     def tokens_per_sample(self) -> int:
         return encoder_of(self.model).count_tokens(self.size)
 
-    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
-        slab = slab_of(self.model, crop, part)
-        # Blocks of a coarse image must lie within slabs.
-        return None if slab is None or len(slab.rows) % (self.config.coarse or 1) else slab
-
     def fields(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What is made and what is given, normalised."""
+        """Return what is made and what is given, normalised."""
         return self.split(normalise(batch.values, batch.statistics or self.statistics))
 
     def split(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What is made [B, C, *S] and what is given [B, K, *S] or None, of all variables or of a slab; fractions."""
+        """Return what is made [B, C, *S] and what is given [B, K, *S] or None, of images of all variables."""
         given: list[Tensor] = []
         c = self.config
         if c.condition:
@@ -139,15 +136,8 @@ class Generate(Objective):
             given.insert(0, coarsen(images, c.coarse))
         return images, torch.cat(given, dim=1) if given else None
 
-    def prepare(
-        self,
-        batch: Batch,
-        draws: Draws,
-        *,
-        evaluating: bool = False,
-        part: Part = WHOLE,
-        exchange: Exchange | None = None,
-    ) -> tuple[dict[str, Any], Targets]:
+    @by_slabs
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
         data, given = self.fields(batch)
         device = data.device
 
@@ -167,11 +157,12 @@ class Generate(Objective):
                 hidden = sent(draws.uniform("label_dropout", 1)[:, 0], device)
                 labels = drop_labels(labels, hidden, self.model.label_dropout, self.classes)
         noisy = self.process.mix(data, noise, times)
-        inputs, tokens = self.inputs(noisy, given, told, labels, part, names=batch.variables, slab=batch.slab)
+        inputs, like = self.inputs(noisy, given, told, labels, names=batch.variables, slab=batch.slab)
         wanted = self.process.target(data, noise, times, self.predict)
-        values = self.in_tokens(wanted, tokens, part)
+        encoder = encoder_of(self.model)
+        tokens = tokenize(wanted, encoder.tokens, like.patch, separate=like.separate > 1, slab=batch.slab)
         quarter = None if quarter is None else sent(quarter, device)
-        return inputs, Targets(values, weights, quarter, inputs.get("valid"))
+        return inputs, Targets(tokens.take(), weights, quarter, inputs.get("valid"))
 
     def inputs(
         self,
@@ -179,23 +170,16 @@ class Generate(Objective):
         given: Tensor | None,
         told: Tensor,
         labels: Tensor | None,
-        part: Part,
         *,
         names: Sequence[str] = (),
         slab: Slab | None = None,
     ) -> tuple[dict[str, Any], Tokens]:
-        """Inputs of the model for a part of noisy samples, and the tokens of the whole."""
+        """Make the inputs of the model for noisy samples, and their tokens."""
         images = x if given is None else torch.cat([x, given], dim=1)
         names = () if given is not None else names  # models that know variables by name take no condition
-        inputs, tokens = part_of(self.model, images, part, variables=names or None, slab=slab)
+        inputs, tokens = make_inputs(self.model, images, variables=names or None, slab=slab)
         inputs["times"] = told
         return inputs if labels is None else inputs | {"labels": labels}, tokens
-
-    def in_tokens(self, images: Tensor, like: Tokens, part: Part) -> Tensor:
-        """Values [B, n, P*C] of a part of the tokens, in the order in which the model gives them."""
-        encoder = encoder_of(self.model)
-        tokens = tokenize(images, encoder.tokens, like.patch, separate=like.separate > 1, slab=like.slab)
-        return tokens.values if like.slab is not None else cut(tokens.values, part, groups=like.separate)
 
     def squares(self, output: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Squared errors of each sample [B], added up, and of how many values they are."""
@@ -230,7 +214,7 @@ class Generate(Objective):
 
     def generate(
         self,
-        run: Callable[[dict[str, Any]], list[Tensor]],
+        run: Callable[[dict[str, Any]], Tensor],
         *,
         counters: Sequence[int],
         seed: int,
@@ -239,15 +223,14 @@ class Generate(Objective):
         statistics: tuple[Tensor, Tensor] | None = None,
         settings: SamplingConfig | None = None,
         device: torch.device | str = "cpu",
-        part: Part = WHOLE,
         tick: Callable[[], None] = lambda: None,
         seen: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Samples [B, C, *S] in the data's units, float32; each is a function of the seed and its counter.
 
-        `run` gives the outputs of all parts for the inputs of this one. Labels [B] are numbers of classes (the number
-        of all of them stands for none); without labels none has a class. The condition is as fields() gives it, and
-        `statistics` are what it was normalised with, as own_statistics() gives them.
+        `run` gives the model's output for inputs. Labels [B] are numbers of classes (the number of all of them stands
+        for none); without labels none has a class. The condition is as fields() gives it, and `statistics` are what it
+        was normalised with, as own_statistics() gives them.
         """
         settings = settings or self.config.sampling
         self.check_sampling(settings)
@@ -268,8 +251,8 @@ class Generate(Objective):
 
         def answer(x: Tensor, times: Tensor, labels: Tensor | None) -> Tensor:
             given = None if condition is None else condition.to(x).repeat(len(x) // len(condition), *[1] * (x.ndim - 1))
-            inputs, tokens = self.inputs(x, given, self.process.told(times), labels, part, names=self.made)
-            return tokens.paint(join(run(inputs), tokens.number, groups=tokens.separate)).float()
+            inputs, tokens = self.inputs(x, given, self.process.told(times), labels, names=self.made)
+            return tokens.paint(run(inputs)).float()
 
         if self.classes is None:
             model = lambda x, times: answer(x, times, None)  # noqa: E731
@@ -303,7 +286,7 @@ class Generate(Objective):
         ]
 
     def own_statistics(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Those of a batch where it has its own, [B, V] of all variables; of one that it lacks, the shared ones."""
+        """Return samples' own statistics, [B, V] of all variables; of one that the batch lacks, the shared ones."""
         known = tuple(self.config.variables or ())
         if batch.statistics is None or not known or not batch.variables or batch.variables == known:
             return batch.statistics
@@ -317,7 +300,7 @@ class Generate(Objective):
     # ------------------------------------------------------------ pictures
 
     def choose(self, counters: Sequence[int], label_of: Callable[[int], int | None]) -> list[int]:
-        """As many of each class, of some that are spread over all where there are many, class by class."""
+        """Choose equally many samples of each class, class by class; of many classes, some that are spread over all."""
         counters = counters[:4096]
         if self.classes is None or self.model.condition_channels:
             return list(counters[: self.pictured // 2])
@@ -332,10 +315,8 @@ class Generate(Objective):
         self,
         batch: Batch,
         draws: Draws,
-        run: Callable[[dict[str, Any]], list[Tensor]],
+        run: Callable[[dict[str, Any]], Tensor],
         *,
-        part: Part = WHOLE,
-        exchange: Exchange | None = None,
         size: int = 1,
         tick: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Shown]:
@@ -359,7 +340,6 @@ class Generate(Objective):
                     condition=None if given is None else given[part_of_batch],
                     statistics=None if own is None else (own[0][part_of_batch], own[1][part_of_batch]),
                     device=batch.values.device,
-                    part=part,
                     tick=tick,
                 )
             )
@@ -369,7 +349,7 @@ class Generate(Objective):
         return whole, Shown(labels, self.split(batch.values.float())[1])
 
     def draw(self, path: Path, batch: Batch, output: Tensor, targets: Shown, *, step: int, held_out: bool) -> str:
-        from vitrail.report.sample_grid import sample_grid
+        from vitrail.report.panels import sample_grid
 
         real = batch.values[:, self.made_at] if self.config.condition else batch.values
         made, truth = (self.pixels(values) for values in (output, real))
@@ -409,7 +389,7 @@ class Generate(Objective):
 
 
 def quarters(draws: Draws) -> Tensor:
-    """Of each sample [B]: all four in every four samples, beginning with one that is drawn.
+    """Return each sample's quarter [B]: every four samples have all four, beginning with one that is drawn.
 
     Entries that take turns, and tiles in their order, would else always meet the same ones.
     """
@@ -430,3 +410,111 @@ def coarsen(images: Tensor, block: int) -> Tensor:
 def range_of(dtype: np.dtype) -> tuple[float, float] | None:
     """Least and greatest value of a type of whole numbers; None for fractions, which have no limits."""
     return None if dtype.kind not in "ui" else (float(np.iinfo(dtype).min), float(np.iinfo(dtype).max))
+
+
+LONGEST = 1000  # what a model's time input reaches, by diffusion/process.py
+
+
+@config
+class GenerateConfig:
+    """Keys that both kinds have."""
+
+    kind: str
+    classes: bool | None = None  # whether the labels of items condition the model; null: if model.classes is given
+    names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
+    variables: tuple[str, ...] | None = None  # of the data, in their order; null: as the data tell
+    condition: tuple[str, ...] = ()  # those of them that are given, not made
+    coarse: int | None = None  # give the image itself, averaged over blocks of so many voxels
+    sampling: SamplingConfig = SamplingConfig()  # of the pictures of a run, and the default of `vitrail sample`
+
+    def __post_init__(self) -> None:
+        check_names(self.names)
+        if self.coarse is not None and self.coarse < 2:
+            raise ValueError(f"coarse {self.coarse} must be at least 2 voxels; leave it out to give no coarse image")
+        if len(set(self.condition)) < len(self.condition):
+            raise ValueError(f"condition {list(self.condition)} names a variable twice; name each once")
+
+    @property
+    def longest(self) -> int:
+        """Return the largest number that a model's time input may be."""
+        return LONGEST
+
+    def labels_with(self, model: Any) -> Literal["item"] | None:
+        known = getattr(model, "classes", None)
+        return "item" if (known is not None if self.classes is None else self.classes) else None
+
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that cannot learn this."""
+        if getattr(model, "output", None) != "denoised":
+            raise UserError(
+                f"objective.kind: {self.kind!r} trains models that take noisy images and a time, such as 'dit' and "
+                f"'diffusion_vit', not {model.kind!r}"
+            )
+        if model.ndim not in (2, 3):
+            raise UserError(
+                f"model.ndim: {model.ndim}, but objective {self.kind!r} makes images and volumes; set it to 2 or 3"
+            )
+        if getattr(model, "learn_sigma", False):
+            raise UserError(
+                f"model.learn_sigma: objective {self.kind!r} learns no variances, and would leave half of the output "
+                "untrained; leave learn_sigma out"
+            )
+        if self.classes and not hasattr(model, "classes"):
+            raise UserError(
+                f"objective.classes: model {model.kind!r} takes no classes; leave it out, or use model 'dit'"
+            )
+        if self.classes is False and getattr(model, "classes", None) is not None:
+            raise UserError(f"objective.classes: false, but model.classes is {model.classes}; leave one of them out")
+
+    def check_statistics(self, data: Any) -> None:
+        """Refuse entries of the data that are normalised in ways of their own, where samples belong to none of them."""
+        own = [number for number, entry in enumerate(data.train) if getattr(entry, "statistics", None) is not None]
+        if self.condition or self.coarse or (data.statistics != "each" and not own):
+            return
+        key = "data.statistics: each" if data.statistics == "each" else f"data.train.{own[0]}.statistics"
+        raise UserError(
+            f"{key} gives entries means and stds of their own, but objective {self.kind!r} makes samples that belong "
+            "to no entry, and would not know their units; use data.statistics: shared"
+            f"{' and leave those of the entry out' if own else ''}"
+        )
+
+    def fit(self, model: Any, variables: tuple[str, ...], data: Any) -> tuple[Any, Any]:
+        """Return this config and the model's, completed by each other and by the data and their variables."""
+        self.check_model(model)
+        self.check_statistics(data)
+        if data.augment.mixup or data.augment.cutmix:
+            raise UserError(
+                "data.augment: mixup and cutmix make images of two classes, and a model that makes images would learn "
+                "to make such; set them to 0"
+            )
+        if self.names and self.labels_with(model) is None:
+            raise UserError(
+                f"objective.names: {list(self.names)} are given, but classes do not condition the model; set "
+                "objective.classes: true, or leave them out"
+            )
+        if self.variables not in (None, variables):
+            raise UserError(
+                f"objective.variables: {list(self.variables or ())}, but the data have {list(variables)}; leave it out"
+            )
+        unknown = [name for name in self.condition if name not in variables]
+        if unknown:
+            raise UserError(
+                f"objective.condition: {unknown[0]!r} is not a variable of the data, which have "
+                f"{', '.join(variables)}; name some of these"
+            )
+        made = len(variables) - len(self.condition)
+        if made < 1:
+            raise UserError("objective.condition: all variables of the data are given, and none is left to be made")
+        given = len(self.condition) + (made if self.coarse else 0)
+        if model.condition_channels not in (0, given):
+            raise UserError(
+                f"model.condition_channels: {model.condition_channels}, but objective.condition and objective.coarse "
+                f"give {given}; leave it out"
+            )
+        changes: dict[str, Any] = {"condition_channels": given}
+        if hasattr(model, "time_steps") and model.time_steps < self.longest * model.time_scale:
+            changes["time_steps"] = round(self.longest * model.time_scale)
+        try:
+            return replace(self, variables=variables), replace(model, **changes)
+        except ValueError as error:
+            raise UserError(f"objective.condition and model: {error}") from None

@@ -7,7 +7,6 @@
 - several variables count alike: each is compared with its own variance, as normalised, whatever its units
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +19,11 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.flops import Flops
-from vitrail.layers.parts import WHOLE, Part, Slab, cut, join, mark_copies, part_size, real_rows
 from vitrail.layers.patches import num_voxels
-from vitrail.layers.tokens import Exchange, Tokens, tokenize
-from vitrail.models.inputs import variable_ids
+from vitrail.layers.tokens import QUERIES, TOKENS, TokenAxes, Tokens, tokenize
 from vitrail.models.mae import MAE, MAEConfig, hide, split_tokens
-from vitrail.models.model import Model
-from vitrail.objectives.objective import Loss, Objective, slab_of
+from vitrail.models.model import Model, variable_ids
+from vitrail.objectives.objective import Loss, Objective, by_slabs
 from vitrail.recipe import config
 
 
@@ -54,13 +51,17 @@ class ReconstructConfig:
 @dataclass(frozen=True)
 class Targets:
     values: Tensor  # [B, m, P*C] in the units the model predicts
-    mean: Tensor  # what takes a prediction back to intensities: prediction * std + mean
-    std: Tensor
     index: Tensor  # [B, m] which tokens these are
-    num_visible: int  # so many of the first ones are visible tokens
-    tokens: Tokens | None  # all of the sample, in the data's own units; None where these are targets of a part
+    lengths: tuple[int, ...]  # visible ones, where these are predicted, and hidden ones
+    tokens: Tokens | None  # all of the sample, in the data's own units; None of samples that are shared
     variables: Tensor  # which variable is scored: of each feature [P*C], or of each token [B, m]
-    valid: Tensor | None = None  # [B, m] false for padding
+    valid: Tensor | None  # [B, m] false for padding
+    statistics: tuple[Tensor, Tensor]  # means and stds of the variables [C], or of each sample's own [B, C]
+
+    @property
+    def num_visible(self) -> int:
+        """Count the visible tokens, which come first."""
+        return sum(self.lengths[:-1])
 
 
 class Reconstruct(Objective):
@@ -70,6 +71,11 @@ class Reconstruct(Objective):
     def __init__(self, c: ReconstructConfig, model: MAEConfig, statistics: Statistics):
         assert model.shape is not None
         self.config, self.model, self.statistics = c, model, statistics
+        self.axes = TokenAxes(
+            inputs=(TOKENS, QUERIES),
+            output=(TOKENS, QUERIES) if c.on == "all" else (QUERIES,),
+            targets=("values", "index", "variables", "valid"),
+        )
         known = model.encoder.variables
         self.num_variables = len(known.known) if known is not None else model.channels or len(statistics.mean)
 
@@ -77,7 +83,7 @@ class Reconstruct(Objective):
         return sum(self.model.token_counts(evaluating=True)) * self.model.parts
 
     def tokens_at(self, layer: str) -> int:
-        """The encoder sees visible tokens, of which cross-attention makes keys and values; the decoder sees its own."""
+        """Count by layer: the encoder, and keys of cross-attention, see visible tokens; the decoder its own."""
         c = self.model
         visible, predicted = (number * c.parts for number in c.token_counts())
         if layer.startswith("encoder.") or layer.endswith(".kv"):
@@ -86,19 +92,9 @@ class Reconstruct(Objective):
             return predicted + (visible if self.config.on == "all" else 0)
         return visible + predicted
 
-    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
-        return slab_of(self.model, crop, part)
-
-    def prepare(
-        self,
-        batch: Batch,
-        draws: Draws,
-        *,
-        evaluating: bool = False,
-        part: Part = WHOLE,
-        exchange: Exchange | None = None,
-    ) -> tuple[dict[str, Any], Targets]:
-        encoder = self.model.encoder
+    @by_slabs
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
+        encoder, mask = self.model.encoder, self.model.mask
         ids = variable_ids(self.model, batch.variables, batch.values.shape[1])
         tokens = tokenize(
             batch.values,  # still in the data's own type: only what is used is normalised
@@ -108,49 +104,42 @@ class Reconstruct(Objective):
             draws=None if evaluating else draws,
             slab=batch.slab,
         )
-        everything = self.split(tokens, draws, evaluating)
-        visible, hidden = (cut(index, part, groups=tokens.separate) for index in everything)
+        visible, hidden = self.split(tokens, draws, evaluating)
         whole = {"coordinates": tokens.coordinates, "sizes": tokens.sizes, "valid": tokens.valid, "variables": ids}
         inputs = hide({name: t for name, t in whole.items() if t is not None}, visible, hidden)
-        for name, index in zip(("valid", "query_valid"), everything, strict=True):
-            real = real_rows(index.shape[1], part, groups=tokens.separate, device=index.device)
-            valid = mark_copies(inputs.get(name), real, len(index))
-            if valid is not None:
-                inputs[name] = valid
+        mean, std = batch.statistics or self.statistics.tensors()
+        own = sent(mean, tokens.coordinates.device), sent(std, tokens.coordinates.device)
+        places = tokens.number // tokens.separate
 
-        # Each list is fetched once, and in the same order on every rank. Strata that no part shares are all at home.
-        at_home = self.model.mask.kind == "stratified" and self.model.mask.strata % part.count == 0
-        seen, asked = (
-            self.normalised(tokens.take(index, part, exchange, at_home=at_home), mine, tokens, batch.statistics)
-            for index, mine in zip(everything, (visible, hidden), strict=True)
-        )
-        inputs["x"] = seen[0]
+        def normalised(values: Tensor, index: Tensor) -> Tensor:
+            mean, std = self.units(index, places, own)
+            return (values.float() - mean) / std
+
+        def wanted(values: Tensor, index: Tensor) -> Tensor:
+            values = normalised(values, index)
+            if self.config.target == "raw":
+                return values
+            own_mean, own_std = of_patches(values)
+            return (values - own_mean) / own_std
+
+        inputs["x"] = tokens.take(visible, then=normalised, strata=mask.strata)
+        lists, valid = [hidden], inputs.get("query_valid")
         every_token = self.config.on == "all"
-        valid = inputs.get("query_valid")
         if every_token:
             inputs["predict_visible"] = True
-            both = [(inputs.get("valid"), visible), (valid, hidden)]
-            if any(v is not None for v, _ in both):
-                valid = torch.cat([torch.ones_like(i, dtype=torch.bool) if v is None else v for v, i in both], dim=1)
-        values, centre, spread = (
-            torch.cat(pair, dim=1) if every_token and pair[0].ndim == 3 else pair[1]
-            for pair in zip(seen, asked, strict=True)
+            lists = [visible, hidden]
+            valid = None if valid is None else torch.cat([inputs["valid"], valid], dim=1)
+        index = torch.cat(lists, dim=1)
+        known = sent(ids or list(range(batch.values.shape[1])), index.device)
+        return inputs, Targets(
+            values=tokens.take(*lists, then=wanted, strata=mask.strata),
+            index=index,
+            lengths=tuple(part.shape[1] for part in lists),
+            tokens=tokens if batch.slab is None else None,
+            variables=known[index // places] if encoder.separate else known.tile(num_voxels(self.model.patch)),
+            valid=valid,
+            statistics=own,
         )
-        if self.config.target == "patch":
-            own_mean = values.mean(dim=-1, keepdim=True)
-            own_std = (values.var(dim=-1, keepdim=True) + 1e-6).sqrt()
-            values = (values - own_mean) / own_std
-            centre, spread = centre + own_mean * spread, own_std * spread
-        index = torch.cat([visible, hidden], dim=1) if every_token else hidden
-        num_visible = visible.shape[1] if every_token else 0
-        kept = tokens if part.count == 1 else None
-        own = sent(ids or list(range(batch.values.shape[1])), index.device)
-        scored = (
-            own[index // (tokens.number // tokens.separate)]
-            if encoder.separate
-            else own.tile(num_voxels(self.model.patch))
-        )
-        return inputs, Targets(values, centre, spread, index, num_visible, kept, scored, valid)
 
     def split(self, tokens: Tokens, draws: Draws, evaluating: bool) -> tuple[Tensor, Tensor]:
         """Indices of the tokens that are seen and of those that are predicted, [B, n] and [B, m]."""
@@ -168,32 +157,28 @@ class Reconstruct(Objective):
             hidden = hidden.unflatten(1, (shares, -1)).gather(2, chosen.sort(dim=2).values).flatten(1, 2)
         return visible, hidden
 
-    def normalised(
-        self, values: Tensor, index: Tensor, tokens: Tokens, own: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [B, n, P*C] to mean 0 and variance 1; with what takes them back.
+    def units(self, index: Tensor, places: int, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean and std that tokens [B, n] are normalised with, by the statistics of their variables.
 
-        That is a mean and a std for each feature [P*C]; for separate variables one a token, [B, n, 1]; for samples with
-        statistics of their `own` [B, C] one for each feature of each token.
+        That is one for each feature [P*C]; for separate variables one a token, [B, n, 1]; for samples with statistics
+        of their own [B, C] one for each feature of each sample, [B, 1, P*C].
         """
-        mean, std = (sent(t, values.device) for t in own or self.statistics.tensors())
         if self.model.encoder.separate:
-            variable = index // (tokens.number // tokens.separate)
-            mean, std = ((t[variable] if own is None else t.gather(1, variable)).unsqueeze(-1) for t in (mean, std))
+            variable = index // places
+            mean, std = ((t[variable] if t.ndim == 1 else t.gather(1, variable)).unsqueeze(-1) for t in own)
         else:
-            mean, std = (t.tile(num_voxels(self.model.patch)) for t in (mean, std))
-            if own is not None:
-                mean, std = (t.unsqueeze(1).expand(values.shape) for t in (mean, std))
-        return (values.float() - mean) / std, mean, std
+            mean, std = (t.tile(num_voxels(self.model.patch)) for t in own)
+            if mean.ndim > 1:
+                mean, std = mean.unsqueeze(1), std.unsqueeze(1)
+        return mean, std
 
-    def join(self, outputs: Sequence[Tensor], targets: Targets) -> Tensor:
-        """Visible tokens of all parts, where they are predicted, then the hidden ones."""
-        assert targets.tokens is not None
-        groups, seen = targets.tokens.separate, targets.num_visible
-        each = groups * part_size(seen // groups, len(outputs))
-        hidden = targets.index.shape[1] - seen
-        first, last = ([o[:, :each] for o in outputs], [o[:, each:] for o in outputs])
-        return torch.cat([join(first, seen, groups=groups), join(last, hidden, groups=groups)], dim=1)
+    def scales(self, tokens: Tokens, index: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what takes predictions of tokens [B, n] back to intensities: prediction * std + mean."""
+        mean, std = self.units(index, tokens.number // tokens.separate, own)
+        if self.config.target == "raw":
+            return mean, std
+        own_mean, own_std = of_patches((tokens.take(index).float() - mean) / std)
+        return mean + own_mean * std, own_std * std
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         squared = (output.float() - targets.values).square()
@@ -209,7 +194,8 @@ class Reconstruct(Objective):
         # In intensities, unless variables in units of their own are put together; a patch's own mean and spread are
         # not the model's merit.
         if self.config.target == "raw" and known == 1:
-            truth, error = truth * targets.std + targets.mean, error * targets.std
+            mean, std = (t.view(-1, 1, 1) for t in targets.statistics)
+            truth, error = truth * std + mean, error * std
         truth, error = truth[:, skip:].double(), error[:, skip:].double()
         counted = torch.ones_like(truth)
         if targets.valid is not None:
@@ -248,15 +234,16 @@ class Reconstruct(Objective):
 
         skip, tokens = targets.num_visible, targets.tokens
         assert tokens is not None
-        index = targets.index[:, skip:, None].expand(-1, -1, output.shape[-1])
-        mean, std = (t[:, skip:] if t.ndim == 3 else t for t in (targets.mean, targets.std))
+        hidden = targets.index[:, skip:]
+        mean, std = self.scales(tokens, hidden, targets.statistics)
+        index = hidden[..., None].expand(-1, -1, output.shape[-1])
         truth = tokens.values.float()
         pasted = truth.scatter(1, index, output.float()[:, skip:] * std + mean)
-        hidden = torch.zeros_like(truth).scatter(1, index, 1.0)
-        prediction, covered = (tokens.paint(t).cpu().numpy() for t in (pasted, hidden))
+        painted = torch.zeros_like(truth).scatter(1, index, 1.0)
+        prediction, covered = (tokens.paint(t).cpu().numpy() for t in (pasted, painted))
         rows = [
-            {"target": target, "prediction": painted, "hidden": hid > 0.5}
-            for target, painted, hid in zip(batch.values.float().cpu().numpy(), prediction, covered, strict=True)
+            {"target": target, "prediction": guess, "hidden": hid > 0.5}
+            for target, guess, hid in zip(batch.values.float().cpu().numpy(), prediction, covered, strict=True)
         ]
         which = "held-out" if held_out else "training"
         caption = f"step {step}: {self.model.mask.ratio:.0%} of the tokens hidden; {which} samples"
@@ -264,3 +251,8 @@ class Reconstruct(Objective):
             caption += "; predictions drawn with the true mean and spread of each patch"
         reconstruction_panel(path, rows, title=f"Reconstruction at step {step}", caption=caption)
         return caption
+
+
+def of_patches(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and spread of each token [B, n, 1]."""
+    return values.mean(dim=-1, keepdim=True), (values.var(dim=-1, keepdim=True) + 1e-6).sqrt()

@@ -7,7 +7,6 @@
 - metrics count voxels over the whole validation set: Dice = 2 both / (predicted + true) of each class, and their mean
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,11 +17,10 @@ from torch import Tensor
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
-from vitrail.layers.parts import WHOLE, Part, Slab, join
 from vitrail.layers.patches import per_axis
-from vitrail.layers.tokens import Exchange, Tokens
-from vitrail.models.inputs import encoder_of
-from vitrail.objectives.objective import Loss, Objective, check_labels, check_names, make_part, slab_of
+from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
+from vitrail.models.model import encoder_of
+from vitrail.objectives.objective import Loss, Objective, by_slabs, check_labels, check_names, inputs_of
 from vitrail.recipe import config
 
 
@@ -61,7 +59,7 @@ class SegmentConfig:
         return Segment(self, model, statistics)
 
     def counts(self, number: int) -> bool:
-        """Whether a class is part of mean_dice."""
+        """Say whether a class is part of mean_dice."""
         return number != self.ignore and (number > 0 or self.background)
 
 
@@ -80,30 +78,16 @@ class Segment(Objective):
         dices = tuple(f"dice_{name}" for number, name in enumerate(self.names) if number != c.ignore)
         self.metrics = ("loss", "accuracy", "mean_dice", *dices)
         self.larger_is_better = frozenset({"accuracy", "mean_dice", *dices})
-        self.needs_whole = model.output == "tokens"  # which are painted before they are scored
+        self.axes = TokenAxes(output=(TOKENS,) if model.output == "tokens" else ())  # painted before they are scored
 
     def tokens_per_sample(self) -> int:
         return encoder_of(self.model).count_tokens(per_axis(self.model.shape, self.model.ndim))
 
-    def slab(self, crop: tuple[int, ...], part: Part) -> Slab | None:
-        return slab_of(self.model, crop, part)
-
-    def prepare(
-        self,
-        batch: Batch,
-        draws: Draws,
-        *,
-        evaluating: bool = False,
-        part: Part = WHOLE,
-        exchange: Exchange | None = None,
-    ) -> tuple[dict[str, Any], Targets]:
-        inputs, tokens = make_part(self.model, batch, self.statistics, part, None if evaluating else draws)
+    @by_slabs
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Targets]:
+        inputs, tokens = inputs_of(self.model, batch, self.statistics, None if evaluating else draws)
         labels = check_labels(batch.labels, self.model.classes, ignore=self.config.ignore)
         return inputs, Targets(labels, tokens)
-
-    def join(self, outputs: Sequence[Tensor], targets: Targets) -> Tensor:
-        tokens = targets.tokens
-        return join(outputs, tokens.number, groups=tokens.separate) if self.needs_whole else outputs[0]
 
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         """[B, classes, *S] of what the model gives."""
@@ -171,7 +155,7 @@ def segmentation_loss(
     smooth: tuple[float, float] = (0.0, 1e-6),
     ignore: int | None = None,
 ) -> Tensor:
-    """The loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
+    """Return the loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
     scored = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore  # [B, *S]
     labels = labels.where(scored, 0)
     logs = logits.log_softmax(dim=1)

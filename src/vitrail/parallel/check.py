@@ -20,15 +20,15 @@ from torch import nn
 from vitrail.errors import UserError
 from vitrail.layers.attention import CrossAttention, SelfAttention
 from vitrail.layers.backends import NO_RINGS
-from vitrail.layers.mlp import MLP, SwiGLU
+from vitrail.layers.block import MLP, SwiGLU
 from vitrail.layers.patches import per_axis
-from vitrail.models.inputs import encoder_of
-from vitrail.models.model import Model
+from vitrail.models.model import Model, encoder_of
 from vitrail.parallel import chunk, float8, recompute
 from vitrail.parallel.context import choose_ulysses
 from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.parallel.pipeline import num_parts, stages_per_rank
 from vitrail.parallel.shard import OFFLOAD_ON_CPU, chains_of, cut
+from vitrail.parallel.tensor import heads_of
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.kinds import remedy
 from vitrail.recipe.sections import Parallel, Recompute
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 
 class ImpossibleLayout(UserError):
-    """What was refused; `proposals` are accepted instead."""
+    """A layout that was refused; `proposals` are accepted instead."""
 
     def __init__(self, sentence: str, proposals: Iterable[Change] = ()):
         self.proposals = tuple(proposals)
@@ -57,7 +57,7 @@ class ImpossibleLayout(UserError):
 
 
 class Impossible(Exception):
-    """What a check found: a sentence without advice, and changes to try."""
+    """A problem that a check found: a sentence without advice, and changes to try."""
 
     def __init__(self, sentence: str, *changes: Change):
         super().__init__(sentence)
@@ -66,7 +66,7 @@ class Impossible(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe on so many ranks."""
+    """A recipe on a number of ranks."""
 
     recipe: Recipe
     world: int
@@ -101,7 +101,7 @@ class Case:
             return None
 
     def key(self, module: str, name: str) -> str:
-        """The recipe's key for a size of a module: of its part of the model, or of the model itself."""
+        """Return the recipe's key for a size of a module: of its part of the model, or of the model itself."""
         c, part = self.recipe.model, module.partition(".")[0]
         parts = {field.name for field in dataclasses.fields(c)}
         return f"model.{part}.{name}" if part in parts and hasattr(getattr(c, part), name) else f"model.{name}"
@@ -121,7 +121,7 @@ def _once(find: Callable[[Model], T]) -> Callable[[Model], T]:
 
 
 def refuse(recipe: Recipe, world: int) -> Layout:
-    """The layout of a recipe on so many ranks; ImpossibleLayout (or layout_of's own error) where it cannot work."""
+    """Return the layout of a recipe on `world` ranks, or raise ImpossibleLayout (or layout_of's own error)."""
     case = Case(recipe, world, layout_of(recipe.parallel, world))
     place, problem = _first_problem(case)
     if problem is None:
@@ -133,7 +133,7 @@ def refuse(recipe: Recipe, world: int) -> Layout:
 
 
 def _best(case: Case, place: int, changes: Iterable[Change], *, of_model: bool) -> tuple[int, Change | None]:
-    """The first change that passes all checks, else one that passes the most, at least the one at `place`."""
+    """Return the first change that passes all checks, else one that passes the most, and more than `place`."""
     best: tuple[int, Change | None] = (place, None)
     for change in changes:
         if of_model == any(override.startswith("model.") for override in change.overrides):
@@ -155,7 +155,7 @@ def _first_problem(case: Case) -> tuple[int, Impossible | None]:
 
 
 def _reach(case: Case, change: Change) -> int:
-    """How many checks the changed recipe passes; 0 where it is no recipe, or no layout, at all."""
+    """Count the checks that the changed recipe passes; 0 where it is no recipe, or no layout, at all."""
     ranks = change.ranks or case.world
     try:
         recipe = load_recipe(case.recipe, change.overrides)
@@ -165,7 +165,7 @@ def _reach(case: Case, change: Change) -> int:
 
 
 def _other_sizes(case: Case, axis: str) -> list[Change]:
-    """An axis of other sizes, the nearest first; where the others are fixed, with as many ranks as that takes."""
+    """Return changes to other sizes of an axis, the nearest first: for the same ranks, then for as many as it takes."""
     now = getattr(case.layout, axis)
     sizes = [n for n in range(1, case.world + 1) if n != now and 0 in (case.world % n, now % n)]
     nearest = sorted(sizes, key=lambda n: (abs(n - now), n))
@@ -175,7 +175,7 @@ def _other_sizes(case: Case, axis: str) -> list[Change]:
 
 
 def _near_multiples(number: int, factor: int) -> list[int]:
-    """Of the factor, the nearest first."""
+    """Return multiples of a factor, the nearest to a number first."""
     below = number // factor
     return sorted((n * factor for n in range(max(1, below - 4), below + 6)), key=lambda n: abs(n - number))
 
@@ -193,7 +193,7 @@ def check_batch(case: Case) -> None:
 
 
 def check_tensor(case: Case) -> None:
-    """Every tensor rank has whole heads, whole groups of them, and as many hidden channels as any other."""
+    """Refuse tensor ranks that would not have whole heads, whole groups of them, and equally many hidden channels."""
     ranks = case.layout.tensor
     if ranks == 1 or case.model is None:
         return
@@ -210,7 +210,7 @@ def check_tensor(case: Case) -> None:
 
 @_once
 def _widths(model: Model) -> list[tuple[str, str, int]]:
-    """What tensor ranks share: (module, key, size); of equal blocks the first one's."""
+    """Return what tensor ranks share: (module, key, size); of equal blocks the first one's."""
     of_blocks = {module for block in model.blocks() for module in block.modules()}
     seen, found = set(), []
     for module, part in model.named_modules():
@@ -218,7 +218,7 @@ def _widths(model: Model) -> list[tuple[str, str, int]]:
             continue
         sizes: dict[str, int] = {}
         if isinstance(part, SelfAttention | CrossAttention):
-            heads, groups = _heads(part)
+            heads, groups = heads_of(part)
             sizes = {"heads": heads, **({"kv_heads": groups} if groups < heads else {})}
         elif isinstance(part, MLP | SwiGLU):
             sizes = {"hidden": part.fc1.out_features}
@@ -230,17 +230,8 @@ def _widths(model: Model) -> list[tuple[str, str, int]]:
     return found
 
 
-def _heads(attention: SelfAttention | CrossAttention) -> tuple[int, int]:
-    """Heads, and the key-value heads that they share."""
-    if isinstance(attention, CrossAttention):
-        heads = attention.q.out_features // attention.head_width
-        return heads, heads
-    groups = attention.qkv.out_features // ((attention.per_group + 2) * attention.head_width)
-    return groups * attention.per_group, groups
-
-
 def check_context(case: Case) -> None:
-    """Ranks that trade heads must divide them; rings take any number."""
+    """Refuse numbers of heads that the ranks which trade them do not divide; rings take any number."""
     context, wanted = case.layout.context, case.parallel.ulysses
     if case.model is None:
         return
@@ -275,7 +266,7 @@ def _attentions(model: Model) -> list[SelfAttention | CrossAttention]:
 
 def _local_heads(case: Case, attention: SelfAttention | CrossAttention) -> tuple[int, int]:
     """Heads and key-value heads of a tensor rank."""
-    heads, groups = _heads(attention)
+    heads, groups = heads_of(attention)
     return heads // case.layout.tensor, groups // case.layout.tensor
 
 
@@ -285,7 +276,7 @@ def _chains(model: Model) -> list[list[nn.Module]]:
 
 
 def check_tokens(case: Case) -> None:
-    """Context and tensor ranks each have at least one token of every sequence."""
+    """Refuse context and tensor ranks that would have no token of a sequence."""
     parts = case.layout.parts
     if parts == 1:
         return
@@ -308,7 +299,7 @@ def check_tokens(case: Case) -> None:
 
 
 def sequences_of(case: Case) -> dict[str, int]:
-    """Tokens of the sequences of a sample, those of each variable by themselves where they are separate."""
+    """Count the tokens of each sequence of a sample; separate variables have sequences of their own."""
     if case.model is None:
         return {}
     c = case.model.config
@@ -322,7 +313,7 @@ def sequences_of(case: Case) -> dict[str, int]:
 
 
 def check_pipeline(case: Case) -> None:
-    """As many steps of the model as stages, one or more of them a rank."""
+    """Refuse a pipeline with more stages than the model has steps, or with stages that do not fit its schedule."""
     c, ranks = case.parallel, case.layout.pipeline
     if c.pipeline == 1:
         keys = {"stages": c.stages is not None, "split": c.split != "measured", "schedule": c.schedule != "1F1B"}
@@ -367,7 +358,7 @@ def check_pipeline(case: Case) -> None:
 
 
 def fill_pipeline(parallel: Parallel, ranks: int, number: int) -> bool:
-    """Whether so many micro-batches are enough for a pipeline of so many ranks."""
+    """Say whether a number of micro-batches is enough for a pipeline."""
     return ranks == 1 or (number >= num_parts(parallel, ranks) and number % _rounds(parallel, ranks) == 0)
 
 
@@ -376,7 +367,7 @@ def _rounds(parallel: Parallel, ranks: int) -> int:
 
 
 def check_micro_batches(case: Case) -> None:
-    """A pipeline needs at least one micro-batch for each stage; an interleaved one whole rounds of them."""
+    """Refuse fewer micro-batches than pipeline stages; an interleaved schedule needs whole rounds of them."""
     c, ranks = case.parallel, case.layout.pipeline
     if ranks == 1:
         return
@@ -403,7 +394,7 @@ def check_micro_batches(case: Case) -> None:
 
 
 def check_sharding(case: Case) -> None:
-    """Settings of groups, buckets, prefetching and the host's memory that could not do anything."""
+    """Refuse settings of groups, buckets, prefetching and the host's memory that could not do anything."""
     c, recipe = case.parallel, case.recipe
     sizes = (c.shard, c.replicate, c.reshard)
     explicit = any(size is not None for size in sizes)
@@ -449,7 +440,7 @@ def check_sharding(case: Case) -> None:
 
 
 def check_memory(case: Case) -> None:
-    """Choices of what is computed again, in pieces or in float8 that could not do anything."""
+    """Refuse choices of recomputation, pieces and float8 that could not do anything."""
     c, recipe = case.parallel, case.recipe
     if recipe.precision.compute == "float8" and (reason := _no_float8(recipe)) is not None:
         raise Impossible(
@@ -497,7 +488,7 @@ def check_memory(case: Case) -> None:
 
 
 def _no_float8(recipe: Recipe) -> str | None:
-    """Why the device of a run, or what is installed, has no float8."""
+    """Say why the device of a run, or what is installed, has no float8."""
     on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
     reason = float8.refusal(torch.device("cuda" if on_gpu else "cpu"))
     if reason is None and find_spec("torchao") is None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import UserError
-from vitrail.layers.mlp import MLP, SwiGLU
-from vitrail.layers.modulation import join_condition, split_condition
+from vitrail.layers.block import MLP, SwiGLU, join_condition, split_condition
 from vitrail.layers.variables import VariableHead
 from vitrail.models.decoder import TokenDecoder
 from vitrail.models.dit import DiT, Final

@@ -9,7 +9,7 @@
 - both are single operators: compilers trace over them, and a checkpointing policy can keep their outputs, which saves
   the travel in a recomputation
 - the steps of the ring are a generator that hands out what is to travel; whoever drives it moves it: to the next rank,
-  or, for tests and measurements, to the next entry of a list (simulate_context)
+  or, in tests and measurements, to the next entry of a list (benchmarks/simulated_context.py)
 
 Shapes: B batch, L queries a rank, M keys a rank, H heads, G key-value heads, K head width.
 """
@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from vitrail.errors import UserError
 from vitrail.layers.attention import attend
 from vitrail.layers.backends import Call, choose, chosen, machine
-from vitrail.layers.kernels import KeyMask, Packing, key_mask, run_part, run_part_backward
+from vitrail.layers.kernels.attention import KeyMask, Packing, key_mask, run_part, run_part_backward
+from vitrail.parallel.private import group_of
 
 # ---------------------------------------------------------------- the ranks
 
@@ -50,7 +50,7 @@ ALONE = Ranks("", 1, 0)
 
 
 def choose_ulysses(heads: int, kv_heads: int, context: int, wanted: int | None = None) -> int:
-    """How many of the context ranks trade heads; the rest form rings.
+    """Choose how many of the context ranks trade heads; the rest form rings.
 
     As many as divide the heads: an all-to-all moves less than a ring. Among these, as many as divide the key-value
     heads, too, where that is more than one: others would send repeated keys and values.
@@ -70,7 +70,7 @@ def choose_ulysses(heads: int, kv_heads: int, context: int, wanted: int | None =
 def split_context(
     root: DeviceMesh, ulysses: int, *, axis: str = "context", timeout: timedelta | None = None
 ) -> tuple[Ranks, Ranks]:
-    """The rings and the Ulysses groups that the context ranks of a mesh form: those of this rank, in this order.
+    """Make the rings and the Ulysses groups of a mesh's context ranks; return this rank's ring and its Ulysses group.
 
     Makes process groups, so all ranks call it, with equal arguments; PyTorch's own time-out if none is given.
     """
@@ -91,7 +91,7 @@ def split_context(
 
 
 def ranks_of_context(mesh: Tensor, dim: int, ulysses: int) -> tuple[list[list[int]], list[list[int]]]:
-    """All rings and all Ulysses groups of a mesh of ranks whose context is along a dimension."""
+    """Return all rings and all Ulysses groups of a mesh of ranks whose context is along a dimension."""
     grid = mesh.movedim(dim, -1).unflatten(-1, (-1, ulysses)).flatten(0, -3)  # others, ring, ulysses
     return grid.transpose(1, 2).flatten(0, 1).tolist(), grid.flatten(0, 1).tolist()
 
@@ -100,7 +100,7 @@ def ranks_of_context(mesh: Tensor, dim: int, ulysses: int) -> tuple[list[list[in
 
 
 class ContextKeys(NamedTuple):
-    """Which keys of all ranks are seen. Made once for a forward by context_keys(), used by every block."""
+    """The keys of all ranks that are seen. context_keys() makes them once for a forward, and every block uses them."""
 
     pick: slice | Tensor | None  # of the keys that this rank's Ulysses group holds, those that are real
     lengths: tuple[int, ...]  # how many these are for each rank of the ring
@@ -116,7 +116,7 @@ def context_keys(
     valid: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> ContextKeys:
-    """The keys of attend_context(), of which each rank has so many.
+    """Make the keys of attend_context(), where each rank has `keys` of them.
 
     `keep` best lies on the host, where its split waits for nothing; what it selects with goes to the device.
     """
@@ -151,13 +151,13 @@ def context_keys(
 
 
 def _as_slice(index: Tensor) -> slice | Tensor:
-    """A slice if the indices follow each other: it takes no copy."""
+    """Return a slice if the indices follow each other: it takes no copy."""
     start, number = int(index[0]) if len(index) else 0, len(index)
     straight = torch.arange(start, start + number, device=index.device)
     return slice(start, start + number) if torch.equal(index, straight) else index
 
 
-def _picked(x: Tensor, pick: slice | Tensor | None) -> Tensor:
+def picked(x: Tensor, pick: slice | Tensor | None) -> Tensor:
     if pick is None:
         return x
     return x[:, pick] if isinstance(pick, slice) else x.index_select(1, pick)
@@ -192,7 +192,7 @@ def attend_context(
         else:
             (q,) = _to_heads(ulysses, q)
             k, v = _to_heads(ulysses, k, v)
-    k, v = _picked(k, keys.pick), _picked(v, keys.pick)
+    k, v = picked(k, keys.pick), picked(v, keys.pick)
     if ring.size > 1:
         out = _ring(q, k, v, _flat(keys.masks), list(keys.lengths), ring.name)[0]
     else:
@@ -245,7 +245,7 @@ def unpack_tokens(x: Tensor) -> Tensor:
 def _trade(x: Tensor, group: str) -> Tensor:
     """Entry r of [ranks, ...] goes to rank r."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=_resolve_process_group(group))  # type: ignore[arg-type]
+    dist.all_to_all_single(out, x.contiguous(), group=group_of(group))
     return out
 
 
@@ -367,7 +367,7 @@ def _order(q: Tensor, held: Tensor, lengths: Sequence[int], masks: tuple[KeyMask
 def _ring(
     q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Tensor], lengths: Sequence[int], group: str
 ) -> tuple[Tensor, Tensor]:
-    ranks = Ranks.of(_resolve_process_group(group))  # type: ignore[arg-type]
+    ranks = Ranks.of(group_of(group))
     steps = ring_steps(q, torch.stack([k, v]), ranks.rank, lengths, _masks(masks, ranks.size))
     return drive(steps, pass_on(group))
 
@@ -392,7 +392,7 @@ def _ring_backward(
     lengths: Sequence[int],
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks = Ranks.of(_resolve_process_group(group))  # type: ignore[arg-type]
+    ranks = Ranks.of(group_of(group))
     held, allowed = torch.stack([k, v]), _masks(masks, ranks.size)
     steps = ring_backward_steps(grad.contiguous(), q, held, out, lse, ranks.rank, lengths, allowed)
     dq, grads = drive(steps, pass_on(group))
@@ -440,7 +440,7 @@ def drive(steps: Steps, travel: Travel) -> tuple[Tensor, Tensor]:
 
 def pass_on(name: str) -> Travel:
     """Travel from each rank of a group to the next; begins at once and goes on while the rank computes."""
-    group = _resolve_process_group(name)  # type: ignore[arg-type]
+    group = group_of(name)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
 
@@ -473,94 +473,3 @@ def _masks(flat: Sequence[Tensor], size: int) -> tuple[KeyMask, ...] | None:
     each = len(flat) // size
     rows = [flat[at : at + each] for at in range(0, len(flat), each)]
     return tuple(KeyMask(row[0], row[1], packing=Packing(*row[2:]) if row[2:] else None) for row in rows)
-
-
-# ---------------------------------------------------------------- all ranks in one process
-
-
-def simulate_context(
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    *,
-    ulysses: int = 1,
-    keep: Tensor | None = None,
-    valid: Tensor | None = None,
-) -> list[Tensor]:
-    """attend_context() of all ranks at once, each an entry of the lists: the same computation without the travel.
-
-    For tests and measurements on one device. Gradients flow.
-    """
-    context = len(q)
-    size = context // ulysses
-    assert size * ulysses == context, (context, ulysses)
-    places = [(Ranks("", size, rank // ulysses), Ranks("", ulysses, rank % ulysses)) for rank in range(context)]
-    options: dict[str, Any] = {"keep": keep, "valid": valid, "device": k[0].device}
-    keys = [context_keys(k[0].shape[1], ring=r, ulysses=u, **options) for r, u in places]
-    if ulysses > 1:
-        k, v = zip(*(repeat_groups(q[0].shape[2], *pair, ulysses) for pair in zip(k, v, strict=True)), strict=True)
-        q, k, v = (_simulate_heads(t, ulysses) for t in (q, k, v))
-    k, v = ([_picked(t, c.pick) for t, c in zip(ts, keys, strict=True)] for ts in (k, v))
-    if size == 1:
-        pairs = zip(q, k, v, strict=True)
-        out = [attend(*qkv, mask=None if keys[0].masks is None else keys[0].masks[0]) for qkv in pairs]
-    else:
-        out = [torch.empty(0)] * context
-        for first in range(ulysses):  # rings are of every ulysses-th rank
-            members = slice(first, None, ulysses)
-            out[members] = _SimulatedRing.apply(keys[0].lengths, keys[0].masks, *q[members], *k[members], *v[members])
-    return _simulate_tokens(out, ulysses) if ulysses > 1 else out
-
-
-def _simulate_trade(packed: Sequence[Tensor], ulysses: int) -> list[Tensor]:
-    groups = [packed[at : at + ulysses] for at in range(0, len(packed), ulysses)]
-    return [torch.stack([sent[rank] for sent in group]) for group in groups for rank in range(ulysses)]
-
-
-def _simulate_heads(tensors: Sequence[Tensor], ulysses: int) -> list[Tensor]:
-    packed = [pack_heads([t], ulysses) for t in tensors]
-    return [unpack_heads(t, packed[0][1])[0] for t in _simulate_trade([p[0] for p in packed], ulysses)]
-
-
-def _simulate_tokens(tensors: Sequence[Tensor], ulysses: int) -> list[Tensor]:
-    return [unpack_tokens(t) for t in _simulate_trade([pack_tokens(t, ulysses) for t in tensors], ulysses)]
-
-
-class _SimulatedRing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, lengths: tuple[int, ...], masks: Any, *tensors: Tensor) -> Any:
-        size = len(lengths)
-        q, k, v = (tensors[at * size : (at + 1) * size] for at in range(3))
-        held = [torch.stack(pair) for pair in zip(k, v, strict=True)]
-        found = _in_step([ring_steps(q[rank], held[rank], rank, lengths, masks) for rank in range(size)])
-        ctx.lengths, ctx.masks = lengths, masks
-        ctx.save_for_backward(*q, *held, *(t for pair in found for t in pair))
-        return tuple(out for out, _ in found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        size = len(ctx.lengths)
-        q, held, found = (ctx.saved_tensors[a * size : b * size] for a, b in ((0, 1), (1, 2), (2, 4)))
-        steps = []
-        for rank, grad in enumerate(grads):
-            kept = (q[rank], held[rank], found[2 * rank], found[2 * rank + 1])
-            steps.append(ring_backward_steps(grad.contiguous(), *kept, rank, ctx.lengths, ctx.masks))
-        pairs = _in_step(steps)
-        dk, dv = ([pair[1][at].to(q[0].dtype) for pair in pairs] for at in (0, 1))
-        return None, None, *(pair[0] for pair in pairs), *dk, *dv
-
-
-def _in_step(all_steps: list[Steps]) -> list[tuple[Tensor, Tensor]]:
-    """Run the steps of all ranks of a ring, each as far as the others."""
-    requests = [next(steps) for steps in all_steps]
-    while True:
-        found = []
-        sent = [request[0] for request in requests]
-        requests = []
-        for rank, steps in enumerate(all_steps):
-            try:
-                requests.append(steps.send(lambda tensor=sent[rank - 1]: tensor))  # type: ignore[misc]
-            except StopIteration as end:
-                found.append(end.value)
-        if found:
-            return found

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
-from vitrail.layers.mlp import MLP, SwiGLU
-from vitrail.layers.parts import part_size
+from vitrail.layers.block import MLP, SwiGLU
+from vitrail.layers.patches import part_size
 from vitrail.models.model import Model
 from vitrail.parallel.mesh import Layout, local
 from vitrail.recipe.kinds import remedy
@@ -36,7 +36,7 @@ MULTIPLE = 16  # of both widths of a layer, which the hardware asks for
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a GPU reaches, not its peak: TFLOP/s of products, and TB/s of the passes that round."""
+    """Speeds that a GPU reaches, not its peak: TFLOP/s of products, and TB/s of the passes that round."""
 
     bf16: float
     float8: dict[str, float]
@@ -52,7 +52,7 @@ PAYS = 1.03  # less is within the noise of a step
 
 
 def speedup(rows: int, inputs: int, outputs: int, recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER) -> float:
-    """How much faster forward and backward of one layer are in float8 than in bf16, by a model of time.
+    """Return how much faster forward and backward of one layer are in float8 than in bf16, by a model of time.
 
     Time is that of three products, and of the passes that round: two reads of bf16 (for the scale, for the value) and a
     write of float8, once for each operand of each product in float8.
@@ -67,7 +67,7 @@ def speedup(rows: int, inputs: int, outputs: int, recipe: Recipe = "tensorwise",
 
 
 def break_even(inputs: int, outputs: int, recipe: Recipe = "tensorwise", speeds: Speeds = HOPPER) -> int | None:
-    """From how many rows (tokens of a batch on one device) on a layer is faster in float8; None: never."""
+    """Return the least rows (tokens of a batch on one device) with which a layer is faster in float8; None: never."""
     if speedup(1 << 40, inputs, outputs, recipe, speeds) < PAYS:
         return None
     low, high = 1, 1 << 40
@@ -78,7 +78,7 @@ def break_even(inputs: int, outputs: int, recipe: Recipe = "tensorwise", speeds:
 
 
 def rows_of(layer: str, *, samples: int, tokens: int, layout: Layout, piece: int | None = None) -> int:
-    """Rows of one product of a layer: of its tokens of a sample, the part of a context rank, or a piece of an MLP."""
+    """Count the rows of one product of a layer: the tokens of a context rank, or those of a piece of an MLP."""
     part = part_size(tokens, layout.parts)
     if piece is not None and layer.rpartition(".")[2] in MLP_LAYERS:
         part = min(part, piece)
@@ -93,7 +93,7 @@ class Layer(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What float8 is worth for a model."""
+    """The worth of float8 for a model."""
 
     taken: tuple[str, ...]  # names of the layers that pay, or that were forced
     left: dict[str, str]  # why the others stay in bf16, by name
@@ -113,7 +113,7 @@ class Judgement(NamedTuple):
 
 
 def linears(model: Model) -> Iterator[Layer]:
-    """The linear layers that blocks apply to tokens."""
+    """Yield the linear layers that blocks apply to tokens."""
     names = {module: name for name, module in model.named_modules()}
     for block in model.blocks():
         for layer in linears_of(block):
@@ -135,7 +135,7 @@ def check(
     *,
     force: bool = False,
 ) -> Judgement:
-    """Which layers would be faster in float8 with so many rows (tokens of a product), or so many by a layer's name.
+    """Judge which layers would be faster in float8 with these rows (tokens of a product), or rows by a layer's name.
 
     `force` takes every layer whose shape allows it.
     """
@@ -157,7 +157,7 @@ def check(
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why a device has no products in float8, None if it has."""
+    """Say why a device has no products in float8; None if it has."""
     if device.type != "cuda":
         return f"a {device.type.upper()} has no float8 products"
     if torch.version.hip is not None:

@@ -3,6 +3,12 @@
 Ranks of the tensor and context axes share the samples of a batch, and each holds a part of their tokens; ranks of the
 replicate and shard axes have samples of their own. Parameters of blocks are sharded over shard x context (tensor ranks
 hold different slices of them already), all others over shard x context x tensor.
+
+Collectives that gradients pass through. What each computes is a function of all ranks' inputs, and its backward is
+the adjoint with respect to the SUM of the losses of all ranks; so a gradient never needs a factor.
+
+The functions of PyTorch that these are made of can be traced by its compiler. Their own gradients are not relied on:
+in 2.13 waiting for a gathered tensor whose first size is 1 loses them, silently.
 """
 
 import math
@@ -11,18 +17,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
+from vitrail.parallel.private import all_gathered, flatten, sum_scattered, summed
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 FLAT = {"fsdp": ("shard", "context"), "fsdp_tensor": ("shard", "context", "tensor"), "sequence": ("context", "tensor")}
 
 
 class Layout(NamedTuple):
-    """How many ranks each axis has, and what sharding does after a forward."""
+    """The number of ranks of each axis, and what sharding does after a forward."""
 
     replicate: int
     shard: int
@@ -50,7 +59,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(parallel: Any, world: int) -> Layout:
-    """What the `parallel` section of a recipe means for so many ranks; refuses sizes that do not multiply to them."""
+    """Return the layout of the `parallel` section of a recipe; refuse sizes that do not make `world` ranks."""
     model_axes = {axis: getattr(parallel, axis) for axis in ("pipeline", "context", "tensor")}
     explicit = [key for key in ("replicate", "shard", "reshard") if getattr(parallel, key) is not None]
     if explicit and parallel.strategy is not None:
@@ -123,7 +132,7 @@ class Mesh:
     @classmethod
     def make(cls, layout: Layout, device_type: str) -> "Mesh":
         root = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
-        return cls(root, {name: root[axes]._flatten(name) for name, axes in FLAT.items()})
+        return cls(root, {name: flatten(root[axes], name) for name, axes in FLAT.items()})
 
     @cached_property
     def blocks(self) -> DeviceMesh:
@@ -147,7 +156,7 @@ class Mesh:
         return self.flat.get(axis) or self.root[axis]
 
     def like(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The same ranks as a mesh of another device, on this one's."""
+        """Return the ranks of a mesh of another device as a mesh of this one's."""
         if mesh.device_type == self.root.device_type:
             return mesh
         names = mesh.mesh_dim_names
@@ -159,10 +168,58 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the data-parallel ranks this one belongs to."""
+        """Return which of the data-parallel ranks this one belongs to."""
         return self.rank("replicate") * self.root["shard"].size() + self.rank("shard")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Return every rank's x, one after another along dim, on every rank; backward: sums, scattered."""
+    return x if dist.get_world_size(group) == 1 else _Gather.apply(x, dim % x.ndim, group)
+
+
+def scatter_sum(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Return this rank's part along dim of the sum over ranks; backward: gathered."""
+    return x if dist.get_world_size(group) == 1 else _ScatterSum.apply(x, dim % x.ndim, group)
+
+
+def total(x: Tensor, group: Any) -> Tensor:
+    """Return the sum over ranks, on every rank; backward: the same."""
+    return x if dist.get_world_size(group) == 1 else _Total.apply(x, group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return sum_scattered(gradients[0], ctx.dim, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return sum_scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return all_gathered(gradients[0], ctx.dim, ctx.group), None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return summed(gradients[0], ctx.group), None

@@ -25,19 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
 from vitrail.errors import UserError
 from vitrail.layers.flops import Flops
 from vitrail.models.model import Model, Stage
 from vitrail.parallel import shard
 from vitrail.parallel.mesh import Mesh, layout_of
+from vitrail.parallel.private import Shell, Station
 from vitrail.recipe.sections import Parallel
 
 Inputs = dict[str, Any]
@@ -45,7 +40,7 @@ Carried = tuple[Tensor, ...]  # x, and the taps
 
 
 class LossLike(Protocol):
-    """A sum, and how many values it is over."""
+    """A sum, and the number of values that it is over."""
 
     @property
     def sum(self) -> Tensor: ...
@@ -62,12 +57,12 @@ def stages_per_rank(c: Parallel) -> int:
 
 
 def num_parts(c: Parallel, pipeline: int) -> int:
-    """Parts of a pipeline over so many ranks."""
+    """Count the parts of a pipeline over a number of ranks."""
     return pipeline * stages_per_rank(c) if pipeline > 1 else 1
 
 
 def cut(costs: Sequence[float], parts: int) -> list[int]:
-    """How many steps each part gets, such that the dearest part is as cheap as can be; then as even as can be."""
+    """Choose how many steps each part gets: the dearest part is as cheap as can be, and then all as even as can be."""
     number, sums = len(costs), [0.0, *accumulate(costs)]
     if not 1 <= parts <= number:
         raise ValueError(f"{number} steps cannot be cut into {parts} parts; use 1 to {number}")
@@ -115,7 +110,7 @@ def measure_costs(
     compute: torch.dtype = torch.float32,
     repeats: int = 3,
 ) -> list[float]:
-    """Seconds of forward and backward of each step on this device, for the inputs of one micro-batch.
+    """Measure the seconds of forward and backward of each step on this device, for the inputs of one micro-batch.
 
     Of a model on the meta device only the step at hand has weights, random ones. Equal steps are measured once.
     """
@@ -157,7 +152,7 @@ def _measure(
     *,
     first: bool,
 ) -> tuple[float, Tensor, Inputs]:
-    """Median seconds, output and side inputs after it."""
+    """Return median seconds, output, and side inputs after it."""
     taps, times = side.get("taps", ()), []
     with _with_weights(model, list(_weights(stage)), device, compute), torch.enable_grad():
         for _ in range(1 + repeats):
@@ -189,7 +184,7 @@ def _weights(stage: Stage) -> Iterator[nn.Parameter]:
 
 
 def _make(stage: Stage) -> tuple[Any, ...]:
-    """Equal for steps that differ in the values of their weights alone."""
+    """Return what is equal for steps that differ in the values of their weights alone."""
     return tuple(
         tuple(used.shape) if isinstance(used, Tensor) else shard.make_of(used)
         for used in stage.uses
@@ -198,7 +193,7 @@ def _make(stage: Stage) -> tuple[Any, ...]:
 
 
 def shared_parameters(model: Model, stages: Sequence[Stage]) -> list[tuple[str, nn.Parameter]]:
-    """Those that no step uses by itself: derive() reads them, for all steps."""
+    """Return the parameters that no step uses by itself: derive() reads them, for all steps."""
     used = {id(p) for stage in stages for p in _weights(stage)}
     return [(name, p) for name, p in model.named_parameters() if id(p) not in used]
 
@@ -229,7 +224,7 @@ def _with_weights(
 
 
 class Spec(NamedTuple):
-    """All that must be known of a tensor to receive it."""
+    """The facts of a tensor that a rank needs to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -242,7 +237,7 @@ class Spec(NamedTuple):
         return cls(tuple(x.shape), x.dtype, last)
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """A leaf to receive into; gradients flow back through all that travels."""
+        """Make a leaf to receive into; gradients flow back through all that travels."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=True)
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -255,12 +250,12 @@ _MOST_DIMS, _MOST_TENSORS = 8, 16
 
 
 def pack(x: Tensor) -> Tensor:
-    """In the order of its dimensions, with the strides that an empty tensor would have, also where a size is 1."""
+    """Return a tensor with the strides that an empty one would have, also where a size is 1."""
     return x.contiguous().view(-1).view(x.shape)
 
 
 def to_header(specs: Sequence[Spec], device: torch.device) -> Tensor:
-    """A tensor of fixed size that tells what comes next."""
+    """Make a tensor of fixed size that tells what comes next."""
     assert len(specs) <= _MOST_TENSORS
     rows = torch.zeros(_MOST_TENSORS, 3 + _MOST_DIMS, dtype=torch.int64)
     for row, spec in zip(rows, specs, strict=False):
@@ -275,7 +270,7 @@ def from_header(header: Tensor) -> list[Spec]:
 
 
 class _Enter(torch.autograd.Function):
-    """What was received, as it is; what the part does not use gets a gradient of 0, since the sender waits for one."""
+    """Tensors as they were received. One that the part does not use has a gradient of 0: the sender waits for it."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Carried:
@@ -286,82 +281,9 @@ class _Enter(torch.autograd.Function):
         return gradients
 
 
-class _Shell(nn.Module):
-    """What PyTorch's schedules run: a part of the model, of which they see no parameters."""
-
-    number = 0  # of the micro-batch
-
-    def __init__(self, run: Callable[..., Any]):
-        super().__init__()
-        self.run = run
-
-    def forward(self, *carried: Tensor) -> Any:
-        return self.run(self.number, *carried)
-
-
-class _Station(PipelineStage):
-    """A part in a schedule. It has memory for what it receives only while that is in use.
-
-    It reaches into PyTorch's stage (args_recv_info, grad_recv_info, _prepare_*_infra), which is no public interface.
-    Tried with PyTorch 2.13.
-    """
-
-    def __init__(
-        self,
-        shell: _Shell,
-        index: int,
-        number: int,
-        device: torch.device,
-        group: Any,
-        incoming: Sequence[Spec],
-        outgoing: Sequence[Spec],
-        begin_backward: Callable[[bool], None],
-    ):
-        examples = [tuple(spec.empty("meta") for spec in specs) for specs in (incoming, outgoing)]
-        super().__init__(shell, index, number, device, input_args=examples[0], output_args=examples[1], group=group)
-        self.shell, self.incoming, self.outgoing, self.begin_backward = shell, incoming, outgoing, begin_backward
-        self.nothing = torch.empty(0, device=device)
-
-    def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
-        result = super()._prepare_forward_infra(*arguments, **options)
-        self._release(*self.args_recv_info.values())
-        return result
-
-    def _prepare_backward_infra(self, *arguments: Any, **options: Any) -> Any:
-        result = super()._prepare_backward_infra(*arguments, **options)
-        self._release(*self.grad_recv_info.values())
-        return result
-
-    def _release(self, *infos: Any) -> None:
-        for info in (one for several in infos for one in several):
-            info.buffer = self.nothing
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        for info, spec in zip(self.args_recv_info[fwd_chunk_id], self.incoming, strict=True):
-            info.buffer = spec.empty(self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        if not self.is_last:
-            for info, spec in zip(self.grad_recv_info[bwd_chunk_id], self.outgoing, strict=True):
-                info.buffer = spec.empty(self.device).detach()
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        self.shell.number = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        self.begin_backward(last_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._release(self.args_recv_info[bwd_chunk_id], () if self.is_last else self.grad_recv_info[bwd_chunk_id])
-
-
 @contextmanager
 def _quiet_schedules() -> Iterator[None]:
-    """Of an error, schedules would print all of themselves."""
+    """Silence schedules inside, which would print all of themselves with an error."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -375,7 +297,7 @@ def _quiet_schedules() -> Iterator[None]:
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module whose weights another rank of the pipeline has."""
+    """A stand-in for a module whose weights another rank of the pipeline has."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this module is on another rank of the pipeline")
@@ -436,7 +358,7 @@ class Pipeline:
         self._more_follow = False
 
     def _leave_out(self, stages: Sequence[Stage]) -> None:
-        """Of the model's weights keep those of the parts here, under their names, and those that all parts share."""
+        """Keep the weights of the parts here, under their names, and those that all parts share."""
         model: Any = self.model
         kept = {id(p) for part in self.parts for stage in stages[part.steps] for p in _weights(stage)}
         kept |= {id(p) for _, p in shared_parameters(self.model, stages)}
@@ -470,7 +392,7 @@ class Pipeline:
         model.forward = self._forward
 
     def roots(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """The model with the blocks of each part here: the root is one, but groups of blocks must not span parts."""
+        """Return the model with the blocks of each part here: the root is one, but groups must not span parts."""
         return [(self.model, blocks) for blocks in self._blocks]
 
     # -------------------------------------------------------- training
@@ -478,7 +400,7 @@ class Pipeline:
     def forward_backward(
         self, micro: Sequence[tuple[Inputs, Any]], loss: Callable[[Tensor, Any], LossLike]
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the summed losses of micro-batches (inputs and targets), the same on all ranks of the pipeline.
+        """Add the gradients of the summed losses of micro-batches, which are the same on all ranks of the pipeline.
 
         Returns the sum and the count of the losses, which are 0 on ranks that do not have the last part.
         """
@@ -509,8 +431,8 @@ class Pipeline:
 
     def _make_schedule(self, shapes: list[tuple[list[Spec], list[Spec]]], micro_batches: int) -> Any:
         stations = [
-            _Station(
-                _Shell(partial(self._train, part, incoming, outgoing)),
+            Station(
+                Shell(partial(self._train, part, incoming, outgoing)),
                 part.index,
                 self.number,
                 self.device,
@@ -532,7 +454,7 @@ class Pipeline:
     def _train(
         self, part: PipelinePart, incoming: Sequence[Spec], outgoing: Sequence[Spec], number: int, *carried: Tensor
     ) -> Tensor | Carried:
-        """One part of a micro-batch with its graph; of the last part, the loss."""
+        """Run one part of a micro-batch with its graph; the last part returns the loss."""
         inputs, targets = self._micro[number]
 
         def run(*carried: Tensor) -> Tensor | Carried:
@@ -556,7 +478,7 @@ class Pipeline:
         return self._enter(run, *carried)
 
     def _begin_backward(self, last: bool) -> None:
-        """Replicas exchange gradients with the last micro-batch."""
+        """Let replicas exchange gradients with the last micro-batch alone."""
         if not isinstance(self.model, FSDPModule):
             return
         shard.last_micro_batch([self.model], last and not self._more_follow, reshard=self.reshard)
@@ -568,11 +490,11 @@ class Pipeline:
     # -------------------------------------------------------- forward
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """The output on every rank of the pipeline, without gradients; inputs are the same on all of them."""
+        """Return the output on every rank of the pipeline, without gradients; inputs are the same on all of them."""
         return self.model(**inputs)
 
     def _forward(self, *tensors: Tensor, **inputs: Any) -> Any:
-        """In the place of the model's forward, so that FSDP2 gathers and frees what the parts here use."""
+        """Stand for the model's forward, so that FSDP2 gathers and frees what the parts here use."""
         call, self._call = self._call, None
         if call is not None:
             return call(*tensors)
@@ -589,7 +511,7 @@ class Pipeline:
         self.model._refuse_unknown({name: value for name, value in inputs.items() if name != "x"}, self.known)
 
     def _run(self, part: PipelinePart, inputs: Inputs, carried: Carried) -> Carried:
-        """The steps of one part."""
+        """Run the steps of one part."""
         side = {name: value for name, value in inputs.items() if name != "x"}
         x, *taps = carried or (inputs["x"],)
         if taps:
@@ -603,7 +525,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _pass(self, inputs: Inputs, *, answer: bool) -> Tensor | None:
-        """Through all parts, one after another: for the output on every rank, or else to learn the shapes.
+        """Go through all parts, one after another: for the output on every rank, or else to learn the shapes.
 
         Shapes that training meets are learned for training alone: ranks with other samples must do so with this one.
         """
@@ -649,7 +571,7 @@ class Pipeline:
 
 
 def signature(inputs: Inputs) -> tuple[Any, ...]:
-    """Equal for inputs that give equal shapes everywhere."""
+    """Return what is equal for inputs that give equal shapes everywhere."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, Tensor):

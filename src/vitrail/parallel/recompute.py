@@ -27,9 +27,8 @@ from torch.utils.flop_counter import flop_registry
 
 from vitrail.errors import UserError
 from vitrail.layers.attention import CrossAttention, SelfAttention
-from vitrail.layers.block import Scale
+from vitrail.layers.block import MLP, Scale, SwiGLU
 from vitrail.layers.flops import Again
-from vitrail.layers.mlp import MLP, SwiGLU
 from vitrail.recipe.sections import Recompute
 
 Choice = Literal["none", "full"] | Recompute
@@ -47,14 +46,14 @@ EVERYTHING: frozenset[str] = frozenset()  # full: nothing is kept
 
 @dataclass(frozen=True)
 class Plan:
-    """What each block keeps, in order."""
+    """The roles that each block keeps, in order."""
 
     kept: tuple[Kept, ...]
     text: str  # for the log
 
     @property
     def again(self) -> Again:
-        """Of a forward, what runs twice: for counting FLOPs."""
+        """Return what of a forward runs twice: for counting FLOPs."""
         recomputed = [kept for kept in self.kept if kept is not None]
         if not recomputed:
             return Again(share=0.0)
@@ -63,7 +62,7 @@ class Plan:
 
 
 def plan(blocks: Sequence[nn.Module], choice: Choice, *, pieces: bool = False) -> Plan:
-    """What a choice means for all blocks of a model; refuses roles that none of them has, and budgets that none meets.
+    """Plan a choice for all blocks of a model; refuse roles that none of them has, and budgets that none meets.
 
     `pieces`: MLPs will be cut in pieces, if they are not yet.
     """
@@ -112,7 +111,7 @@ def no_role(role: str, known: Sequence[str]) -> str:
 
 
 def roles_of(block: nn.Module, *, pieces: bool = False) -> dict[str, list[nn.Module]]:
-    """The modules of a block by the role that they play. A chunked MLP has none: its pieces are recomputed anyway."""
+    """Return the modules of a block by their role. A chunked MLP has none: its pieces are recomputed anyway."""
     roles: dict[str, list[nn.Module]] = {}
     for module in block.modules():
         if isinstance(module, SelfAttention | CrossAttention):
@@ -133,7 +132,7 @@ def _listed(kept: frozenset[str]) -> str:
 
 
 def recomputed(forward: Callable[..., Tensor], kept: frozenset[str] = EVERYTHING) -> Callable[..., Tensor]:
-    """A block's forward that keeps its inputs and the products of some roles."""
+    """Return a block's forward that keeps its inputs and the products of some roles."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kept:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
@@ -180,7 +179,7 @@ _KERNELS = ("attention", "attn", "flash", "fmha", "vitrail.ring")  # in the name
 
 
 def _is_product(operation: Any) -> bool:
-    """Whether an operation multiplies matrices: linear layers in any precision, and attention as one kernel."""
+    """Say whether an operation multiplies matrices: linear layers in any precision, and attention as one kernel."""
     packet = getattr(operation, "overloadpacket", operation)
     name = str(operation)
     return packet in flop_registry or any(part in name for part in _KERNELS)
@@ -210,7 +209,7 @@ class Sizes:
 
 
 def sizes_of(block: nn.Module, *, pieces: bool = False) -> Sizes | None:
-    """None for blocks without roles. Queries and memory of cross-attention count as equally many."""
+    """Return a block's sizes; None without roles. Queries and memory of cross-attention count as equally many."""
     roles = roles_of(block, pieces=pieces)
     if "attention" not in roles:
         return None
@@ -237,7 +236,7 @@ def sizes_of(block: nn.Module, *, pieces: bool = False) -> Sizes | None:
 
 
 def least_budget(blocks: Sequence[nn.Module], *, pieces: bool = False) -> float:
-    """What remains when everything is recomputed, of the block of which the most does."""
+    """Return the share that remains when everything is recomputed, of the block that keeps the most."""
     sizes = [sizes_of(block, pieces=pieces) for block in blocks]
     return max((size.entry / size.all for size in sizes if size is not None), default=0.0)
 
@@ -247,7 +246,7 @@ def too_small(budget: float, least: float) -> str:
 
 
 def _within(budget: float, blocks: Sequence[nn.Module], pieces: bool) -> Plan:
-    """Each block keeps to the budget by itself, so that all do, however many tokens each kind of block sees."""
+    """Plan each block within the budget by itself, so that all are, however many tokens each kind of block sees."""
     if budget == 1:
         return Plan((None,) * len(blocks), "budget 1: no recomputation")
     least = least_budget(blocks, pieces=pieces)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.parallel.private import add_all
+
 WARM = 3  # passes of a training that run as usual
 WARM_FORWARD = 10  # of those without gradients: samples are made by many, but a validation has few
 MOST = 2  # sets of shapes that are recorded: each has memory of its own
@@ -30,12 +32,12 @@ Run = Callable[[Any, Any], Tensor]
 
 
 def suits(choice: Any, device: torch.device) -> bool:
-    """Whether passes of a model that one rank has to itself are to be recorded."""
+    """Say whether passes of a model that one rank has to itself are to be recorded."""
     return device.type == "cuda" and (choice is True or (choice == "auto" and torch.version.hip is None))
 
 
 def is_ours(*parts: Any) -> bool:
-    """Whether parts of a recipe are of this package; what a user's own does in Python, a graph would not repeat."""
+    """Say whether parts of a recipe are this package's; a graph would not repeat what others do in Python."""
     return all(type(part).__module__.partition(".")[0] == "vitrail" for part in parts)
 
 
@@ -106,7 +108,7 @@ class Replay:
         return self._replayed(record, leaves)
 
     def forget(self) -> None:
-        """What the graphs read is there no more, or the memory that they keep is needed."""
+        """Drop the graphs: what they read is there no more, or the memory that they keep is needed."""
         has_graphs = self._has_graphs()
         if has_graphs:
             self._wait()  # one may be running
@@ -115,7 +117,7 @@ class Replay:
             self._give_back()
 
     def make_way(self) -> None:
-        """Before a usual pass of what has been recorded: it needs as much memory as the graph keeps."""
+        """Drop graphs before a usual pass that needs the memory which they keep."""
         if self._has_graphs() and self.held() > HALF:
             self.forget()
 
@@ -126,11 +128,11 @@ class Replay:
         torch.cuda.synchronize(self.device)
 
     def _give_back(self) -> None:
-        """The memory of graphs that are gone: usual passes cannot use it otherwise, but it would count as held."""
+        """Free the memory of graphs that are gone: usual passes could not use it, but it would count as held."""
         torch.cuda.empty_cache()
 
     def _ready(self, record: Record) -> bool:
-        """Whether a pass is to be recorded now."""
+        """Say whether a pass is to be recorded now."""
         record.seen += 1
         if record.usual or record.seen <= self.warm:
             return False
@@ -139,11 +141,11 @@ class Replay:
         return not record.usual
 
     def has_room(self) -> bool:
-        """Whether enough is left: passes give their memory back for a recording, which takes as much."""
+        """Say whether enough is left: passes give their memory back for a recording, which takes as much."""
         return self.held() <= ROOM
 
     def held(self) -> float:
-        """What the allocator holds, as a share of the GPU's memory."""
+        """Return what the allocator holds, as a share of the GPU's memory."""
         total = torch.cuda.get_device_properties(self.device).total_memory
         return torch.cuda.memory_reserved(self.device) / total
 
@@ -170,14 +172,14 @@ class Replay:
         record.graph.replay()
         added = [(b, g) for b, g in zip(before, record.gradients, strict=True) if b is not None]
         if added:
-            torch._foreach_add_([b for b, _ in added], [g for _, g in added])
+            add_all([b for b, _ in added], [g for _, g in added])
         for parameter, sum_before, gradient in zip(record.parameters, before, record.gradients, strict=True):
             parameter.grad = gradient if sum_before is None else sum_before
         assert record.result is not None
         return record.result.clone()
 
     def _give_up_turns(self) -> None:
-        """Shapes take turns, and there is no room for each of them."""
+        """Drop the graphs of shapes that take turns, where there is no room for each of them."""
         self.forget()
         if not self.anew:
             self._give_up("batches have several shapes, and the GPU has no room for a graph of each")
@@ -196,7 +198,7 @@ class Replay:
 
 
 def capture(work: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
-    """A graph of what `work` launches, and what it returned, which the graph writes; nothing is computed yet.
+    """Record a graph of what `work` launches; return it with what `work` returned, which the graph writes later.
 
     What a failure leaves behind is put back: the stream, and the generator's way of drawing.
     """
@@ -246,7 +248,7 @@ def take_apart(tree: Any, leaves: list[Tensor], device: str) -> Hashable:
 
 
 def put_together(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    """The same tree with these tensors."""
+    """Return the same tree with these tensors."""
     if isinstance(tree, Tensor):
         return next(leaves)
     if isinstance(tree, CONSTANTS):

@@ -6,19 +6,30 @@
 - gradients are sums over ranks, never means: the trainer knows by what to divide
 - replicas exchange gradients once a step, shards with every micro-batch (which bounds their memory)
 - names of parameters stay those of the plain model
+
+A model that one rank has to itself: nothing is gathered, and nothing reduced.
+
+FSDP2 on one rank gives the same numbers, but for each group of parameters it copies them through buffers of collectives
+and runs a good deal of Python, which is most of the step of a small model on a fast device.
+
+- fp32 masters; a group's copies in the compute type are made by one kernel, and their gradients come back by another
+- copies live until the backward is over: a model for which that is much is better left to FSDP2, which frees them
+- names of parameters stay those of the plain model, which computes with the copies inside `computing()` alone
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from vitrail.errors import UserError
 from vitrail.parallel.mesh import Layout, Mesh, local
+from vitrail.parallel.private import copy_all, end_gathering, parameters_in
 from vitrail.recipe.sections import Parallel
 
 Group = list[nn.Module]
@@ -80,20 +91,16 @@ def last_micro_batch(roots: Iterable[nn.Module], last: bool, *, reshard: bool) -
 def forget_gathered(roots: Iterable[nn.Module]) -> None:
     """Free gathered parameters that are left behind: they would hide a change of shards.
 
-    A forward without backward leaves the root's. A prefetch may also have begun to gather what nothing used any more,
-    and reshard() does not see that: the next use would find the old values.
+    A forward without backward leaves the root's. A prefetch may also have begun to gather what nothing used any more:
+    the next use would find the old values.
     """
     for module in (module for root in roots for module in _sharded(root)):
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            if group is not None and group._all_gather_result is not None:
-                group.wait_for_unshard()
+        end_gathering(module)
         module.reshard()
 
 
 def chains_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Equal blocks that are listed one after another: these run one after another, too.
+    """Return runs of equal blocks that are listed one after another: these run one after another, too.
 
     Other blocks (of a decoder with skips, say) may branch, and run in another order than they are listed in. A group
     or a prefetch that took them together would gather some too early, and keep them past the next update.
@@ -102,12 +109,12 @@ def chains_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def make_of(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that differ in the values of their weights alone."""
+    """Return what is equal for modules that differ in the values of their weights alone."""
     return (type(module), *((name, tuple(p.shape)) for name, p in module.named_parameters()))
 
 
 def cut(chain: list[nn.Module], c: Parallel, reduce: torch.dtype) -> list[Group]:
-    """The chain in groups of `wrap` blocks, or of as few as reach bucket_mib of gradients."""
+    """Cut a chain into groups of `wrap` blocks, or of as few as reach bucket_mib of gradients."""
     size = c.wrap
     if c.bucket_mib is not None:
         size = blocks_of_bucket(chain[0], c.bucket_mib, reduce)
@@ -115,7 +122,7 @@ def cut(chain: list[nn.Module], c: Parallel, reduce: torch.dtype) -> list[Group]
 
 
 def blocks_of_bucket(block: nn.Module, mib: int, reduce: torch.dtype) -> int:
-    """How many such blocks have this much of gradients."""
+    """Return how many such blocks have this much of gradients."""
     numel = sum(local(p).numel() for p in block.parameters())
     return max(1, -(-mib * 2**20 // max(1, numel * reduce.itemsize)))
 
@@ -134,3 +141,93 @@ def look_ahead(chain: list[Any], *, forward: int, backward: int) -> None:
 
 def _sharded(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+COPIES = 1 / 16  # of a device's memory, at most: beyond that, memory matters more than time
+
+Slot = tuple[nn.Module, str]  # where a parameter is; found anew each time, since a model may have been moved
+
+
+def suits(parameters: int, layout: Layout, c: Parallel, *, compute: torch.dtype, memory: float | None) -> bool:
+    """Say whether a model should do without FSDP2; `memory` of its device is in bytes, if known."""
+    if max(layout.sizes) > 1 or c.offload:
+        return False
+    return compute == torch.float32 or memory is None or parameters * compute.itemsize <= COPIES * memory
+
+
+class Solo:
+    """The weights that a model computes with."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], compute: torch.dtype):
+        self.compute = compute
+        in_blocks = [_slots(block) for block in blocks]
+        taken = {slot for group in in_blocks for slot in group}
+        self.groups = [*in_blocks, [slot for slot in _slots(model) if slot not in taken]]
+        self._kept: list[list[Tensor]] | None = None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Put copies in the compute type in the parameters' places inside; gradients reach the masters.
+
+        Without gradients copies are kept for the next time, until forget().
+        """
+        if self.compute == torch.float32:
+            yield
+            return
+        masters = [[parameters_in(module)[name] for module, name in group] for group in self.groups]
+        if torch.is_grad_enabled():
+            copies = [_Copies.apply(self.compute, *group) for group in masters]
+        else:
+            copies = self._kept = self._kept or [_copied(self.compute, group) for group in masters]
+        self._put(copies)
+        try:
+            yield
+        finally:
+            self._put(masters)
+
+    @property
+    def keeps(self) -> bool:
+        return self._kept is not None
+
+    def forget(self) -> None:
+        """Drop the copies: the masters have changed."""
+        self._kept = None
+
+    def _put(self, groups: Sequence[Sequence[Any]]) -> None:
+        for slots, values in zip(self.groups, groups, strict=True):
+            for (module, name), value in zip(slots, values, strict=True):
+                parameters_in(module)[name] = value
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    return [(part, name) for part in module.modules() for name, p in parameters_in(part).items() if p is not None]
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of a group's masters, and gradients of the copies as gradients of the masters: one kernel each."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *masters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a parameter that nothing used has no gradient
+        copies = _copied(dtype, masters)
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(copy for copy, need in zip(copies, needed, strict=True) if not need))
+        ctx.dtypes = [master.dtype for master in masters]
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [(g, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True) if g is not None]
+        wide = [torch.empty(g.shape, dtype=dtype, device=g.device) for g, dtype in given]
+        if given:
+            copy_all(wide, [g for g, _ in given])
+        ready = iter(wide)
+        return None, *(None if g is None else next(ready) for g in gradients)
+
+
+@torch.no_grad()
+def _copied(dtype: torch.dtype, masters: Sequence[Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(master, dtype=dtype) for master in masters]
+    if copies:
+        copy_all(copies, list(masters))
+    return copies

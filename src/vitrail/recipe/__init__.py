@@ -1,31 +1,51 @@
 """The typed tree of a run: YAML in, a frozen `Recipe` out, every mistake named with its key and a suggestion.
 
 Importing this package costs little: pydantic, PyYAML and the kinds come in when they are first used, torch never.
+
+`@config`: a frozen, keyword-only dataclass whose unknown keys are refused when a recipe fills it.
+
+    @config
+    class MaskConfig:
+        kind: Literal["random"] = "random"
+        ratio: float = 0.75
+
+Built by hand it is a plain dataclass; read from a recipe, pydantic checks every field, nested configs included.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from vitrail.recipe.config import config
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
-    from vitrail.recipe.changes import SAFE_KEYS, diff, unsafe_changes
     from vitrail.recipe.durations import Clock, Duration, seconds_of, steps_of
-    from vitrail.recipe.load import load_recipe
+    from vitrail.recipe.load import SAFE_KEYS, diff, load_recipe, unsafe_changes
     from vitrail.recipe.schema import Recipe, json_schema
+
+
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def config(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen, keyword-only dataclass that forbids unknown keys."""
+    made: Any = dataclass(frozen=True, kw_only=True)(cls)
+    # A plain dict is what pydantic's ConfigDict is at run time: no import of pydantic is needed here.
+    made.__pydantic_config__ = {"extra": "forbid"}
+    return made
+
 
 _HOMES = {
     "Clock": "durations",
     "Duration": "durations",
     "Recipe": "schema",
-    "SAFE_KEYS": "changes",
-    "diff": "changes",
+    "SAFE_KEYS": "load",
+    "diff": "load",
     "json_schema": "schema",
     "load_recipe": "load",
     "seconds_of": "durations",
     "steps_of": "durations",
-    "unsafe_changes": "changes",
+    "unsafe_changes": "load",
 }
 
 __all__ = [

@@ -2,18 +2,50 @@
 
 A duration is kept as it is written: 200, "200 samples", "2.5 epochs" or "10%"; `steps_of` counts its steps.
 A clock ("02:00:00", "90m", "1d12h") becomes whole seconds.
+
+`Rule`: a value with its own small grammar, checked by one function and described by one phrase.
+
+A rule is put in an annotation, `Annotated[int | str, Rule(parse, expected, ...)]`. It holds no pydantic until pydantic
+asks for its schema, so modules that only name such types stay cheap to import.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from math import ceil
 from typing import Annotated, Any, NamedTuple
 
 from vitrail.errors import UserError
-from vitrail.recipe.rules import Rule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How pydantic reads, writes and describes a value."""
+
+    parse: Callable[[Any], Any]  # the value as stored; raises ValueError when it is not of the grammar
+    expected: str  # completes "expected ..."
+    json: Callable[[], dict[str, Any]]  # its JSON Schema
+    write: Callable[[Any], Any] | None = None  # the stored value as it is written in a recipe
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import PydanticCustomError, core_schema
+
+        def read(value: Any) -> Any:
+            try:
+                return self.parse(value)
+            except ValueError as error:
+                raise PydanticCustomError("expected", "expected {expected}", {"expected": self.expected}) from error
+
+        writer = None if self.write is None else core_schema.plain_serializer_function_ser_schema(self.write)
+        return core_schema.no_info_plain_validator_function(read, serialization=writer)
+
+    def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        return self.json()
+
 
 _DURATION = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|steps?|samples?|epochs?)")
 _COLONS = re.compile(r"([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
@@ -48,7 +80,7 @@ def parse_duration(value: int | str) -> Span:
 def steps_of(
     duration: int | str, *, total: int | None = None, batch: int | None = None, epoch: int | None = None
 ) -> int:
-    """Steps in a duration, rounded up: at least 1 unless the duration is 0.
+    """Count the steps in a duration, rounded up: at least 1 unless the duration is 0.
 
     `total` is the run's steps (for percents), `batch` the samples of one step over all ranks, `epoch` the samples of
     one pass over the data.
@@ -67,7 +99,7 @@ def steps_of(
 
 
 def seconds_of(clock: int | str) -> int:
-    """Seconds of a clock; a whole number is taken as seconds already."""
+    """Return the seconds of a clock; a whole number is taken as seconds already."""
     if isinstance(clock, int) and not isinstance(clock, bool) and clock >= 0:
         return clock
     text = clock.strip() if isinstance(clock, str) else ""
@@ -81,7 +113,7 @@ def seconds_of(clock: int | str) -> int:
 
 
 def _tidy(value: Any) -> int | str:
-    """A duration in its one spelling, so that "10 steps" and 10 are the same recipe."""
+    """Return a duration in its one spelling, so that "10 steps" and 10 are the same recipe."""
     number, unit = parse_duration(value)
     if unit == "steps":
         return int(number)

@@ -7,8 +7,9 @@ when named) or from `register`, called by a module given with `--plugin`.
 from __future__ import annotations
 
 import importlib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -19,7 +20,7 @@ from vitrail.errors import UserError
 BUILT_IN: dict[str, dict[str, str]] = {
     "model": {
         "vit": "vitrail.models.vit:ViTConfig",
-        "study_vit": "vitrail.models.study_vit:StudyViTConfig",
+        "study_vit": "vitrail.models.vit:StudyViTConfig",
         "mae": "vitrail.models.mae:MAEConfig",
         "unetr": "vitrail.models.unetr:UNETRConfig",
         "sap": "vitrail.models.sap:SAPConfig",
@@ -37,9 +38,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "score": {},  # what adaptive trees follow: users' own beside those of layers/scores.py
     "source": {
-        "ome_zarr": "vitrail.data.sources.ome_zarr:OmeZarrConfig",
+        "ome_zarr": "vitrail.data.sources.zarr:OmeZarrConfig",
         "zarr": "vitrail.data.sources.zarr:ZarrConfig",
-        "n5": "vitrail.data.sources.n5:N5Config",
+        "n5": "vitrail.data.sources.zarr:N5Config",
         "nifti": "vitrail.data.sources.nifti:NiftiConfig",
         "tiff": "vitrail.data.sources.tiff:TiffConfig",
         "hdf5": "vitrail.data.sources.hdf5:Hdf5Config",
@@ -51,14 +52,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "webdataset": "vitrail.data.sources.webdataset:WebdatasetConfig",
         "cifar10": "vitrail.data.sources.cifar10:Cifar10Config",
         "latents": "vitrail.data.sources.latents:LatentsConfig",
-        "synthetic": "vitrail.data.sources.synthetic:SyntheticConfig",
-        "dummy": "vitrail.data.sources.dummy:DummyConfig",
+        "synthetic": "vitrail.data.sources.generated:SyntheticConfig",
+        "dummy": "vitrail.data.sources.generated:DummyConfig",
     },
     "codec": {
-        "identity": "vitrail.codecs.identity:IdentityConfig",
+        "identity": "vitrail.codecs:IdentityConfig",
         "kl": "vitrail.codecs.kl:KLConfig",
         "torchscript": "vitrail.codecs.torchscript:TorchScriptConfig",
-        "autoencoder": "vitrail.codecs.autoencoder:AutoencoderCodecConfig",
+        "autoencoder": "vitrail.codecs.own:AutoencoderCodecConfig",
     },
     "optimizer": {
         "adamw": "vitrail.training.optimizers.adam:AdamWConfig",
@@ -71,6 +72,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "cosine": "vitrail.training.schedule:CosineConfig",
         "linear": "vitrail.training.schedule:LinearConfig",
         "constant": "vitrail.training.schedule:ConstantConfig",
+    },
+    "augmentation": {},  # further changes of samples: users' own beside the keys of data.augment
+    "sampler": {
+        "ancestral": "vitrail.diffusion.samplers:AncestralConfig",
+        "ddim": "vitrail.diffusion.samplers:DDIMConfig",
+        "euler": "vitrail.diffusion.samplers:EulerConfig",
+        "heun": "vitrail.diffusion.samplers:HeunConfig",
     },
     "logger": {
         "tensorboard": "vitrail.training.loggers.tensorboard:TensorboardConfig",
@@ -93,7 +101,7 @@ _registered: dict[str, dict[str, type]] = {slot: {} for slot in BUILT_IN}
 
 
 def register(slot: str, name: str, cls: type) -> type:
-    """Add a kind from a plugin; a name that is taken by another class is refused. Returns `cls`."""
+    """Add a kind from a plugin, and return its class; a name that is taken by another class is refused."""
     _check_slot(slot)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"kind {name!r}: a kind's name is lower-case letters, digits and _, starting with a letter")
@@ -107,7 +115,7 @@ def register(slot: str, name: str, cls: type) -> type:
 
 
 def find(slot: str, name: str, *, key: str | None = None) -> type:
-    """The config class of a kind; `key` is where the recipe names it, for the error's sentence."""
+    """Return the config class of a kind; `key` is where the recipe names it, for the error's sentence."""
     _check_slot(slot)
     key = key or f"{slot}.kind"
     if name in BUILT_IN[slot]:
@@ -120,21 +128,34 @@ def find(slot: str, name: str, *, key: str | None = None) -> type:
     raise UserError(_unknown(slot, name, key))
 
 
+def make(slot: str, given: Mapping[str, Any], *, key: str) -> Any:
+    """Make a kind from its mapping in a recipe, checked key by key."""
+    from pydantic import TypeAdapter, ValidationError
+
+    cls = find(slot, str(given.get("kind")), key=f"{key}.kind")
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(given), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, (key, *first["loc"])))
+        raise UserError(f"{where}: {first['msg']}") from None
+
+
 def guess_source(path: str) -> str:
-    """The kind of source that data at a path look like."""
+    """Return the kind of source that data at a path look like."""
     guess: Callable[[str], str] = importlib.import_module("vitrail.data.sources").guess_kind
     return guess(path)
 
 
 def known(slot: str) -> list[str]:
-    """Every name of a slot, sorted; nothing is imported for it."""
+    """List every name of a slot, sorted; nothing is imported for it."""
     _check_slot(slot)
     installed = (point.name for point in metadata.entry_points(group=f"vitrail.{slot}"))
     return sorted({*BUILT_IN[slot], *_registered[slot], *installed})
 
 
 def registered() -> list[type]:
-    """The config classes that plugins have added."""
+    """List the config classes that plugins have added."""
     return [cls for classes in _registered.values() for cls in classes.values()]
 
 
@@ -154,7 +175,7 @@ def load_plugin(module: str) -> None:
 
 
 def nearest(word: str, choices: list[str]) -> str | None:
-    """The choice spelt most like `word`, if one is near."""
+    """Return the choice spelt most like `word`, if one is near."""
     folded = {choice.casefold(): choice for choice in choices}
     found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=0.6)
     return folded[found[0]] if found else None
@@ -166,7 +187,7 @@ def _check_slot(slot: str) -> None:
 
 
 def _check_class(slot: str, name: str, cls: Any) -> None:
-    """A kind's class is a config whose field `kind` has the kind's name as its default."""
+    """Refuse a class that is no config whose field `kind` has the kind's name as its default."""
     defaults = {field.name: field.default for field in fields(cls)} if is_dataclass(cls) else {}
     if not isinstance(cls, type) or "__pydantic_config__" not in vars(cls) or defaults.get("kind") != name:
         raise UserError(
@@ -190,7 +211,7 @@ def _load(slot: str, name: str, target: str, key: str) -> type:
 
 
 def remedy(module: str) -> str:
-    """What to install for a missing module: the extra that holds its distribution, or the distribution itself."""
+    """Say what to install for a missing module: the extra that holds its distribution, or the distribution itself."""
     top = module.partition(".")[0]
     distribution = _plain(_DISTRIBUTIONS.get(top, top))
     try:
@@ -217,5 +238,5 @@ def _unknown(slot: str, name: str, key: str) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """An error's message on one line, without its final stop."""
+    """Return an error's message on one line, without its final stop."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -1,19 +1,139 @@
-"""Sentences for what is wrong with a recipe: the key, what was expected, the value given, and the nearest spelling."""
+"""Sentences for what is wrong with a recipe: the key, what was expected, the value given, and the nearest spelling.
+
+Numbers that no machine could serve are refused by arithmetic, before anything is made that large.
+
+- `absurd` knows limits of any machine that there may be: a plan for one that is not there yet stays possible
+- `beyond` compares the least that a recipe needs with the memory at hand; what might just fit is tried
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail.recipe.kinds import nearest
-from vitrail.recipe.sizes import absurd
-from vitrail.recipe.trees import Key, dotted, show
+from vitrail.recipe.yaml import Key, dotted, show
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
     from vitrail.recipe.schema import Recipe
+
+
+LARGEST = 10**15  # of any whole number but a seed: what is counted with it still fits into 64 bits
+VOXELS = 10**15  # of a sample
+PARAMETERS = 10**17  # of a model
+DEPTH = 2000  # blocks: each is a Python object that is built, and walked through in every step
+LEAST = 64  # bytes of a sample beside its values: its counter, its place and its name for errors
+GIB = 2**30
+
+
+def absurd(recipe: Recipe) -> list[str]:
+    """Return a sentence for each number that is too large for any machine."""
+    problems = [
+        f"{key}: {_short(number)} is too large; expected at most {_short(LARGEST)}"
+        for key, number in _numbers(recipe.to_tree(), "")
+        if abs(number) > LARGEST and key != "run.seed"
+    ]
+    if problems:
+        return problems
+    voxels = voxels_of(recipe)
+    if voxels > VOXELS:
+        problems.append(
+            f"data.crop: a sample of {_short(voxels)} voxels is too large; expected at most {_short(VOXELS)}"
+        )
+    for key, c in stacks(recipe.model):
+        if c.depth > DEPTH:
+            problems.append(f"{key}.depth: {c.depth} blocks are too many; expected at most {DEPTH}")
+        elif least_parameters(c) > PARAMETERS:
+            problems.append(
+                f"{key}.width: {c.width} with depth {c.depth} makes {_short(least_parameters(c))} parameters; "
+                f"expected at most {_short(PARAMETERS)}"
+            )
+    return problems
+
+
+def beyond(recipe: Recipe, *, share: int, parts: int, ranks: int, host: int, device: int) -> str | None:
+    """Say why a rank cannot have the memory for a recipe: `share` are its samples of a step, the last two bytes.
+
+    `parts` are the ranks that share each sample, of which a rank may read its part alone. `host` is what all ranks of
+    this host have together, `device` what this one computes in.
+    """
+    sample = max(LEAST, voxels_of(recipe) // parts)
+    if sample > host:
+        return f"data.crop: a sample of {_short(sample)} bytes at least is larger than {_memory(host)}; make it smaller"
+    if share * sample > host:
+        return (
+            f"data.batch: {_short(share)} samples of {_short(sample)} bytes at least on each rank are larger than "
+            f"{_memory(host)}; make it smaller, or accumulate gradients over more steps"
+        )
+    if recipe.data.prefetch > 2 and recipe.data.prefetch * share * sample > host:
+        return (
+            f"data.prefetch: {recipe.data.prefetch} batches of {_short(share * sample)} bytes at least are larger than "
+            f"{_memory(host)}; make it smaller"
+        )
+    for key, c in stacks(recipe.model):
+        if sentence := too_many(least_parameters(c), ranks, device):
+            return f"{key}: width {c.width} and depth {c.depth} make {sentence}"
+    return None
+
+
+def too_many(parameters: int, ranks: int, memory: int) -> str | None:
+    """Say what is wrong with so many parameters, if their weights alone are beyond the memory of all ranks."""
+    if 4 * parameters <= ranks * memory:
+        return None
+    return (
+        f"{_short(parameters)} parameters or more, {_short(4 * parameters // ranks)} bytes on each of {ranks} ranks, "
+        f"and there are {_memory(memory)}; make the model smaller, or start more ranks"
+    )
+
+
+def voxels_of(recipe: Recipe) -> int:
+    crop = recipe.data.crop
+    return crop ** getattr(recipe.model, "ndim", 1) if isinstance(crop, int) else math.prod(crop)
+
+
+def stacks(config: Any, key: str = "model") -> Iterator[tuple[str, Any]]:
+    """Yield the configs of this package with a width and a depth: blocks of attention and an MLP."""
+    if not dataclasses.is_dataclass(config):
+        return
+    ours = type(config).__module__.startswith("vitrail.")
+    if ours and all(isinstance(getattr(config, name, None), int) for name in ("width", "depth")):
+        yield key, config
+    for field in dataclasses.fields(config):
+        yield from stacks(getattr(config, field.name), f"{key}.{field.name}")
+
+
+def least_parameters(stack: Any) -> int:
+    """Count those of attention and the MLP; what is shared or narrow may make it less."""
+    return 2 * stack.depth * stack.width**2
+
+
+def _numbers(tree: Any, key: str) -> Iterator[tuple[str, int]]:
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for name, value in items:
+            yield from _numbers(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, int):
+        yield key, tree
+
+
+def _short(number: int) -> str:
+    """Write a large number with few digits."""
+    if number > 10**100:
+        return "more than 1e100"
+    digits = str(number)
+    return digits if len(digits) <= 7 else f"{digits[0]}.{digits[1:3]}e{len(digits) - 1}".replace(".00e", "e")
+
+
+def _memory(size: int) -> str:
+    return f"the {size / GIB:.1f} GiB of memory here"
+
 
 # What a type of error says was expected. {} is filled from the error's context.
 _EXPECTED = {
@@ -63,7 +183,7 @@ class _Fault(NamedTuple):
 
 
 def explain(error: ValidationError, tree: Any, cls: type[Recipe]) -> list[Problem]:
-    """A sentence for each key that pydantic refused, in the order of the tree."""
+    """Return a sentence for each key that pydantic refused, in the order of the tree."""
     schema = cls.model_json_schema()
     faults = [
         _Fault(_clean(item["loc"], item["type"], tree, schema), item["type"], item.get("ctx", {}), item["msg"])
@@ -79,13 +199,13 @@ def explain(error: ValidationError, tree: Any, cls: type[Recipe]) -> list[Proble
     problems = []
     for key, group in grouped.items():
         unknown = any(fault.type in _UNKNOWN for fault in group)
-        is_null = not unknown and _at(tree, key, missing=...) is None
+        is_null = not unknown and at(tree, key, missing=...) is None
         problems.append(Problem(key, _sentence(key, group, tree, schema), is_null))
     return problems
 
 
 def _clean(location: tuple[str | int, ...], kind: str, tree: Any, schema: dict[str, Any]) -> Key:
-    """The key in the tree: pydantic also names the branches of unions, which are not keys."""
+    """Return the key in the tree: pydantic also names the branches of unions, which are not keys."""
     key: Key = ()
     value = tree
     branch_named = False
@@ -104,7 +224,8 @@ def _clean(location: tuple[str | int, ...], kind: str, tree: Any, schema: dict[s
     return key
 
 
-def _at(tree: Any, key: Key, missing: Any = None) -> Any:
+def at(tree: Any, key: Key, missing: Any = None) -> Any:
+    """Return what stands at a key of a tree."""
     for name in key:
         try:
             tree = tree[name]
@@ -115,7 +236,7 @@ def _at(tree: Any, key: Key, missing: Any = None) -> Any:
 
 def _sentence(key: Key, group: list[_Fault], tree: Any, schema: dict[str, Any]) -> str:
     where = dotted(key)
-    value = _at(tree, key)
+    value = at(tree, key)
     first = group[0]
     if any(fault.type in _UNKNOWN for fault in group):
         keys = keys_at(schema, key[:-1], tree)
@@ -150,7 +271,7 @@ def _expected(fault: _Fault) -> str:
 
 
 def _hint(group: list[_Fault], value: Any) -> str:
-    """The nearest choice for a misspelt word, or how to write a number as text."""
+    """Return the nearest choice for a misspelt word, or how to write a number as text."""
     if isinstance(value, str):
         listed = " ".join(
             str(fault.context.get("expected", fault.context.get("expected_tags")))
@@ -168,26 +289,26 @@ def _hint(group: list[_Fault], value: Any) -> str:
 
 
 def keys_at(schema: dict[str, Any], key: Key, tree: Any) -> list[str]:
-    """The keys that the JSON Schema of a recipe knows in the mapping at `key` of this tree."""
+    """List the keys that the JSON Schema of a recipe knows in the mapping at `key` of this tree."""
     return list(dict.fromkeys(name for place in _places(schema, key, tree) for name in place.get("properties", {})))
 
 
 def _places(schema: dict[str, Any], key: Key, tree: Any) -> list[dict[str, Any]]:
-    """The parts of the schema that may describe the value at `key`, each with its own keys."""
-    return [place for part in _parts(schema, key, tree) for place in _branches(part, schema, _at(tree, key))]
+    """List the parts of the schema that may describe the value at `key`, each with its own keys."""
+    return [place for part in _parts(schema, key, tree) for place in _branches(part, schema, at(tree, key))]
 
 
 def _parts(schema: dict[str, Any], key: Key, tree: Any) -> list[dict[str, Any]]:
-    """The parts of the schema at `key`, references and unions still whole."""
+    """List the parts of the schema at `key`, references and unions still whole."""
     parts = [schema]
     for name in key:
         parts = [inner for part in parts for place in _branches(part, schema, tree) for inner in _inside(place, name)]
-        tree = _at(tree, (name,))
+        tree = at(tree, (name,))
     return parts
 
 
 def _is_tagged(schema: dict[str, Any], key: Key, tree: Any) -> bool:
-    """Whether a union that is told apart by its kind stands at `key`."""
+    """Return whether a union that is told apart by its kind stands at `key`."""
     parts = _parts(schema, key, tree)
     return any("discriminator" in inner for part in parts for inner in (part, *part.get("anyOf", [])))
 
@@ -203,7 +324,7 @@ def _inside(place: dict[str, Any], name: str | int) -> Iterator[dict[str, Any]]:
 
 
 def _branches(part: dict[str, Any], schema: dict[str, Any], tree: Any) -> Iterator[dict[str, Any]]:
-    """The schemas that a part may stand for; a tree that names its kind chooses among them."""
+    """Yield the schemas that a part may stand for; a tree that names its kind chooses among them."""
     if "$ref" in part:
         yield from _branches(schema["$defs"][part["$ref"].rpartition("/")[2]], schema, tree)
         return
@@ -223,7 +344,7 @@ def _kinds_of(place: dict[str, Any]) -> list[str]:
 
 
 def check_across(recipe: Recipe) -> list[str]:
-    """What is wrong between keys that are each right alone, and what is too large for any machine."""
+    """Refuse keys that are right alone but not together, and what is too large for any machine."""
     problems = absurd(recipe)
     parallel, normalize = recipe.parallel, recipe.data.normalize
     strategy = parallel.strategy or "FULL_SHARD"

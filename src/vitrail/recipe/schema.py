@@ -10,22 +10,27 @@ import json
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import Field, ValidationError, create_model
 
 from vitrail.credentials import clash, hide
 from vitrail.errors import UserError
 from vitrail.recipe import kinds, yaml
-from vitrail.recipe.problems import check_across, explain
-from vitrail.recipe.sections import EMA, Checkpoint, Data, Eval, Init, Log, Parallel, Precision, Run, Section
-from vitrail.recipe.trees import DEFAULT_KINDS, Key, dotted, non_finite, plain, show
+from vitrail.recipe.problems import at, check_across, explain
+from vitrail.recipe.sections import EMA, Augment, Checkpoint, Data, Eval, Init, Log, Parallel, Precision, Run, Section
+from vitrail.recipe.yaml import DEFAULT_KINDS, Key, dotted, non_finite, plain, show
+
+S = TypeVar("S", bound=Section)
 
 MAX_PROBLEMS = 10
 _SLOTS = ("model", "objective", "optimizer", "schedule", "codec")
 _OPTIONAL = ("codec",)
-_SOURCES = ("train", "valid")
-_LISTED = ("source", "logger")  # slots of lists
+_LISTED = {  # slots of lists, and where these are
+    "source": (("data", "train"), ("data", "valid")),
+    "augmentation": (("data", "augment", "more"),),
+    "logger": (("log", "to"),),
+}
 
 
 class Recipe(Section):
@@ -52,34 +57,27 @@ class Recipe(Section):
         return Path(self.run.dir) if self.run.dir is not None else Path("runs", self.run.name)
 
     def to_tree(self) -> dict[str, Any]:
-        """The recipe as plain values, complete with defaults; it loads back to an equal recipe."""
+        """Return the recipe as plain values, complete with defaults; it loads back to an equal recipe."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """`to_tree` as YAML."""
+        """Return `to_tree` as YAML."""
         return yaml.dump(self.to_tree())
 
 
 @lru_cache(maxsize=64)
 def recipe_class(classes: tuple[tuple[str, tuple[type, ...]], ...]) -> type[Recipe]:
-    """The Recipe class in which each slot takes one of these config classes; a slot without any takes anything.
+    """Make the Recipe class in which each slot takes one of these classes; a slot without any takes anything.
 
     The same kinds give the same class, so that equal recipes are equal.
     """
     types: dict[str, Any] = {slot: _one_of(given) for slot, given in classes}
-    source, logger = types.pop("source"), types.pop("logger")
-    sources: Any = tuple[source, ...]  # type: ignore[valid-type]
-    groups: dict[str, Any] = {
-        "train": (Annotated[sources, Field(min_length=1)], _again(Data, "train")),
-        "valid": (sources, _again(Data, "valid")),
-    }
-    data = create_model("Data", __base__=Data, __doc__=Data.__doc__, **groups)
-    loggers: Any = Literal["auto"] | tuple[logger, ...]  # type: ignore[valid-type]
-    log = create_model("Log", __base__=Log, __doc__=Log.__doc__, to=(loggers, _again(Log, "to")))
-    fields: dict[str, Any] = {
-        slot: (types[slot] | None if slot in _OPTIONAL else types[slot], _again(Recipe, slot)) for slot in _SLOTS
-    }
-    return create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, data=(data, ...), log=(log, log()), **fields)
+    sources, augmentations, loggers = (tuple[types.pop(slot), ...] for slot in _LISTED)  # type: ignore[misc]
+    augment = _with(Augment, more=augmentations)
+    data = _with(Data, train=Annotated[sources, Field(min_length=1)], valid=sources, augment=augment)
+    log = _with(Log, to=Literal["auto"] | loggers)
+    slots = {slot: types[slot] | None if slot in _OPTIONAL else types[slot] for slot in _SLOTS}
+    return _with(Recipe, data=data, log=log, **slots)
 
 
 def _one_of(classes: tuple[type, ...]) -> Any:
@@ -88,14 +86,18 @@ def _one_of(classes: tuple[type, ...]) -> Any:
     return Annotated[Union[classes], Field(discriminator="kind")]  # noqa: UP007 (made from a tuple)
 
 
-def _again(section: type[Section], name: str) -> Any:
-    """A field's default and description, to give it a new type."""
-    field = section.model_fields[name]
-    return Field(field.default if not field.is_required() else ..., description=field.description)
+def _with(section: type[S], **types: Any) -> type[S]:
+    """Give some fields of a section other types; defaults and descriptions stay."""
+    changed: dict[str, Any] = {}
+    for name, kind in types.items():
+        field = section.model_fields[name]
+        default = ... if field.is_required() else kind() if isinstance(field.default, Section) else field.default
+        changed[name] = (kind, Field(default, description=field.description))
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **changed)
 
 
 def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
-    """The recipe in a plain tree, or one UserError with a sentence for each problem.
+    """Return the recipe in a plain tree, or raise one UserError with a sentence for each problem.
 
     A key in `cleared` that is null goes back to its default where null is no value of it.
     """
@@ -106,7 +108,7 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
     for slot in _SLOTS:
         if whole.get(slot, "") is None and (slot,) in cleared:
             del whole[slot]
-    respelt = _spell_loggers(whole, cleared)
+    respelt = _spell_names(whole, cleared)
     classes, found = _name_kinds(whole)
     found = [*respelt, *found]
     made = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, *_LISTED)))
@@ -129,7 +131,7 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
 
 
 def hide_credentials(tree: Any) -> Any:
-    """A plain tree whose URLs have no passwords and tokens: a recipe is stored, and shown."""
+    """Return a plain tree whose URLs have no passwords and tokens: a recipe is stored, and shown."""
     urls: list[str] = []
 
     def walk(value: Any) -> Any:
@@ -173,21 +175,19 @@ def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list
         named = slot in tree and not (slot in _OPTIONAL and tree[slot] is None)
         found = _kind_class(tree[slot], slot, (slot,), problems) if named else None
         classes[slot] = (found,) if found else ()
-    classes["source"] = _listed_classes(tree, "source", [("data", group) for group in _SOURCES], problems)
-    classes["logger"] = _listed_classes(tree, "logger", [("log", "to")], problems)
+    for slot in _LISTED:
+        classes[slot] = _listed_classes(tree, slot, problems)
     return classes, problems
 
 
-def _listed_classes(
-    tree: dict[str, Any], slot: str, keys: list[tuple[str, str]], problems: list[str]
-) -> tuple[type, ...]:
-    """The classes of all kinds in some lists."""
+def _listed_classes(tree: dict[str, Any], slot: str, problems: list[str]) -> tuple[type, ...]:
+    """Find the classes of all kinds in the lists of a slot."""
     named: dict[type, None] = {}
     complete = True
-    for section, key in keys:
-        items = tree[section].get(key) if isinstance(tree.get(section), dict) else None
+    for key in _LISTED[slot]:
+        items = at(tree, key)
         for index, item in enumerate(items if isinstance(items, list) else ()):
-            found = _kind_class(item, slot, (section, key, index), problems)
+            found = _kind_class(item, slot, (*key, index), problems)
             complete = complete and found is not None
             if found:
                 named[found] = None
@@ -196,33 +196,37 @@ def _listed_classes(
     return tuple(ordered) if complete else ()
 
 
-def _spell_loggers(tree: dict[str, Any], cleared: Collection[Key]) -> list[str]:
-    """Write loggers that are given by their names as mappings, and `log.tensorboard` of older recipes as `log.to`."""
+def _spell_names(tree: dict[str, Any], cleared: Collection[Key]) -> list[str]:
+    """Write loggers and augmentations that are given by their names as mappings, and `log.tensorboard` as `log.to`."""
     log = tree.get("log")
-    if not isinstance(log, dict):
-        return []
-    problems = []
+    problems = [] if not isinstance(log, dict) else _spell_tensorboard(log, ("log", "tensorboard") in cleared)
+    for *section, key in (*_LISTED["logger"], *_LISTED["augmentation"]):
+        holder = at(tree, tuple(section))
+        if isinstance(holder, dict) and isinstance(holder.get(key), list):
+            holder[key] = [{"kind": item} if isinstance(item, str) else item for item in holder[key]]
+    return problems
+
+
+def _spell_tensorboard(log: dict[str, Any], cleared: bool) -> list[str]:
+    """Write the key of older recipes in today's words."""
     old = log.pop("tensorboard", "auto")
-    if old is None and ("log", "tensorboard") in cleared:
-        old = "auto"
-    if not isinstance(old, bool) and old != "auto":
-        problems.append(f"log.tensorboard: expected auto, true or false, got {show(old)}")
-    elif old != "auto" and log.get("to", "auto") not in ("auto", None):
-        problems.append(
+    if old == "auto" or (old is None and cleared):
+        return []
+    if not isinstance(old, bool):
+        return [f"log.tensorboard: expected auto, true or false, got {show(old)}"]
+    if log.get("to", "auto") not in ("auto", None):
+        return [
             f"log.tensorboard: it is the older spelling of log.to, and both are given ({show(old)} and "
             f"{show(log['to'])}); remove log.tensorboard, or set it to auto"
-        )
-    elif old != "auto":
-        log["to"] = ["tensorboard"] if old else []
-    if isinstance(log.get("to"), list):
-        log["to"] = [{"kind": item} if isinstance(item, str) else item for item in log["to"]]
-    return problems
+        ]
+    log["to"] = ["tensorboard"] if old else []
+    return []
 
 
 def _kind_class(item: Any, slot: str, key: Key, problems: list[str]) -> type | None:
     where = dotted(key)
     if not isinstance(item, dict):
-        name = DEFAULT_KINDS.get(slot) or kinds.known(slot)[0]
+        name = DEFAULT_KINDS.get(slot) or next(iter(kinds.known(slot)), "NAME")
         example = "{path: ...}" if slot == "source" else f"{{kind: {name}}}"
         problems.append(f"{where}: expected a mapping such as {example}, got {show(item)}")
         return None
@@ -253,17 +257,18 @@ def _guess(item: dict[str, Any], slot: str, where: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a recipe with every built-in kind; importing those imports torch."""
-    classes = {slot: tuple(kinds.find(slot, name) for name in names) for slot, names in kinds.BUILT_IN.items()}
-    schema = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, *_LISTED))).model_json_schema()
+    """Return the JSON Schema (draft 2020-12) with every built-in kind; importing those imports torch."""
+    slots = (*_SLOTS, *_LISTED)
+    classes = {slot: tuple(kinds.find(slot, name) for name in kinds.BUILT_IN[slot]) for slot in slots}
+    schema = recipe_class(tuple(classes.items())).model_json_schema()
     definitions = schema["$defs"]
-    for slot, names in kinds.BUILT_IN.items():
-        for name, cls in zip(names, classes[slot], strict=True):
+    for slot in slots:
+        for name, cls in zip(kinds.BUILT_IN[slot], classes[slot], strict=True):
             # The kind may be left out of a slot's default and of sources; elsewhere it tells the branches apart.
             if slot != "source" and DEFAULT_KINDS.get(slot) != name:
                 required = definitions[cls.__name__].setdefault("required", [])
                 required.extend([] if "kind" in required else ["kind"])
-    for group in _SOURCES:
+    for _, group in _LISTED["source"]:
         items = definitions["Data"]["properties"][group]["items"]
         items["anyOf"] = items.pop("oneOf")
     log = definitions["Log"]["properties"]

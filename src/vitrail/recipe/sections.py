@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from vitrail.recipe.durations import Clock, Every, EveryOrOff, RunLength
-from vitrail.recipe.rules import Rule
+from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 
@@ -196,6 +195,9 @@ class Augment(Section):
     jitter: Jitter | None = Field(default=None, description="changes of colour")
     mixup: Strength = Field(default=0.0, description="alpha of mixing two samples and their classes; 0 for none")
     cutmix: Strength = Field(default=0.0, description="alpha of pasting a box of one sample into another; 0 for none")
+    more: tuple[Any, ...] = Field(
+        default=(), description="augmentations of plugins, in order: their names, or mappings with kind and options"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Augment:
@@ -319,7 +321,7 @@ class Data(Section):
     stage: Stage | None = Field(default=None, description="copy what is read to a disk of the node first")
 
     def global_batch(self, ranks: int) -> int:
-        """Samples of one step over `ranks` data-parallel ranks."""
+        """Count the samples of one step over `ranks` data-parallel ranks."""
         return self.batch if isinstance(self.batch, int) else int(self.batch.partition("/")[0]) * ranks
 
 

@@ -3,14 +3,19 @@
 PyYAML parses; what a plain word means is decided here by the core schema of YAML 1.2: `1e-4` is a number, `010` is 10,
 `0o10` is 8, `12:30:00`, `2024-01-01`, `NO` and `off` are text, and only true and false are booleans. A key given twice,
 a tag, a second document, an alias bomb or a file that is not UTF-8 is an error that names the file and the line.
+
+Plain trees (mappings, lists, text, numbers, booleans, null): copied, merged, changed by `key.sub=value`.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +23,120 @@ import yaml
 
 from vitrail.errors import UserError
 from vitrail.foreign import open_plain
-from vitrail.recipe.trees import plain
+
+Key = tuple[str | int, ...]
+
+# The kind that a slot has when the recipe names none.
+DEFAULT_KINDS = {"objective": "reconstruct", "optimizer": "adamw", "schedule": "cosine"}
+
+
+def dotted(key: Key) -> str:
+    return ".".join(map(str, key)) or "the recipe"
+
+
+def show(value: Any) -> str:
+    """Write a value for a sentence: short, and spelt as in a recipe."""
+    if isinstance(value, str):
+        text = repr(value)
+    else:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def plain(value: Any, key: Key = ()) -> Any:
+    """Copy a value with nothing but plain values in it; tuples become lists and paths text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):  # numpy's numbers are of these two kinds too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{dotted(key)}: the text {value!a} is not valid Unicode; correct it") from error
+        return str(value)
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise UserError(f"{dotted(key)}: expected text as keys, got {name!r}")
+        return {plain(name): plain(item, (*key, name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, (*key, index)) for index, item in enumerate(value)]
+    raise UserError(
+        f"{dotted(key)}: expected a mapping, list, text, number, boolean or null, got {type(value).__name__}"
+    )
+
+
+def non_finite(value: Any, key: Key = ()) -> list[str]:
+    """Return a sentence for every number that is infinite or not a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [f"{dotted(key)}: expected a finite number, got {value}"]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [sentence for name, item in items for sentence in non_finite(item, (*key, name))]
+
+
+def merge(parent: Any, child: Any, cleared: set[Key], key: Key = ()) -> Any:
+    """Put `child` over `parent`: mappings merge key by key, all else replaces.
+
+    A child that names another `kind` of model, objective, source, optimizer, schedule or logger starts that mapping
+    afresh; the kinds further in (of a mask or a decoder, say) share most keys, so theirs stay and unknown ones are
+    named. The keys that the child sets to null are added to `cleared`: they go back to their default where null is no
+    value of theirs.
+    """
+    if child is None:
+        cleared.add(key)
+    if not isinstance(child, dict):
+        return child
+    base = parent if isinstance(parent, dict) else {}
+    if "kind" in child and base and (len(key) == 1 or key[:1] in (("data",), ("log",))):
+        default = DEFAULT_KINDS.get(str(key[0])) if len(key) == 1 else None
+        if base.get("kind", default) not in (None, child["kind"]):
+            base = {}
+    merged = dict(base)
+    for name, value in child.items():
+        merged[name] = merge(base.get(name), value, cleared, (*key, name))
+    return merged
+
+
+def split_override(text: str) -> tuple[Key, str]:
+    """Split `data.train.0.path=x` into (("data", "train", 0, "path"), "x")."""
+    name, equals, value = text.partition("=")
+    parts = name.strip().split(".")
+    if not equals:
+        raise UserError(f"override {text!r}: expected key=value, such as run.steps=100")
+    if not all(re.fullmatch(r"[\w-]+", part) for part in parts):
+        raise UserError(f"override {text!r}: expected a dotted key before the =, such as run.steps=100")
+    if not value.strip():
+        raise UserError(f"override {text!r}: expected a value after the =; write {name.strip()}=null to clear the key")
+    return tuple(int(part) if part.isdecimal() and part.isascii() else part for part in parts), value
+
+
+def set_key(tree: Any, key: Key, value: Any, cleared: set[Key], at: Key = ()) -> Any:
+    """Return `tree` with `value` merged in at `key`; missing mappings on the way are made."""
+    if not key:
+        return merge(tree, value, cleared, at)
+    name, rest = key[0], key[1:]
+    whole = dotted((*at, *key))
+    if isinstance(tree, list):
+        if not isinstance(name, int) or name >= len(tree):
+            held = f"{len(tree)} item{'' if len(tree) == 1 else 's'}"
+            raise UserError(
+                f"override {whole}: {dotted(at)} is a list of {held}, counted from 0, so {name!r} is not in it"
+            )
+        changed = set_key(tree[name], rest, value, cleared, (*at, name))
+        return [*tree[:name], changed, *tree[name + 1 :]]
+    if isinstance(tree, dict) or tree is None:
+        made = dict(tree or {})
+        name = str(name)
+        changed = set_key(made.get(name), rest, value, cleared, (*at, name))
+        # A new kind must drop the old one's keys, as a child recipe's would.
+        return merge(made, {name: changed}, cleared, at) if name == "kind" and not rest else {**made, name: changed}
+    raise UserError(f"override {whole}: {dotted(at)} is {show(tree)}, which has no keys; set {dotted(at)} itself")
+
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000  # counted after aliases are written out, so that an alias bomb is refused before it grows
@@ -37,7 +155,7 @@ _NOT_TEXT = (_NULL, _BOOL, _INT, _OCTAL, _HEX, _FLOAT, _INFINITY, _NAN)
 
 
 def read(path: str | Path) -> Any:
-    """The tree in a YAML file."""
+    """Read the tree in a YAML file."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -58,7 +176,7 @@ def read(path: str | Path) -> Any:
 
 
 def parse(text: str | bytes, name: str = "recipe") -> Any:
-    """The tree in a YAML text; `name` stands for the file in errors."""
+    """Read the tree in a YAML text; `name` stands for the file in errors."""
     content = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     if len(content) > MAX_BYTES:
         raise UserError(f"{name}: the file is larger than {MAX_BYTES // 1024} KiB, more than a recipe can need")
@@ -83,7 +201,7 @@ def parse(text: str | bytes, name: str = "recipe") -> Any:
 
 
 class _Reader:
-    """Builds the tree from the parser's events, so that tags, repeated keys and aliases are all seen."""
+    """A builder of trees from the parser's events, which sees tags, repeated keys and aliases."""
 
     def __init__(self, text: str, name: str) -> None:
         self.name = name
@@ -184,7 +302,7 @@ class _Reader:
 
 
 def resolve(word: str) -> Any:
-    """What a plain (unquoted) word means in the core schema of YAML 1.2."""
+    """Return what a plain (unquoted) word means in the core schema of YAML 1.2."""
     if _NULL.fullmatch(word):
         return None
     if _BOOL.fullmatch(word):
@@ -211,7 +329,7 @@ def _tag(tag: str) -> str:
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes every text that YAML 1.2 or 1.1 would take for something else, and never writes aliases."""
+    """A writer that quotes every text that YAML 1.2 or 1.1 would take for something else, and writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -233,7 +351,7 @@ _Writer.add_representer(str, _write_text)
 
 
 def dump(tree: Any) -> str:
-    """The tree as YAML that `parse` reads back to an equal tree; keys keep their order, short leaves share a line."""
+    """Write the tree as YAML that `parse` reads back to an equal tree; keys keep their order."""
     return yaml.dump(
         plain(tree), Dumper=_Writer, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120
     )

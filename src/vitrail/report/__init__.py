@@ -5,8 +5,7 @@ Importing this package costs little: matplotlib, Jinja2 and PyYAML come in when 
 
 from pathlib import Path
 
-from vitrail.report.bench_facts import bench_summary
-from vitrail.report.bench_page import write_bench_report
+from vitrail.report.bench_page import bench_summary, write_bench_report
 from vitrail.report.facts import summary
 from vitrail.report.metrics import read_metrics
 from vitrail.report.page import write_report
@@ -15,5 +14,5 @@ __all__ = ["bench_summary", "is_bench", "read_metrics", "summary", "write_bench_
 
 
 def is_bench(folder: str | Path) -> bool:
-    """Whether a folder is that of a bench, not of a run."""
+    """Return whether a folder is that of a bench, not of a run."""
     return any(Path(folder, name).is_file() for name in ("sweep.json", "results.jsonl"))

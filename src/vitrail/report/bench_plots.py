@@ -1,19 +1,430 @@
-"""Which pictures a sweep gets: one of a kind for each study, and for each kind of work where samples do not compare."""
+"""Pictures of a sweep: bars of configurations, parts of the step, effects and the ladder; lines over ranks and batches.
+
+There is one of a kind for each study, and for each kind of work where samples do not compare. They look as a run's
+curves do, but wider; lines differ in marker and dash as in colour."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vitrail.report.bench_bars import choose_bars, draw_bars, draw_effects, draw_interactions, draw_ladder, draw_split
-from vitrail.report.bench_cells import FEW, Cell, name_spread, plural
-from vitrail.report.bench_lines import draw_batches, draw_scaling
-from vitrail.report.bench_study import Study
-from vitrail.report.bench_style import MOST_LINES, Picture
+from vitrail.report.bench_cells import FEW, WORDS, Cell, Study, name_spread, plural
+from vitrail.report.figures import (
+    BLUE,
+    DPI,
+    FAINT,
+    FONT,
+    GREEN,
+    INK,
+    LINE,
+    ORANGE,
+    PALE,
+    RED,
+    any_letters,
+    make_figure,
+    measure,
+    put_legend,
+    put_legend_below,
+    scale_log,
+    shorten_middle,
+)
+from vitrail.report.units import compact, number_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+WIDTH = 9.4  # inches; the page shows a picture at its full width
+COLOURS = (BLUE, ORANGE, GREEN, "#a03e99", INK, "#4aa3df", "#c9a100", RED)
+MARKERS = "os^DvPX*"
+MOST_LINES = len(COLOURS)
+# How what was not measured is shown: marker, colour.
+BROKEN = {"oom": ("x", RED), "failed": ("+", "#8a4b00"), "skipped": ("|", FAINT)}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the page."""
+
+    name: str  # of its files
+    title: str
+    caption: str
+    figure: Figure
+
+
+def make_panels(title: str, height: float, widths: Sequence[float] = (1,), rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """Make an empty picture with panels side by side, in rows."""
+    title = shorten_middle(title, 100)
+    figure, axes = make_figure(title, (WIDTH, height), widths=widths, heights=[1] * rows)
+    figure.set_dpi(DPI)  # of the PNG, which words beside bars are measured for
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.08, h_pad=0.06)
+    return figure, axes
+
+
+def name_panel(ax: Axes, title: str, *, most: int = 36) -> None:
+    ax.set_title(shorten_middle(title, most), fontsize=9, color=INK, loc="left", parse_math=False)
+
+
+def scale_counts(ax: Axes, values: Iterable[float], name: str) -> None:
+    """Make a logarithmic axis of counts with a tick for each that occurs."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    ticks = sorted(set(values))
+    if len(ticks) > 9:
+        ticks = ticks[:: math.ceil(len(ticks) / 9)]
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(round(value))))
+    ax.set_xlabel(name)
+
+
+def name_bars(ax: Axes, names: Sequence[str], *, most: int = 64) -> None:
+    """Write names down the left side, the first on top."""
+    ax.set_yticks(range(len(names)))
+    ax.set_yticklabels([shorten_middle(name, most) for name in names], fontsize=8, color=INK, parse_math=False)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(visible=False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def fit_values(figure: Figure, ax: Axes) -> None:
+    """Start the axis at 0 and end it so that the bars, their thin lines and the words beside them are inside.
+
+    The words take no part in the layout: far outside the panel they would undo it.
+    """
+    for text in ax.texts:
+        text.set_in_layout(False)
+    drawn: list[Any] = [*ax.get_lines()]
+    bars: list[Any] = [*ax.patches]
+    ends = [float(value) for line in drawn for value in line.get_xdata()]
+    ends += [bar.get_x() + bar.get_width() for bar in bars]
+    top = 1.02 * max(filter(math.isfinite, ends), default=1.0)
+    ax.set_xlim(0, top)
+    with any_letters():
+        figure.draw_without_rendering()
+    room = ax.get_window_extent().width
+    for text in ax.texts:
+        left = max(room - 1.05 * measure(text, figure), 0.2 * room)  # what remains for the bar
+        top = max(top, text.get_position()[0] * room / left)
+    ax.set_xlim(0, top)
+
+
+MOST_BARS = 32
+_MOST_PANELS = 6
+_PARTS = {"data": ORANGE, "forward": BLUE, "backward": PALE, "optimizer": GREEN}
+
+
+def choose_bars(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
+    """Return the cells to draw, fastest first and those without a speed last, and how many were left out.
+
+    Of many, each configuration stands with its fastest batch alone; the slowest are left out before those without.
+    """
+    ordered = sorted(cells, key=lambda cell: (not cell.ok, -cell.rate if cell.ok else list(BROKEN).index(cell.status)))
+    if len(ordered) > MOST_BARS:
+        first: dict[Any, Cell] = {}
+        for cell in ordered:
+            first.setdefault(cell.rest(), cell)
+        ordered = list(first.values())
+    done = [cell for cell in ordered if cell.ok]
+    broken = [cell for cell in ordered if not cell.ok][: MOST_BARS // 2]
+    kept = done[: MOST_BARS - len(broken)] + broken
+    return kept, len(cells) - len(kept)
+
+
+def draw_bars(study: Study, cells: Sequence[Cell], work: str) -> Figure | None:
+    """Draw samples per second of each cell; what was not measured is named in place of its bar."""
+    chosen, left = choose_bars(cells)
+    if not any(cell.ok for cell in chosen):
+        return None
+    figure, (ax,) = make_panels("Configurations, fastest first" + (f": {work}" if work else ""), _height(chosen))
+    top = max(max(cell.rate, cell.high) for cell in chosen if cell.ok)
+    for row, cell in enumerate(chosen):
+        if cell.ok:
+            ax.barh(row, cell.rate, height=0.66, color=BLUE if row == 0 else PALE, linewidth=0)
+            ax.plot([cell.low, cell.high], [row, row], color=INK, linewidth=1.2)
+            mfu = cell.number("mfu")
+            words = f"{compact(cell.rate)} /s" + (f", MFU {100 * mfu:.1f} %" if math.isfinite(mfu) else "")
+            full = [c.size for c in cells if c.status == "oom" and c.rest() == cell.rest()] if left else []
+            words += f"; out of memory from {min(full):g}" if full else ""
+            _write(ax, max(cell.rate, cell.high) + 0.01 * top, row, words, FAINT)
+        else:
+            _write_broken(ax, 0.01 * top, row, cell.status)
+    name_bars(ax, [study.describe(cell, work=False, batch=True) for cell in chosen])
+    ax.set_xlabel("samples/s")
+    fit_values(figure, ax)
+    return figure
+
+
+def draw_split(study: Study, cells: Sequence[Cell], work: str) -> Figure | None:
+    """Draw the parts of a step as stacked bars; communication runs beside the others and so has its own thin bar."""
+    chosen, _ = choose_bars([c for c in cells if c.ok and any(c.number("split", part) > 0 for part in _PARTS)])
+    if not chosen:
+        return None
+    from matplotlib.patches import Patch
+
+    figure, (ax,) = make_panels("Where a step goes" + (f": {work}" if work else ""), _height(chosen) + 0.3)
+    talks = [cell.number("split", "communication") for cell in chosen]
+    for row, cell in enumerate(chosen):
+        start = 0.0
+        for part, colour in _PARTS.items():
+            width = 1000 * cell.number("split", part)
+            if width > 0:
+                ax.barh(row, width, left=start, height=0.62, color=colour, edgecolor="white", linewidth=0.6)
+                start += width
+        rest = 1000 * cell.number("step_seconds", "median") - start
+        if rest > 0:
+            ax.barh(row, rest, left=start, height=0.62, color="white", edgecolor=FAINT, linewidth=0.6)
+        if talks[row] > 0:
+            ax.barh(row + 0.4, 1000 * talks[row], height=0.14, color=INK, linewidth=0)
+    name_bars(ax, [study.describe(cell, work=False, batch=True) for cell in chosen])
+    ax.set_xlabel("milliseconds of a step")
+    handles = [Patch(facecolor=colour) for colour in _PARTS.values()] + [Patch(facecolor="white", edgecolor=FAINT)]
+    labels = [*_PARTS, "rest"]
+    if any(talk > 0 for talk in talks):
+        handles.append(Patch(facecolor=INK))
+        labels.append("communication (beside the others)")
+    put_legend_below(figure, handles, labels)
+    return figure
+
+
+def draw_effects(effects: Sequence[dict[str, Any]]) -> Figure | None:
+    """Draw percent change of speed and of memory, with the interval of the speed and each pair's own change."""
+    effects = [effect for effect in effects if not effect["changes_work"]] or list(effects)
+    if not effects:
+        return None
+    effects = sorted(effects, key=lambda effect: -effect["percent"])[:MOST_BARS]
+    figure, (speed, memory) = make_panels("What each factor does, all else equal", _height(effects), (2, 1))
+    for row, effect in enumerate(effects):
+        value = effect["percent"]
+        speed.barh(row, value, height=0.6, color=BLUE if effect["sure"] else PALE, linewidth=0)
+        if effect["low"] is not None:
+            speed.plot([effect["low"], effect["high"]], [row, row], color=INK, linewidth=1.6, zorder=4)
+        if effect["pairs"] > 1:
+            speed.plot(effect["pair_percent"], [row + 0.4] * 2, "|-", color=FAINT, linewidth=0.8, markersize=5)
+        if effect["memory_percent"] is not None:
+            memory.barh(row, effect["memory_percent"], height=0.6, color=ORANGE, linewidth=0)
+    name_bars(speed, [f"{e['factor']}: {e['from']} → {e['to']}  (n={e['pairs']})" for e in effects], most=52)
+    name_bars(memory, [""] * len(effects))
+    for ax, name in ((speed, "samples/s, % change"), (memory, "peak memory, % change")):
+        ax.axvline(0, color=FAINT, linewidth=0.8)
+        ax.set_xlabel(name)
+        ax.margins(x=0.08)
+        low, high = ax.get_xlim()
+        ax.set_xlim(min(low, -2), max(high, 2))  # a fraction of a percent does not fill the panel
+    return figure
+
+
+def draw_interactions(found: Sequence[dict[str, Any]]) -> Figure | None:
+    """Draw how the effect of one factor depends on another; a panel for each two, the clearest first."""
+    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in found:
+        panels.setdefault((one["factor"], one["by"]), []).append(one)
+    shown = list(panels.items())[:_MOST_PANELS]
+    if not shown:
+        return None
+    columns = 2 if len(shown) in (1, 2, 4) else 3
+    rows = math.ceil(len(shown) / columns)
+    figure, axes = make_panels("How one factor's effect depends on another", 0.5 + 2.7 * rows, [1] * columns, rows)
+    for ax in axes[len(shown) :]:
+        ax.set_axis_off()
+    for ax, ((factor, by), lines) in zip(axes, shown, strict=False):
+        names = list(dict.fromkeys(point["level"] for line in lines for point in line["points"]))
+        for place, line in enumerate(lines[: len(COLOURS)]):
+            x = [names.index(point["level"]) + 0.06 * place for point in line["points"]]
+            style: dict[str, Any] = {
+                "color": COLOURS[place],
+                "marker": MARKERS[place],
+                "linestyle": "-" if line["sure"] else ":",
+            }
+            label = f"{line['from']} → {line['to']}"
+            style |= {"linewidth": 1.5, "markersize": 5, "capsize": 3, "label": label}
+            _plot_spread(ax, x, line["points"], "percent", style)
+        ax.axhline(0, color=FAINT, linewidth=0.8)
+        ax.set_xticks(range(len(names)))
+        shown_names = [name.split()[1] for name in names] if by == "batch" else names  # "batch 16 a rank" is too long
+        ax.set_xticklabels(shown_names, fontsize=8, parse_math=False)
+        ax.set_xlim(-0.35, len(names) - 0.65)
+        most = 100 // columns  # letters above and below a panel
+        name_panel(ax, f"{factor}, by {by}", most=most)
+        ax.set_xlabel(shorten_middle(by, most), parse_math=False)
+        ax.set_ylabel("samples/s, % change")
+        put_legend(ax, size=7.5, place="best", length=1.8)
+    return figure
+
+
+def draw_ladder(ladder: dict[str, Any], unit: str) -> Figure | None:
+    """Draw relative throughput, one change a rung."""
+    rungs = ladder["rungs"]
+    title = "Ladder: one change a rung, against the first that ran" + (
+        f": {ladder['label']}" if ladder["label"] else ""
+    )
+    figure, (ax,) = make_panels(title, _height(rungs, 0.34))
+    top = max(max(rung["relative"], rung["high"]) for rung in rungs if rung["status"] == "ok")
+    for row, rung in enumerate(rungs):
+        if rung["status"] != "ok":
+            _write_broken(ax, 0.01 * top, row, rung["status"])
+            continue
+        ax.barh(row, rung["relative"], height=0.62, color=BLUE, alpha=0.45 + 0.55 * row / (len(rungs) - 1), linewidth=0)
+        ax.plot([rung["low"], rung["high"]], [row, row], color=INK, linewidth=1.2)
+        where = "" if rung["batch"] is None else f", batch {rung['batch']:g}{unit}"
+        words = f"{rung['relative']:.2f} ×  ({compact(rung['samples_per_s'])} /s{where})"
+        _write(ax, max(rung["relative"], rung["high"]) + 0.01 * top, row, words, FAINT)
+    name_bars(ax, [("" if row == 0 else "+ ") + rung["added"] for row, rung in enumerate(rungs)])
+    ax.axvline(1, color=LINE, linewidth=1, zorder=0)
+    ax.set_xlabel("times as fast")
+    fit_values(figure, ax)
+    return figure
+
+
+def _height(rows: Sequence[Any], each: float = 0.27) -> float:
+    return 1.0 + each * max(len(rows), 2)
+
+
+def _write(ax: Axes, x: float, row: float, words: str, colour: str) -> None:
+    ax.text(x, row, words, va="center", fontsize=FONT - 1, color=colour, parse_math=False)
+
+
+def _write_broken(ax: Axes, x: float, row: int, status: str) -> None:
+    marker, colour = BROKEN[status]
+    ax.plot(x, row, marker, color=colour, markersize=6, markeredgewidth=1.6)
+    _write(ax, 2.5 * x, row, WORDS[status], colour)
+
+
+Line = dict[str, Any]
+_CAPS = {"capsize": 2.5, "elinewidth": 1}  # of the spread
+
+
+def draw_scaling(lines: Sequence[Line], kind: str) -> Figure | None:
+    """Draw throughput with the ideal, efficiency and memory over ranks; of each strategy the fastest line."""
+    lines = _choose(lines)
+    if not lines:
+        return None
+    figure, (speed, share, memory) = make_panels(f"{kind.capitalize()} scaling", 3.6, (1.15, 1, 1))
+    first = max((line["points"][0] for line in lines), key=lambda point: point["samples_per_s"] / point["gpus"])
+    counts = [point["gpus"] for line in lines for point in line["points"] + line["broken"]]
+    ends = [min(counts), max(counts)]
+    ideal = [first["samples_per_s"] / first["gpus"] * count for count in ends]
+    speed.plot(ends, ideal, "--", color=FAINT, linewidth=1.2, label="ideal")
+    share.axhline(100, linestyle="--", color=FAINT, linewidth=1.2)
+    for place, line in enumerate(lines):
+        style = _style(place)
+        x = [point["gpus"] for point in line["points"]]
+        _plot_spread(speed, x, line["points"], "samples_per_s", style | _CAPS | {"label": line["label"]})
+        share.plot(x, [100 * point["efficiency"] for point in line["points"]], **style)
+        memory.plot(x, [point["memory_gib"] for point in line["points"]], **style)
+        _mark_broken(memory, line["broken"], "gpus", place, style["color"])
+    points = [point for line in lines for point in line["points"]]
+    rates = [point[name] for point in points for name in ("samples_per_s", "low", "high")] + ideal
+    scale_log(speed, rates)
+    speed.set_ylim(min(rates) / 1.3, max(rates) * 1.3)
+    for ax, name in ((speed, "samples/s"), (share, "efficiency, % of ideal"), (memory, "peak memory of a rank, GiB")):
+        name_panel(ax, name)
+        scale_counts(ax, counts, "ranks")
+    share.set_ylim(0, max(110, *(105 * point["efficiency"] for line in lines for point in line["points"])))
+    _from_zero(memory)
+    _finish(figure, speed, lines)
+    return figure
+
+
+def draw_batches(lines: Sequence[Line], work: str, unit: str) -> Figure | None:
+    """Draw throughput, MFU and memory over the batch."""
+    lines = _choose(lines)
+    if not lines:
+        return None
+    known = any(math.isfinite(number_of(point["mfu"])) for line in lines for point in line["points"])
+    panels = [("samples_per_s", "samples/s", 1.0), ("mfu", "MFU, %", 100.0), ("memory_gib", "peak memory, GiB", 1.0)]
+    panels = [panel for panel in panels if known or panel[0] != "mfu"]
+    title = f"Throughput{', MFU' if known else ''} and memory against the batch" + (f": {work}" if work else "")
+    figure, axes = make_panels(title, 3.7, [1] * len(panels))
+    sizes = [point["batch"] for line in lines for point in line["points"] + line["broken"]]
+    for ax, (field, name, factor) in zip(axes, panels, strict=True):
+        falls: list[tuple[float, float]] = []
+        for place, line in enumerate(lines):
+            style = _style(place)
+            x = [point["batch"] for point in line["points"]]
+            if field == "samples_per_s":
+                _plot_spread(ax, x, line["points"], field, style | _CAPS | {"label": line["short"]})
+                falls += [(p["batch"], p["samples_per_s"]) for p in line["points"] if p["falls"]]
+            else:
+                ax.plot(x, [factor * number_of(point[field]) for point in line["points"]], **style)
+            _mark_broken(ax, line["broken"], "batch", place, style["color"])
+        if falls:
+            name_falls = "falls, outside the spread"
+            ax.plot(*zip(*falls, strict=True), "o", color=RED, fillstyle="none", markersize=11, label=name_falls)
+        name_panel(ax, name)
+        scale_counts(ax, sizes, f"batch{unit}")
+        _from_zero(ax)
+    _finish(figure, axes[0], lines)
+    return figure
+
+
+def _choose(lines: Sequence[Line]) -> list[Line]:
+    """Choose each strategy's fastest line first, then the rest, as many as can be told apart; in their own order."""
+
+    def top(line: Line) -> float:
+        return max(point["samples_per_s"] for point in line["points"])
+
+    seen: dict[Any, int] = {}
+    ranked = []
+    for line in sorted(lines, key=top, reverse=True):
+        turn = seen[line.get("strategy")] = seen.get(line.get("strategy"), 0) + 1
+        ranked.append((turn, -top(line), line))
+    kept = [id(line) for _, _, line in sorted(ranked, key=lambda entry: entry[:2])[:MOST_LINES]]
+    return [line for line in lines if id(line) in kept]
+
+
+def _style(place: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[place],
+        "marker": MARKERS[place],
+        "linestyle": ("-", (0, (5, 1.5)))[place % 2],
+        "linewidth": 1.5,
+        "markersize": 4.5,
+    }
+
+
+def _plot_spread(ax: Axes, x: Sequence[float], points: Sequence[Line], field: str, style: dict[str, Any]) -> None:
+    """Draw a line with the spread of each point, where it is known."""
+    y = [point[field] for point in points]
+    ends = [
+        (v, v) if point["low"] is None else (point["low"], point["high"]) for v, point in zip(y, points, strict=True)
+    ]
+    below = [max(0.0, v - low) for v, (low, _) in zip(y, ends, strict=True)]
+    above = [max(0.0, high - v) for v, (_, high) in zip(y, ends, strict=True)]
+    ax.errorbar(x, y, yerr=[below, above], **style)
+
+
+def _mark_broken(ax: Axes, broken: Sequence[Line], axis: str, place: int, colour: str) -> None:
+    """Mark what was not measured at the foot of the panel, one row a line."""
+    for one in broken:
+        style: Any = {"color": colour, "markersize": 6, "markeredgewidth": 1.6, "transform": ax.get_xaxis_transform()}
+        ax.plot(one[axis], 0.04 + 0.045 * place, BROKEN[one["status"]][0], **style)
+
+
+def _from_zero(ax: Axes) -> None:
+    drawn: Any = [line.get_ydata() for line in ax.get_lines()]
+    tops = [float(value) for values in drawn for value in values if math.isfinite(value)]
+    ax.set_ylim(0, 1.12 * max(tops, default=1.0) or 1.0)
+
+
+def _finish(figure: Figure, ax: Axes, lines: Sequence[Line]) -> None:
+    """Put the legend, with the marks of what was not measured."""
+    from matplotlib.lines import Line2D
+
+    handles, labels = ax.get_legend_handles_labels()
+    for status, (marker, _) in BROKEN.items():
+        if any(one["status"] == status for line in lines for one in line["broken"]):
+            handles.append(Line2D([], [], color=FAINT, marker=marker, linestyle="", markeredgewidth=1.6))
+            labels.append(WORDS[status])
+    put_legend_below(figure, handles, labels)
+
 
 Drawing = tuple[str, str, str, Callable[[], "Figure | None"]]  # file name, title, caption, how to draw
 KINDS = ("weak-scaling", "strong-scaling", "configurations", "effects", "interactions", "ladder", "batch", "step")
@@ -35,7 +446,7 @@ _CAPTIONS = {
 
 
 def draw_all(facts: dict[str, Any], studies: Sequence[Study], notes: list[str]) -> list[Picture]:
-    """Every picture that the cells allow; one that cannot be drawn must not cost the reader the page."""
+    """Draw every picture that the cells allow; one that cannot be drawn must not cost the reader the page."""
     pictures: list[Picture] = []
     taken: set[str] = set()
     for study in studies:
@@ -59,7 +470,7 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
     for kind in ("weak", "strong"):
         lines = [line for line in mine("scaling") if line["kind"] == kind]
         caption = f"{_CAPTIONS[kind]} {spread}" + _left_out(len(lines))
-        yield f"{kind}-scaling", f"{kind.capitalize()} scaling", caption, _with(draw_scaling, lines, kind)
+        yield f"{kind}-scaling", f"{kind.capitalize()} scaling", caption, partial(draw_scaling, lines, kind)
     works: dict[str, list[Cell]] = {}
     for cell in study.cells:
         works.setdefault(study.work(cell), []).append(cell)
@@ -70,22 +481,18 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
             f"configurations {work}",
             "Configurations",
             spread + best * bool(left),
-            _with(draw_bars, study, cells, work),
+            partial(draw_bars, study, cells, work),
         )
-    yield "effects", "Factor effects", _CAPTIONS["effects"], _with(draw_effects, mine("effects"))
-    yield "interactions", "Interactions", _CAPTIONS["interactions"], _with(draw_interactions, mine("interactions"))
+    yield "effects", "Factor effects", _CAPTIONS["effects"], partial(draw_effects, mine("effects"))
+    yield "interactions", "Interactions", _CAPTIONS["interactions"], partial(draw_interactions, mine("interactions"))
     for ladder in mine("ladders"):
-        yield f"ladder {ladder['label']}", "Ladder", _CAPTIONS["ladder"], _with(draw_ladder, ladder, study.unit)
+        yield f"ladder {ladder['label']}", "Ladder", _CAPTIONS["ladder"], partial(draw_ladder, ladder, study.unit)
     for work in works:
         lines = [line for line in mine("batches") if line["work"] == work]
         caption = f"{spread} {_CAPTIONS['batch']}" + _left_out(len(lines))
-        yield f"batch {work}", "Against the batch", caption, _with(draw_batches, lines, work, study.unit)
+        yield f"batch {work}", "Against the batch", caption, partial(draw_batches, lines, work, study.unit)
     for work, cells in works.items():
-        yield f"step {work}", "Parts of the step", _CAPTIONS["step"], _with(draw_split, study, cells, work)
-
-
-def _with(draw: Callable[..., Any], *values: Any) -> Callable[[], Any]:
-    return lambda: draw(*values)
+        yield f"step {work}", "Parts of the step", _CAPTIONS["step"], partial(draw_split, study, cells, work)
 
 
 def _left_out(lines: int) -> str:
@@ -98,7 +505,7 @@ def _describe_spread(cells: Sequence[Cell]) -> str:
 
 
 def _name_file(words: str, taken: set[str]) -> str:
-    """A plain file name that no other picture has."""
+    """Return a plain file name that no other picture has."""
     stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-.")[:80] or "picture"
     name, turn = stem, 2
     while name in taken:

@@ -1,8 +1,7 @@
-"""The facts of a run as one JSON-able dictionary: how it stands, what it scored, how fast it went, what it cost.
+"""Facts of a run as one JSON-able dictionary: how it stands, what it scored, how fast it went, what it cost.
 
 Speeds are medians over the logged windows, without the first window of every session: that one holds compilation,
-the first reads and the warm-up of the device, and would understate the rest.
-"""
+the first reads and the warm-up of the device, and would understate the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def summary(run_dir: str | Path, *, now: float | None = None) -> dict[str, Any]:
 
 
 def warn_of_torn(torn: int) -> list[str]:
-    """A sentence on lines that could not be read, if there are any."""
+    """Return a sentence on lines that could not be read, if there are any."""
     some = "1 line" if torn == 1 else f"{torn} lines"
     return [f"metrics.jsonl holds {some} cut short by a crash; the rest was read."] if torn else []
 
@@ -52,7 +51,7 @@ def warn_of_torn(torn: int) -> list[str]:
 def summarize(
     run: Path, raw: Sequence[Line], recipe: dict[str, Any], warnings: list[str], now: float
 ) -> dict[str, Any]:
-    """The summary from what was read; `raw` holds every line, repeated steps included."""
+    """Make the summary of what was read; `raw` holds every line, repeated steps included."""
     lines = merge_lines(raw)
     train, evals = select(lines, "train"), select(lines, "eval")
     stretches = split_sessions(raw)
@@ -102,7 +101,7 @@ def summarize(
 
 
 def describe_score(found: dict[str, Any] | None, first: str | None = None) -> str:
-    """One phrase on the last evaluation, beginning with the metric `first`; single classes are left to the table.
+    """Say the last evaluation in a phrase, beginning with the metric `first`; single classes are left to the table.
 
     For a reconstruction the error stands beside the variance.
     """
@@ -128,7 +127,7 @@ def describe_score(found: dict[str, Any] | None, first: str | None = None) -> st
 
 
 def total_steps(recipe: dict[str, Any], start: Line) -> int | None:
-    """The length of the run in steps: as its start event says, otherwise worked out from the recipe."""
+    """Return the length of the run in steps: as its start event says, otherwise worked out from the recipe."""
     if math.isfinite(number_of(start.get("steps"))):
         return int(start["steps"])
     from vitrail.recipe import steps_of
@@ -143,7 +142,7 @@ def total_steps(recipe: dict[str, Any], start: Line) -> int | None:
 
 
 def global_batch(recipe: dict[str, Any], start: Line) -> int | None:
-    """Samples in one step over all ranks."""
+    """Return the samples of one step over all ranks."""
     data = recipe.get("data")
     batch = data.get("batch") if isinstance(data, dict) else None
     if isinstance(batch, int) and not isinstance(batch, bool):
@@ -154,13 +153,13 @@ def global_batch(recipe: dict[str, Any], start: Line) -> int | None:
 
 
 def latest_eval(evals: Sequence[Line]) -> dict[str, Any] | None:
-    """The last evaluation; of several weights at one step the averaged ones."""
+    """Return the last evaluation; of several weights at one step the averaged ones."""
     found = [_tidy_eval(line) for line in evals if isinstance(line.get("metrics"), dict)]
     return max(found, key=lambda e: (number_of(e["step"]), e["weights"] == "ema"), default=None)
 
 
 def _best_eval(evals: Sequence[Line], start: Line) -> dict[str, Any] | None:
-    """The best evaluation by the metric that the run chose its best checkpoint by; with the metric and its direction.
+    """Return the best evaluation by the metric that chooses the best checkpoint, with the metric and its direction.
 
     Runs that do not say which one go by the smallest ratio, or the smallest loss where there is no ratio.
     """
@@ -176,7 +175,7 @@ def _best_eval(evals: Sequence[Line], start: Line) -> dict[str, Any] | None:
 
 
 def _describe_initial(lines: Sequence[Line]) -> dict[str, Any] | None:
-    """The file that the weights were started from: how many tensors were taken in which way, and what was noted."""
+    """Return the file that the weights started from, how many tensors were taken in which way, and what was noted."""
     found = select(lines, "init")
     if not found:
         return None
@@ -195,7 +194,7 @@ def _tidy_eval(line: Line) -> dict[str, Any]:
 
 
 def _judge(raw: Sequence[Line], now: float) -> tuple[str, str | None, str | None]:
-    """Status, reason and message of the last session."""
+    """Return status, reason and message of the last session."""
     if not raw:
         return "empty", None, None
     end = next((line for line in reversed(raw) if line["event"] in ("end", "start")), {})
@@ -210,7 +209,7 @@ def _judge(raw: Sequence[Line], now: float) -> tuple[str, str | None, str | None
 
 
 def _state_verdict(facts: dict[str, Any]) -> str:
-    """How the run stands, in one phrase."""
+    """Say in one phrase how the run stands."""
     done, total = facts["step"], facts["steps"]
     where = f"at step {count(done)} of {count(total)}" if total else f"at step {count(done)}"
     phrase = {
@@ -225,7 +224,7 @@ def _state_verdict(facts: dict[str, Any]) -> str:
 
 
 def _describe_session(lines: Sequence[Line]) -> dict[str, Any]:
-    """One stretch from a start to its end: what it ran on, how far it came, how it ended."""
+    """Describe one stretch from a start to its end: what it ran on, how far it came, how it ended."""
     first = lines[0]
     end = next((line for line in reversed(lines) if line["event"] == "end"), {})
     begun, ended = _first_time(lines), _last_time(lines)
@@ -243,7 +242,7 @@ def _describe_session(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _measure_speed(raw: Sequence[Line]) -> dict[str, Any]:
-    """Median and middle four fifths of each speed over the windows after a session's first."""
+    """Return median and middle four fifths of each speed over the windows after a session's first."""
     later = [line for session in split_sessions(raw) for line in select(session, "train")[1:]]
     speed: dict[str, Any] = {"windows": len(later)}
     for name in _SPEEDS:
@@ -256,7 +255,7 @@ def _measure_speed(raw: Sequence[Line]) -> dict[str, Any]:
 
 
 def _count_cost(facts: dict[str, Any], train: Sequence[Line], start: Line, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Samples, tokens, model FLOPs and device time of the whole run."""
+    """Count samples, tokens, model FLOPs and device time of the whole run."""
     samples = number_of(_last(train, "samples"))
     if not math.isfinite(samples):
         samples = number_of(facts["step"]) * number_of(global_batch(recipe, start))
@@ -277,7 +276,7 @@ def _count_cost(facts: dict[str, Any], train: Sequence[Line], start: Line, recip
 
 
 def _find_warnings(facts: dict[str, Any], lines: Sequence[Line]) -> list[str]:
-    """Sentences on what a reader should know before trusting the numbers."""
+    """Say what a reader should know before trusting the numbers."""
     found = [str(line.get("message") or line.get("text") or "") for line in select(lines, "warning")]
     skipped = len(facts["skipped"])
     if skipped:
@@ -309,7 +308,7 @@ def _find_warnings(facts: dict[str, Any], lines: Sequence[Line]) -> list[str]:
 
 
 def explain_no_mfu(facts: dict[str, Any]) -> str | None:
-    """Why there is no MFU, or None where there is one."""
+    """Say why there is no MFU; None where there is one."""
     if facts["speed"]["mfu"] is not None:
         return None
     if not facts["speed"]["windows"]:
@@ -319,12 +318,12 @@ def explain_no_mfu(facts: dict[str, Any]) -> str | None:
 
 
 def describe_flops(tflop: Any) -> str:
-    """A count of operations given in TFLOP: 3.4 PFLOP."""
+    """Return a count of operations given in TFLOP: 3.4 PFLOP."""
     return compact(number_of(tflop) * 1e12, "FLOP")
 
 
 def describe_time(stamp: Any) -> str:
-    """A moment in local time, with its zone."""
+    """Return a moment in local time, with its zone."""
     number = number_of(stamp)
     try:
         return datetime.fromtimestamp(number).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
@@ -333,7 +332,7 @@ def describe_time(stamp: Any) -> str:
 
 
 def _last(lines: Sequence[Line], name: str) -> Any:
-    """The value of a field in the last line by step that has it."""
+    """Return the value of a field in the last line by step that has it."""
     found = [line for line in lines if line.get(name) is not None]
     return max(found, key=lambda line: number_of(line.get("step")), default={}).get(name)
 
@@ -352,7 +351,7 @@ def _last_time(lines: Sequence[Line]) -> float | None:
 
 
 def strict(value: Any) -> Any:
-    """The same tree with None for NaN and infinity, which JSON does not know."""
+    """Return the same tree with None for NaN and infinity, which JSON does not know."""
     if isinstance(value, dict):
         return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

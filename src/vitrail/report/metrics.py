@@ -1,4 +1,4 @@
-"""Reading a run folder: its metrics line by line, its recipe and its environment, however the run ended.
+"""Reading a run folder: its metrics line by line, its recipe, its environment and its pictures, however it ended.
 
 A run may be killed at any instant, so the last line can be torn, and the next session may have appended right behind
 the torn half. A resumed session repeats steps: what was logged beyond the step that it started from is void.
@@ -10,18 +10,21 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vitrail.contents import check_contents, check_name
 from vitrail.credentials import strip
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.foreign import open_plain, parse_json, read_plain
+from vitrail.report.figures import embed_image
 from vitrail.report.units import number_of
 
 Line = dict[str, Any]
 _LONGEST = 4 * 2**20  # bytes of a line; what is longer was not written by a run
 _MOST_HALVES = 16  # torn lines before a whole one that are tried
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+_LARGEST = 8 * 2**20  # bytes of one picture that goes into the page
 _REPEATED = {"train", "eval", "picture", "checkpoint", "skip"}  # events that belong to a step
 
 _NAMES = {
@@ -34,7 +37,7 @@ _NAMES = {
 
 
 def open_run(run_dir: str | Path) -> Path:
-    """The run folder as a path; refuses what is not one."""
+    """Return the run folder as a path; refuse what is not one."""
     run = Path(run_dir)
     check_name(run, "run folder")
     if not run.exists():
@@ -51,12 +54,12 @@ def open_run(run_dir: str | Path) -> Path:
 
 
 def read_metrics(run_dir: str | Path) -> list[Line]:
-    """Every event that still counts, in order; for a step logged twice the later line stands."""
+    """Return every event that still counts, in order; for a step logged twice the later line stands."""
     return merge_lines(read_lines(run_dir)[0])
 
 
 def read_lines(run_dir: str | Path, *, most: int | None = None) -> tuple[list[Line], int]:
-    """All events ever written, in order, and the number of lines that could not be read.
+    """Return all events ever written, in order, and the number of lines that could not be read.
 
     Of a log with more lines than `most`, about so many training lines are kept: those with the smallest and the largest
     loss of every stretch, and the first and the last of a session, so that no spike and no end is lost.
@@ -120,7 +123,7 @@ class _Thinned:
 
 
 def parse_line(raw: str, *, first: str = "event", named: str = "event") -> tuple[Line | None, bool]:
-    """The object of a line, and whether the line was whole; behind a torn half a complete one may follow.
+    """Return the object of a line, and whether the line was whole; behind a torn half a complete one may follow.
 
     `first` is the key that objects begin with, `named` the one that none may lack.
     """
@@ -157,26 +160,25 @@ def merge_lines(lines: Iterable[Line]) -> list[Line]:
 
 
 def select(lines: Iterable[Line], event: str) -> list[Line]:
-    """The events of one name."""
     return [line for line in lines if line["event"] == event]
 
 
 def series(lines: Sequence[Line], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a field of the given lines, in step order; what is missing or not finite is left out."""
+    """Return steps and values of a field of the lines, in step order; what is missing or not finite is left out."""
     points = [(number_of(line.get("step")), number_of(line.get(name))) for line in lines]
     points = sorted(p for p in points if math.isfinite(p[0]) and math.isfinite(p[1]))
     return [p[0] for p in points], [p[1] for p in points]
 
 
 def name_metric(name: str) -> str:
-    """What a metric is called on the page."""
+    """Return the name of a metric on the page."""
     if name.startswith("dice_"):
         return f"Dice of {name.removeprefix('dice_')}"
     return _NAMES.get(name, name)
 
 
 def split_sessions(lines: Sequence[Line]) -> list[list[Line]]:
-    """The raw lines of each session; a session begins with its start event, and `init` stands before it."""
+    """Return the raw lines of each session; it begins with its start event, and `init` stands before it."""
     sessions: list[list[Line]] = []
     for line in lines:
         if line["event"] == "init":
@@ -188,7 +190,7 @@ def split_sessions(lines: Sequence[Line]) -> list[list[Line]]:
 
 
 def read_json(path: Path) -> tuple[Any, str | None]:
-    """The content of a JSON file (None where there is no file), and a sentence when it cannot be read."""
+    """Return the content of a JSON file (None where there is no file), and a sentence when it cannot be read."""
     try:
         return parse_json(strip(read_plain(path).decode("utf-8"))), None
     except FileNotFoundError:
@@ -198,7 +200,7 @@ def read_json(path: Path) -> tuple[Any, str | None]:
 
 
 def read_recipe(run: Path) -> tuple[dict[str, Any], str, str | None]:
-    """The stored recipe as a tree and as text, and a sentence when it cannot be read."""
+    """Return the stored recipe as a tree and as text, and a sentence when it cannot be read."""
     from vitrail.recipe import yaml
 
     try:
@@ -214,6 +216,50 @@ def read_recipe(run: Path) -> tuple[dict[str, Any], str, str | None]:
     if not isinstance(tree, dict):
         return {}, text, "recipe.yaml holds no sections."
     return tree, text, None
+
+
+def find_inside(run: Path, name: Any) -> Path | None:
+    """Return the path of a name that a metadata file gives; None where it leads out of the run, also by a link."""
+    if not isinstance(name, str) or not name or "\x00" in name:
+        return None
+    inner = PurePosixPath(name)
+    if inner.is_absolute() or ".." in inner.parts:
+        return None
+    path = run / inner
+    try:
+        return path if path.resolve().is_relative_to(run.resolve()) else None
+    except (OSError, RuntimeError, ValueError):  # a ring of links, a name that the system refuses
+        return None
+
+
+def is_there(path: Path | None) -> bool:
+    """Return whether a path exists; a name that the system refuses does not."""
+    try:
+        return path is not None and path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_picture(run: Path, name: Any) -> tuple[str | None, str | None]:
+    """Return a picture named in the metrics as a data URL, otherwise a sentence why it is not shown."""
+    shown = repr(name)[:120]
+    path = find_inside(run, name)
+    if path is None:
+        return None, f"The picture {shown} was left out: its path does not lead into the run folder."
+    if not is_there(path):
+        return None, f"The picture {shown} is missing."
+    try:
+        if path.stat().st_size > _LARGEST:
+            return None, f"The picture {shown} was left out: it is larger than {_LARGEST // 2**20} MiB."
+        content = read_plain(path, _LARGEST)
+    except BadData:
+        return None, f"The picture {shown} was left out: it is not a plain file."
+    except OSError as error:
+        return None, f"The picture {shown} cannot be read: {error.strerror}."
+    for signature, kind in _SIGNATURES.items():
+        if content.startswith(signature):
+            return embed_image(content, kind), None
+    return None, f"The picture {shown} was left out: it is neither PNG nor JPEG."
 
 
 def _first_line(error: BaseException) -> str:

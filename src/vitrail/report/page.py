@@ -1,9 +1,17 @@
-"""The page of a run: `report.html`, one file that opens offline, with everything in it."""
+"""Page of a run: `report.html`, one file that opens offline, with everything in it.
+
+Its tables are rows of text, which the template escapes and lays out. Of a recipe, what differs from the defaults comes
+first: the short form of a long file."""
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING as NOTHING
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -12,15 +20,358 @@ from typing import TYPE_CHECKING, Any
 from vitrail.contents import is_begun
 from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
-from vitrail.report import plots, sections
-from vitrail.report.defaults import list_changes
-from vitrail.report.facts import MOST_LINES, describe_time, summarize, warn_of_torn
-from vitrail.report.files import embed_image
-from vitrail.report.metrics import merge_lines, open_run, read_json, read_lines, read_recipe
-from vitrail.report.units import count
+from vitrail.report import plots
+from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
+from vitrail.report.figures import embed_image
+from vitrail.report.metrics import (
+    Line,
+    find_inside,
+    is_there,
+    merge_lines,
+    name_metric,
+    open_run,
+    read_json,
+    read_lines,
+    read_picture,
+    read_recipe,
+    select,
+)
+from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+
+Row = tuple[str, ...]
+_MOST_PICTURES = 5
+_MOST_ROWS = 200  # of a table: the newest
+
+
+def list_tiles(facts: dict[str, Any]) -> list[Row]:
+    """List the few numbers to see first: label, value, remark."""
+    speed, cost, found = facts["speed"], facts["cost"], facts["eval"]
+    tiles: list[Row] = []
+    metrics = found["metrics"] if found else {}
+    ratio = number_of(metrics.get("mse_over_variance"))
+    if math.isfinite(ratio):
+        tiles.append(("Error / variance", f"{ratio:.2f}", "1 is predicting the mean; lower is better"))
+    elif facts["best_metric"] not in (None, "loss") and facts["best_metric"] in metrics:
+        tiles.append(_describe_best(facts, metrics[facts["best_metric"]]))
+    elif math.isfinite(number_of(metrics.get("loss"))):
+        tiles.append(("Evaluation loss", plain(metrics["loss"]), f"at step {count(found['step'])}"))
+    tiles.append(("Training loss", plain(facts["loss"]), "last logged"))
+    tiles.append(("Samples per second", compact(speed["samples_per_s"]), f"{compact(speed['tokens_per_s'])} tokens/s"))
+    if speed["mfu"] is not None:
+        tiles.append(("MFU", percent(speed["mfu"]), f"{compact(speed['tflops'])} TFLOP/s"))
+    else:
+        tiles.append(("Model TFLOP/s", compact(speed["tflops"]), "no MFU, see below"))
+    tiles.append(("Wall time", duration(facts["seconds"]), f"{compact(cost['samples'])} samples"))
+    tiles.append(("Parameters", compact(facts["parameters"]), _describe_place(facts)))
+    return tiles
+
+
+def _describe_best(facts: dict[str, Any], value: Any) -> Row:
+    """Describe the last value of the metric that chooses the best checkpoint, and the best one beside it."""
+    name, best = facts["best_metric"], facts["best_eval"]
+    label = name_metric(name)
+    remark = f"{'higher' if facts['larger_is_better'] else 'lower'} is better"
+    if best and best["metric"] == name and best["step"] != facts["eval"]["step"]:
+        remark = f"best {plain(best['metrics'][name])} at step {count(best['step'])}; {remark}"
+    return label[:1].upper() + label[1:], plain(value), remark
+
+
+def _describe_place(facts: dict[str, Any]) -> str:
+    ranks = "" if facts["world"] is None else _ranks(facts["world"])
+    if ranks and facts["world"] != 1 and facts.get("layout"):
+        ranks += f" ({facts['layout']})"
+    return ", ".join(part for part in (ranks, str(facts["device"] or "")) if part)
+
+
+def _ranks(world: Any) -> str:
+    return f"{count(world)} rank{'' if world == 1 else 's'}"
+
+
+def list_speed(facts: dict[str, Any]) -> list[Row]:
+    """List speeds in the steady state: medians over the logged windows."""
+    speed = facts["speed"]
+    spread = ""
+    if speed.get("step_seconds_low") is not None:
+        spread = (
+            f"8 of 10 windows between {_seconds(speed['step_seconds_low'])} and {_seconds(speed['step_seconds_high'])}"
+        )
+    memory = facts["memory_gib"]
+    return [
+        ("Step", _seconds(speed["step_seconds"]), spread),
+        ("Samples", f"{compact(speed['samples_per_s'])} /s", ""),
+        ("Tokens", f"{compact(speed['tokens_per_s'])} /s", ""),
+        ("Model rate", f"{compact(speed['tflops'])} TFLOP/s", ""),
+        ("MFU", percent(speed["mfu"]), explain_no_mfu(facts) or "the model's own operations over the device's peak"),
+        ("HFU", percent(speed["hfu"]), "with recomputed operations" if speed["hfu"] is not None else ""),
+        ("Data wait", percent(speed["data_wait"]), "share of the step spent waiting for the reader"),
+        ("Memory", MISSING if memory is None else f"{plain(memory, 3)} GiB", "largest logged"),
+        ("Windows", count(speed["windows"]), "the first of every session is left out: it is warm-up"),
+    ]
+
+
+def list_cost(facts: dict[str, Any]) -> list[Row]:
+    """List what the whole run took, with evaluation, checkpoints and repeated steps."""
+    cost = facts["cost"]
+    epochs = "" if cost["epochs"] is None else f"{plain(cost['epochs'], 3)} epochs"
+    world = facts["world"]
+    rows: list[Row] = [
+        ("Wall time", duration(facts["seconds"]), "all sessions, evaluation and checkpoints included"),
+        (
+            "Device time",
+            duration(number_of(cost["device_hours"]) * 3600),
+            f"wall time on {_ranks(world)}" if world else "",
+        ),
+        ("Samples", count(cost["samples"]), epochs),
+        ("Tokens", compact(cost["tokens"]), ""),
+        ("Model operations", describe_flops(cost["model_tflop"]), "forward and backward, without recomputation"),
+        ("Rate over all", f"{compact(cost['tflops_over_all'])} TFLOP/s", "model operations over wall time"),
+    ]
+    if number_of(cost["hardware_tflop"]) > number_of(cost["model_tflop"]):
+        rows.insert(-1, ("With recomputation", describe_flops(cost["hardware_tflop"]), ""))
+    return rows
+
+
+def _seconds(value: Any) -> str:
+    number = number_of(value)
+    return f"{plain(1000 * number, 3)} ms" if number < 1 else duration(value)
+
+
+def list_evals(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
+    """List heads and rows of every evaluation, the newest first."""
+    evals = [line for line in select(lines, "eval") if isinstance(line.get("metrics"), dict)]
+    names = list(dict.fromkeys(str(name) for line in evals for name in line["metrics"]))
+    rows: list[Row] = []
+    for line in evals[: -_MOST_ROWS - 1 : -1]:
+        values = [plain(line["metrics"].get(name)) for name in names]
+        rows.append((count(line.get("step")), str(line.get("weights") or MISSING), *values, count(line.get("samples"))))
+    heads = ["step", "weights", *map(name_metric, names), "samples"]
+    return heads, rows + _leave_out(len(evals) - len(rows), len(heads))
+
+
+def _leave_out(number: int, columns: int) -> list[Row]:
+    """Return a row on those that the table has no room for."""
+    return [(f"… {count(number)} more in metrics.jsonl", *[""] * (columns - 1))] if number > 0 else []
+
+
+def list_groups(lines: Sequence[Line]) -> list[Row]:
+    """List the parameter groups of the last session."""
+    groups: list[Any] = next(
+        (s["groups"] for s in reversed(select(lines, "start")) if isinstance(s.get("groups"), list)), []
+    )
+    return [
+        (
+            str(group.get("name", MISSING)),
+            count(group.get("parameters")),
+            count(group.get("tensors")),
+            plain(group.get("lr"), 3),
+            plain(group.get("weight_decay"), 3),
+        )
+        for group in groups
+        if isinstance(group, dict)
+    ]
+
+
+def list_initial(facts: dict[str, Any]) -> list[Row]:
+    """List what the run started from, where that was not random numbers alone, and what was noted about it."""
+    initial = facts["initial"]
+    if initial is None:
+        return []
+    counts = ", ".join(f"{count(number)} {action}" for action, number in initial["counts"].items())
+    place = f"{initial['path']} ({initial['adapter']})"
+    return [("Started from", f"{place}: {counts}" if counts else place, "; ".join(initial["notes"]))]
+
+
+def list_sessions(facts: dict[str, Any]) -> list[Row]:
+    """List each start of the run: when, from where to where, on what, how it ended."""
+    rows: list[Row] = []
+    for index, session in enumerate(facts["sessions"]):
+        last = index == len(facts["sessions"]) - 1
+        ended = session["reason"] or (facts["status"] if last else "killed")
+        span = f"{count(session['from_step'])} → {count(session['to_step'])}"
+        place = _describe_place({"world": session["world"], "device": session["device"]})
+        kind = "resumed" if session["resumed"] else "fresh"
+        rows.append((describe_time(session["started"]), kind, span, duration(session["seconds"]), place, str(ended)))
+    return rows
+
+
+def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
+    """List checkpoints, the newest first, and whether they are still there; of very many, old ones only if they are."""
+    rows: list[Row] = []
+    for place, point in enumerate(reversed(facts["checkpoints"])):
+        there = is_there(find_inside(run, point["path"]))
+        if there or place < _MOST_ROWS:
+            kept = "yes" if there else "no"
+            rows.append(
+                (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
+            )
+    return rows + _leave_out(len(facts["checkpoints"]) - len(rows), 5)
+
+
+def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list[dict[str, str]]:
+    """List the first picture, some between and the last, in order; what cannot be shown becomes a warning."""
+    pictures = facts["pictures"]
+    if len(pictures) > _MOST_PICTURES:
+        stride = (len(pictures) - 1) / (_MOST_PICTURES - 1)
+        pictures = [pictures[round(i * stride)] for i in range(_MOST_PICTURES)]
+    shown = []
+    for picture in pictures:
+        uri, complaint = read_picture(run, picture["path"])
+        if complaint:
+            warnings.append(complaint)
+        if uri:
+            shown.append({"uri": uri, "step": count(picture["step"]), "caption": str(picture["caption"] or "")})
+    return shown
+
+
+def list_skips(facts: dict[str, Any]) -> list[Row]:
+    """List the steps whose update was not taken."""
+    newest = facts["skipped"][-_MOST_ROWS:]
+    rows = [(count(s["step"]), str(s["reason"] or ""), _show(s["counters"])) for s in newest]
+    return _leave_out(len(facts["skipped"]) - len(newest), 3) + rows
+
+
+def list_environment(tree: Any) -> list[Row]:
+    """List the environment as flat rows: cuda.version, 13.0."""
+    rows: list[Row] = []
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                walk(inner, f"{key}.{name}" if key else str(name))
+        elif key:
+            rows.append((key, _show(value)))
+
+    walk(tree, "")
+    return rows
+
+
+def list_data(card: Any) -> list[dict[str, Any]]:
+    """List one card per source of `data.json`: a dictionary, a list of them, or named ones."""
+    if isinstance(card, dict) and card and all(isinstance(inner, dict | list) for inner in card.values()):
+        named = [(str(k), c) for k, inner in card.items() for c in (inner if isinstance(inner, list) else [inner])]
+        if any(isinstance(c, dict) and "shape" in c for _, c in named):
+            return [_describe_data(c, name) for name, c in named if isinstance(c, dict)]
+    cards = card if isinstance(card, list) else [card]
+    return [_describe_data(c, "") for c in cards if isinstance(c, dict) and c]
+
+
+def _describe_data(card: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return rows and histogram of one source."""
+    rest = dict(card)
+    axes, shape, spacing = rest.pop("axes", None), rest.pop("shape", None), rest.pop("spacing", None)
+    unit, picture = rest.pop("unit", None), rest.pop("histogram", None)
+    rows: list[Row] = []
+    if isinstance(shape, list):
+        rows.append(("shape", " × ".join(count(s) for s in shape)))
+    if axes:
+        rows.append(("axes", ", ".join(map(str, axes)) if isinstance(axes, list) else str(axes)))
+    if isinstance(spacing, list):
+        unit_text = f" {unit}" if unit else " (no unit given)"
+        rows.append(("voxel size", " × ".join(plain(s) for s in spacing) + unit_text))
+    for key in ("dtype", "min", "max", "mean", "std"):
+        if key in rest:
+            rows.append((key, _show(rest.pop(key))))
+    title = str(rest.pop("name", "") or name)
+    rows += [(str(key), _show(value)) for key, value in rest.items()]
+    return {"title": title, "rows": rows, "picture": _draw_histogram(picture, card)}
+
+
+def _draw_histogram(found: Any, card: dict[str, Any]) -> str | None:
+    """Draw a histogram given as {counts, edges} or as counts between the card's min and max."""
+    counts, edges = (found.get("counts"), found.get("edges")) if isinstance(found, dict) else (found, None)
+    if not isinstance(counts, list) or not counts or not all(math.isfinite(number_of(c)) for c in counts):
+        return None
+    if not isinstance(edges, list):
+        low, high = number_of(card.get("min")), number_of(card.get("max"))
+        edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
+    if not all(math.isfinite(number_of(e)) for e in edges):
+        return None
+    try:
+        svg = plots.histogram(counts, edges)
+    except Exception:  # whatever the drawing library raises: the numbers beside it tell the same
+        return None
+    return embed_image(svg.encode()) if svg else None
+
+
+def _show(value: Any) -> str:
+    """Return a JSON value as short text."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return plain(value, 5)
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return ", ".join(map(_show, value)) or MISSING
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 2000 else text[:2000] + "…"
+
+
+_REQUIRED = object()  # stands for the default of a key that has none
+
+
+def list_changes(run: Path) -> list[tuple[str, str, str]] | None:
+    """List (key, value, default) of every key that is required or differs; None where the recipe cannot be loaded.
+
+    A recipe cannot be loaded when it needs a plugin or another version; the page then shows the file alone.
+    """
+    from vitrail.recipe import load_recipe
+    from vitrail.recipe.yaml import DEFAULT_KINDS
+
+    try:
+        recipe = load_recipe(run / "recipe.yaml")
+    except (UserError, OSError, ImportError, RecursionError):
+        return None
+    rows = []
+    for name, value, default in _fields_of(recipe):
+        kind = getattr(value, "kind", None)
+        if kind is not None and kind != DEFAULT_KINDS.get(name):
+            rows.append((f"{name}.kind", _show_value(kind), _show_value(DEFAULT_KINDS.get(name, _REQUIRED))))
+        rows += _compare(value, default, name)
+    return rows
+
+
+def _compare(value: Any, default: Any, key: str) -> Iterator[tuple[str, str, str]]:
+    if _is_config(value):
+        # Without a default of the same class, the class's own defaults are what the keys inside fall back to.
+        same = type(default) is type(value)
+        for name, inner, own in _fields_of(value):
+            if name != "kind":
+                yield from _compare(inner, getattr(default, name) if same else own, f"{key}.{name}")
+    elif isinstance(value, list | tuple) and any(_is_config(item) for item in value):
+        for index, item in enumerate(value):
+            yield from _compare(item, _REQUIRED, f"{key}.{index}")
+    elif default is _REQUIRED or value != default:
+        yield key, _show_value(value), _show_value(default)
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(type(value), "model_fields") or (is_dataclass(value) and not isinstance(value, type))
+
+
+def _fields_of(config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, value and default of every field of a pydantic model or a dataclass."""
+    if is_dataclass(config):
+        for field in fields(config):
+            default = field.default if field.default is not NOTHING else _REQUIRED
+            if field.default_factory is not NOTHING:
+                default = field.default_factory()
+            yield field.name, getattr(config, field.name), default
+        return
+    for name, info in type(config).model_fields.items():
+        default = _REQUIRED if info.is_required() else info.get_default(call_default_factory=True)
+        yield name, getattr(config, name), default
+
+
+def _show_value(value: Any) -> str:
+    if value is _REQUIRED:
+        return "–"
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 300 else text[:300] + "…"
 
 
 def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
@@ -38,21 +389,22 @@ def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
 
 
 def render_report(run: Path, *, now: float) -> str:
-    """The page as text."""
-    return _load_template().render(_gather(run, now))
+    """Return the page as text."""
+    return load_template("page.html").render(_gather(run, now))
 
 
-@lru_cache(maxsize=1)
-def _load_template() -> Template:
-    """The page's template, compiled once: a run writes its page many times."""
-    from jinja2 import Environment, StrictUndefined
+@lru_cache
+def load_template(name: str) -> Template:
+    """Return a template of this folder, compiled once: a run writes its page many times."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(resources.files("vitrail.report").joinpath("page.html").read_text("utf-8"))
+    loader = FunctionLoader(lambda name: resources.files("vitrail.report").joinpath(name).read_text("utf-8"))
+    settings: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=loader, **settings).get_template(name)
 
 
 def _gather(run: Path, now: float) -> dict[str, Any]:
-    """Everything that the template shows."""
+    """Gather everything that the template shows."""
     raw, torn = read_lines(run, most=MOST_LINES)
     recipe, recipe_text, complaint = read_recipe(run)
     data, data_complaint = read_json(run / "data.json")
@@ -60,36 +412,36 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
     warnings = [c for c in (complaint, data_complaint, environment_complaint) if c] + warn_of_torn(torn)
     facts = summarize(run, raw, recipe, warnings, now)
     lines = merge_lines(raw)
-    heads, evals = sections.list_evals(lines)
+    heads, evals = list_evals(lines)
     notes = list(facts["warnings"])
-    pictures = sections.list_pictures(run, facts, notes)
+    pictures = list_pictures(run, facts, notes)
     return {
         "facts": facts,
         "written": describe_time(now),
         "eval_step": count((facts["eval"] or {}).get("step")),
-        "tiles": sections.list_tiles(facts),
+        "tiles": list_tiles(facts),
         "warnings": notes,
         "curves": _draw_curves(lines, notes),
         "pictures": pictures,
         "eval_heads": heads,
         "evals": evals,
-        "speed": sections.list_speed(facts),
-        "cost": sections.list_cost(facts),
-        "groups": sections.list_groups(lines),
-        "data": sections.list_data(data),
-        "skips": sections.list_skips(facts),
-        "initial": sections.list_initial(facts),
-        "sessions": sections.list_sessions(facts),
-        "checkpoints": sections.list_checkpoints(run, facts),
+        "speed": list_speed(facts),
+        "cost": list_cost(facts),
+        "groups": list_groups(lines),
+        "data": list_data(data),
+        "skips": list_skips(facts),
+        "initial": list_initial(facts),
+        "sessions": list_sessions(facts),
+        "checkpoints": list_checkpoints(run, facts),
         "recipe": recipe_text,
         "changes": list_changes(run) if recipe else None,
-        "environment": sections.list_environment(environment),
+        "environment": list_environment(environment),
         "commands": _list_commands(run, facts["status"]),
     }
 
 
 def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, str]]:
-    """Every curve that has points; one that cannot be drawn must not cost the reader the page."""
+    """Draw every curve that has points; one that cannot be drawn must not cost the reader the page."""
     curves = []
     for name, draw in plots.CURVES.items():
         try:
@@ -98,12 +450,12 @@ def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str
             notes.append(f"The curve {name!r} could not be drawn: {error}.")
             continue
         if svg:
-            curves.append({"name": name, "uri": embed_image(svg.encode(), "image/svg+xml")})
+            curves.append({"name": name, "uri": embed_image(svg.encode())})
     return curves
 
 
 def _list_commands(run: Path, status: str) -> list[tuple[str, str]]:
-    """What to run next."""
+    """List what to run next."""
     folder = shlex.quote(str(run))
     evaluate = (f"vitrail eval {folder}", "scores the newest checkpoint on the held-out data")
     resume = (f"vitrail train {folder}", "continues from the newest checkpoint while steps are left")

@@ -1,20 +1,30 @@
 """Curves of a run as small SVG pictures: lines of metrics in, one picture out, None where there is nothing to draw.
 
-All pictures share one size and one style, so that a page can set them side by side. Text stays text, in the reader's
-own sans-serif. Long runs are thinned to their extremes per stretch, so that a spike is never lost.
-"""
+All have one size, so that a page can set them side by side. Long runs are thinned to their extremes per stretch, so
+that a spike is never lost."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from vitrail.report.figures import (
+    BLUE,
+    FAINT,
+    GREEN,
+    LINE,
+    ORANGE,
+    PALE,
+    RED,
+    ROUND,
+    make_figure,
+    put_legend,
+    save_svg,
+    scale_log,
+    tick_label,
+)
 from vitrail.report.metrics import Line, name_metric, select, series
 from vitrail.report.units import number_of
 
@@ -22,19 +32,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT, LINE = "#1f2933", "#616e7c", "#d9dfe6"
-BLUE, ORANGE, GREEN, RED, PALE = "#1f6feb", "#d9730d", "#1a7f5a", "#c0362c", "#b9d2f8"
 _SIZE = (4.6, 2.55)  # inches; at 96 pixels an inch this is 442 pixels wide
-_FONT = 8.5
 _MOST_POINTS = 600
 _MOST_CLASSES = 8  # with a name each; of more, the lowest few are named
-_FAMILY = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
-_ROUND = [1, 2, 2.5, 5, 10]  # ticks at these times a power of ten
-_LOCK = threading.Lock()  # matplotlib's settings are global while a picture is written
 
 
 def loss_curve(lines: Sequence[Line]) -> str | None:
-    """Training loss as logged and smoothed, and the loss of each evaluation."""
+    """Draw the training loss as logged and smoothed, and the loss of each evaluation."""
     train, evals = select(lines, "train"), select(lines, "eval")
     steps, losses = series(train, "loss")
     eval_steps, eval_losses = series(_unfold(evals), "loss")
@@ -56,12 +60,12 @@ def loss_curve(lines: Sequence[Line]) -> str | None:
         ax.plot(step, 0.02, "|", color=RED, transform=ax.get_xaxis_transform(), markersize=7)
     if broken:
         ax.plot([], [], "|", color=RED, label="not finite")
-    _put_legend(ax, place="best")
+    put_legend(ax, place="best")
     return save_svg(figure)
 
 
 def eval_against_mean(lines: Sequence[Line]) -> str | None:
-    """Squared error on hidden voxels beside their variance, which is the error of predicting the mean."""
+    """Draw the squared error on hidden voxels beside their variance, which is the error of predicting the mean."""
     evals = select(lines, "eval")
     figure, ax = _make_axes("Evaluation: error on hidden voxels", lines)
     values: list[float] = []
@@ -80,13 +84,13 @@ def eval_against_mean(lines: Sequence[Line]) -> str | None:
     if len(steps) == 1:
         ax.axhline(variances[0], linestyle="--", color=FAINT, linewidth=1.3)
     ax.set_ylim(0, 1.45 * max(values + variances, default=1.0) or 1.0)
-    ax.set_ylabel("squared value", color=FAINT)
-    _put_legend(ax)
+    ax.set_ylabel("squared value")
+    put_legend(ax)
     return save_svg(figure)
 
 
 def score(lines: Sequence[Line]) -> str | None:
-    """The metric that the best checkpoint is chosen by, and where it was best; losses have curves of their own."""
+    """Draw the metric that chooses the best checkpoint, and where it was best; losses have curves of their own."""
     name, larger = _best_metric(lines)
     evals = select(lines, "eval")
     if name in (None, "loss") or any("mse_over_variance" in row for row in _unfold(evals)):
@@ -105,13 +109,13 @@ def score(lines: Sequence[Line]) -> str | None:
     step, value = (max if larger else min)(points, key=lambda point: point[1])
     words = f"best, {value:.4g} at step {step:.0f}"
     ax.plot(step, value, "o", color=ORANGE, markersize=7, fillstyle="none", label=words, zorder=4)
-    ax.set_ylabel(f"{label}, {'higher' if larger else 'lower'} is better", color=FAINT, parse_math=False)
-    _put_legend(ax, place="best")
+    ax.set_ylabel(f"{label}, {'higher' if larger else 'lower'} is better", parse_math=False)
+    put_legend(ax, place="best")
     return save_svg(figure)
 
 
 def class_scores(lines: Sequence[Line]) -> str | None:
-    """Dice of each class, a thin line each; of many classes those that end lowest stand out."""
+    """Draw Dice of each class, a thin line each; of many classes those that end lowest stand out."""
     evals = select(lines, "eval")
     rows = _unfold([e for e in evals if e.get("weights") == "ema"] or evals)
     found = {name: series(rows, name) for name in dict.fromkeys(n for row in rows for n in row if _is_class(n))}
@@ -129,28 +133,26 @@ def class_scores(lines: Sequence[Line]) -> str | None:
         steps, values = _thin(*found[name])
         ax.plot(steps, values, "o-" if len(steps) < 30 else "-", markersize=2.5, linewidth=1.1, **style)
     ax.set_ylim(0, 1.02)
-    ax.set_ylabel("Dice", color=FAINT)
-    _put_legend(ax, columns=2, size=7, place="best")
+    ax.set_ylabel("Dice")
+    put_legend(ax, columns=2, size=7, place="best")
     return save_svg(figure)
 
 
 def learning_rate(lines: Sequence[Line]) -> str | None:
-    """The learning rate over the steps."""
     return _draw_field(lines, "lr", "Learning rate", "", BLUE)
 
 
 def gradient_norm(lines: Sequence[Line]) -> str | None:
-    """The gradient norm before clipping; a log axis, because spikes matter."""
+    """Draw the gradient norm before clipping; the axis is logarithmic, because spikes matter."""
     return _draw_field(lines, "grad_norm", "Gradient norm", "", GREEN, log=True)
 
 
 def memory(lines: Sequence[Line]) -> str | None:
-    """Memory in use over the steps."""
     return _draw_field(lines, "memory_gib", "Memory", "GiB", ORANGE, from_zero=True)
 
 
 def throughput(lines: Sequence[Line]) -> str | None:
-    """Samples a second, and below it the share of time spent waiting for data."""
+    """Draw samples a second, and below it the share of time spent waiting for data."""
     train = select(lines, "train")
     steps, speeds = series(train, "samples_per_s")
     if not steps:
@@ -158,18 +160,18 @@ def throughput(lines: Sequence[Line]) -> str | None:
     figure, ax = _make_axes("Throughput and data wait", lines, rows=2)
     ax.plot(*_thin(steps, speeds), "o" if len(steps) == 1 else "-", color=BLUE, linewidth=1.4, markersize=4)
     ax.set_ylim(0, 1.12 * max(speeds) or 1.0)
-    ax.set_ylabel("samples/s", color=FAINT)
+    ax.set_ylabel("samples/s")
     low = figure.axes[1]
     wait_steps, waits = series(train, "data_wait")
     low.fill_between(*_thin(wait_steps, [100 * w for w in waits]), color=ORANGE, alpha=0.35, linewidth=0)
     low.plot(*_thin(wait_steps, [100 * w for w in waits]), color=ORANGE, linewidth=1)
     low.set_ylim(0, max(10.0, 112 * max(waits, default=0.0)))
-    low.set_ylabel("wait, %", color=FAINT)
+    low.set_ylabel("wait, %")
     return save_svg(figure)
 
 
 def activations(lines: Sequence[Line]) -> str | None:
-    """Root mean square of the activations: a line per layer when they are few, a heat map when they are many."""
+    """Draw the root mean square of activations: a line per layer when they are few, a heat map when they are many."""
     train = [line for line in select(lines, "train") if isinstance(line.get("activation_rms"), dict)]
     names = list(dict.fromkeys(str(name) for line in train for name in line["activation_rms"]))[:256]
     if not names:
@@ -185,28 +187,28 @@ def activations(lines: Sequence[Line]) -> str | None:
             ax.plot(*_thin(steps, values), "o-" if len(steps) < 30 else "-", markersize=2.5, label=_tail(name), **style)
             top = max([top, *values])
         ax.set_ylim(0, 1.5 * top or 1.0)  # the legend stands above the lines
-        _put_legend(ax, columns=2, size=7)
+        put_legend(ax, columns=2, size=7)
     elif len(rows) < 2:
         ax.plot([number_of(rows[0].get(name)) if rows else math.nan for name in names], "o-", color=BLUE, markersize=3)
-        ax.set_xlabel("layer, counted from 0", color=FAINT, labelpad=1)
+        ax.set_xlabel("layer, counted from 0", labelpad=1)
     else:
         _draw_heat(figure, ax, rows[:: math.ceil(len(rows) / 200)], names)
     return save_svg(figure)
 
 
 def histogram(counts: Sequence[float], edges: Sequence[float]) -> str | None:
-    """The distribution of the data's values; `edges` has one entry more than `counts`."""
+    """Draw the distribution of the data's values; `edges` has one entry more than `counts`."""
     if not counts or len(edges) != len(counts) + 1:
         return None
     from matplotlib.ticker import MaxNLocator
 
     figure, ax = _make_axes("Values", [])
-    ax.xaxis.set_major_locator(MaxNLocator(6, steps=_ROUND))
+    ax.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
     total = sum(counts) or 1
     ax.stairs([100 * c / total for c in counts], list(edges), fill=True, color=PALE)
     ax.stairs([100 * c / total for c in counts], list(edges), color=BLUE, linewidth=1)
-    ax.set_xlabel("value", color=FAINT, labelpad=1)
-    ax.set_ylabel("share of voxels, %", color=FAINT)
+    ax.set_xlabel("value", labelpad=1)
+    ax.set_ylabel("share of voxels, %")
     return save_svg(figure)
 
 
@@ -239,7 +241,7 @@ def _draw_field(
         return None
     figure, ax = _make_axes(title, lines)
     ax.plot(*_thin(steps, values), "o" if len(steps) == 1 else "-", color=colour, linewidth=1.5, markersize=4)
-    ax.set_ylabel(unit or title.lower(), color=FAINT)
+    ax.set_ylabel(unit or title.lower())
     if log:
         _scale_losses(ax, values)
     if from_zero:
@@ -248,7 +250,7 @@ def _draw_field(
 
 
 def _draw_heat(figure: Figure, ax: Axes, rows: Sequence[Line], names: Sequence[str]) -> None:
-    """Layers downwards, steps to the right, size as colour on a log scale."""
+    """Draw layers downwards, steps to the right, and size as colour on a log scale."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import FuncFormatter
 
@@ -277,68 +279,29 @@ def _draw_heat(figure: Figure, ax: Axes, rows: Sequence[Line], names: Sequence[s
 
 
 def _make_axes(title: str, lines: Sequence[Line], rows: int = 1) -> tuple[Figure, Axes]:
-    """An empty picture in the house style; resumed sessions are thin marks on the step axis."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    """Make an empty plot over steps, in one row or two; resumed sessions are thin marks on the step axis."""
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=_SIZE, layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(rows, 1, height_ratios=[2, 1][:rows])
-    for row in range(rows):
-        ax = figure.add_subplot(grid[row], sharex=figure.axes[0] if row else None)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.spines[["left", "bottom"]].set_color(LINE)
-        ax.grid(color=LINE, linewidth=0.6, alpha=0.7)
-        ax.set_axisbelow(True)
-        ax.tick_params(which="both", colors=LINE, labelcolor=FAINT, labelsize=_FONT, length=3)
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=_ROUND, min_n_ticks=1))
-        ax.yaxis.set_major_locator(MaxNLocator(5 if rows == 1 else 4 - row, steps=_ROUND))
-        ax.yaxis.set_major_formatter(FuncFormatter(tick_label))
-        ax.yaxis.label.set_fontsize(_FONT)
-        ax.xaxis.label.set_fontsize(_FONT)
-        if row < rows - 1:
-            ax.tick_params(labelbottom=False)
-        for start in select(lines, "start"):
-            if start.get("resumed") and math.isfinite(number_of(start.get("step"))):
-                ax.axvline(number_of(start["step"]), color=FAINT, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
-    last = figure.axes[-1]
-    last.set_xlabel("step", color=FAINT, labelpad=1)
-    if lines:
-        last.xaxis.set_major_formatter(FuncFormatter(tick_label))
-    figure.suptitle(title, fontsize=10, color=INK, weight="bold", x=0.012, ha="left")
-    return figure, figure.axes[0]
-
-
-def tick_label(value: float, _: Any = None) -> str:
-    """A tick without idle zeros: 0.5, 250, 1.25k."""
-    power = 0 if abs(value) < 1000 else min(int(math.log10(abs(value)) // 3), 4)
-    return f"{value / 1000**power:.4g}{('', 'k', 'M', 'G', 'T')[power]}"
+    figure, axes = make_figure(title, _SIZE, heights=[2, 1][:rows], share=True)
+    starts = [number_of(start.get("step")) for start in select(lines, "start") if start.get("resumed")]
+    for row, ax in enumerate(axes):
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=ROUND, min_n_ticks=1))
+        ax.yaxis.set_major_locator(MaxNLocator(5 if rows == 1 else 4 - row, steps=ROUND))
+        ax.tick_params(labelbottom=row == rows - 1)
+        for step in filter(math.isfinite, starts):
+            ax.axvline(step, color=FAINT, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
+    axes[-1].set_xlabel("step", labelpad=1)
+    return figure, axes[0]
 
 
 def _scale_losses(ax: Axes, values: Sequence[float]) -> None:
-    """A log axis when the values span more than a factor of ten and are all positive."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    if not values or min(values) <= 0 or max(values) <= 10 * min(values):
-        return
-    ax.set_yscale("log")
-    decades = math.log10(max(values) / min(values))
-    ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0,) if decades > 3 else (1.0, 2.0, 5.0)))
-    ax.yaxis.set_major_formatter(FuncFormatter(tick_label))
-    ax.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _put_legend(ax: Axes, columns: int = 1, size: float = 8, place: Any = "upper right") -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    if not handles:
-        return
-    legend = ax.legend(handles, labels, frameon=True, fontsize=size, ncols=columns, loc=place, handlelength=1.6)
-    legend.get_frame().set(facecolor="white", edgecolor="none", alpha=0.85)
-    for text in legend.get_texts():
-        text.set(color=INK, parse_math=False)
+    """Make the axis logarithmic when the values span more than a factor of ten and are all positive."""
+    if values and min(values) > 0 and max(values) > 10 * min(values):
+        scale_log(ax, values)
 
 
 def _best_metric(lines: Sequence[Line]) -> tuple[Any, bool]:
-    """The metric that the run's best checkpoint is chosen by, None where it does not say, and whether it grows."""
+    """Return the metric that chooses the best checkpoint, None where the run does not say, and whether it grows."""
     start: Line = (select(lines, "start") or [{}])[-1]
     name = start.get("best_metric")
     return (name if isinstance(name, str) else None), start.get("larger_is_better") is True
@@ -349,12 +312,12 @@ def _is_class(name: Any) -> bool:
 
 
 def _unfold(evals: Sequence[Line]) -> list[Line]:
-    """Evaluations with their metrics beside the step."""
+    """Return evaluations with their metrics beside the step."""
     return [{**line["metrics"], "step": line.get("step")} for line in evals if isinstance(line.get("metrics"), dict)]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An average over about a twentieth of the curve to either side: no lag, and unbiased at both ends."""
+    """Average over about a twentieth of the curve to either side: no lag, and unbiased at both ends."""
     keep = 1 - 1 / max(2.0, len(values) / 40)
 
     def run(ordered: Iterable[float]) -> list[tuple[float, float]]:
@@ -370,7 +333,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most so many points: the smallest and the largest of each stretch, in their order."""
+    """Keep at most so many points: the smallest and the largest of each stretch, in their order."""
     if len(steps) <= _MOST_POINTS:
         return list(steps), list(values)
     stretch = math.ceil(2 * len(steps) / _MOST_POINTS)
@@ -383,7 +346,7 @@ def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float],
 
 
 def _tail(name: str, most: int = 22) -> str:
-    """The end of a long name: layer names differ there."""
+    """Cut the start off a long name: layer names differ at the end."""
     return name if len(name) <= most else "…" + name[1 - most :]
 
 
@@ -391,19 +354,3 @@ def _shade(colours: str, place: float) -> Any:
     from matplotlib import colormaps
 
     return colormaps[colours](place)
-
-
-def save_svg(figure: Figure) -> str:
-    """The picture as SVG text, the same bytes for the same numbers."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    canvas = FigureCanvasSVG(figure)
-    stream = io.StringIO()
-    blank: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "vitrail"}
-    with _LOCK, matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name may hold letters that the measuring font lacks
-        canvas.print_svg(stream, metadata=blank)
-    svg = re.sub(r"font-family: [^;\"]*", lambda _: f"font-family: {_FAMILY}", stream.getvalue())
-    return re.sub(r"font: ([\d.a-z ]*px) [^;\"]*", lambda found: f"font: {found[1]} {_FAMILY}", svg)

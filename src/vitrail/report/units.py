@@ -11,7 +11,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def number_of(value: Any) -> float:
-    """The value as a float, NaN where it is not a number; `true` is not a number."""
+    """Return the value as a float, NaN where it is not a number; `true` is not a number."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
@@ -21,7 +21,7 @@ def number_of(value: Any) -> float:
 
 
 def plain(value: Any, digits: int = 4) -> str:
-    """A number with so many significant digits and no prefix: 0.4321, 12.3, 2e-05; whole parts stay whole: 1176."""
+    """Write a number with so many digits and no prefix: 0.4321, 12.3, 2e-05; whole parts stay whole: 1176."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return MISSING
     number = number_of(value)
@@ -33,7 +33,7 @@ def plain(value: Any, digits: int = 4) -> str:
 
 
 def compact(value: Any, unit: str = "") -> str:
-    """Three significant digits and a prefix: 12.3k, 1.21M; with a unit, "12.3 kvoxel"."""
+    """Write three significant digits and a prefix: 12.3k, 1.21M; with a unit, "12.3 kvoxel"."""
     number = number_of(value)
     gap = " " if unit else ""
     if not math.isfinite(number):
@@ -54,13 +54,13 @@ def compact(value: Any, unit: str = "") -> str:
 
 
 def count(value: Any) -> str:
-    """A whole number with thousands set apart: 1,334."""
+    """Write a whole number with thousands set apart: 1,334."""
     number = number_of(value)
     return f"{round(number):,}" if math.isfinite(number) else MISSING
 
 
 def percent(fraction: Any) -> str:
-    """A fraction as a percentage: 34.1%, 3%."""
+    """Write a fraction as a percentage: 34.1%, 3%."""
     number = number_of(fraction) * 100
     if not math.isfinite(number):
         return MISSING
@@ -69,7 +69,7 @@ def percent(fraction: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as two units at most: 45 s, 2 min 50 s, 1 h 05 min, 3 d 4 h."""
+    """Write seconds as two units at most: 45 s, 2 min 50 s, 1 h 05 min, 3 d 4 h."""
     number = number_of(seconds)
     if not math.isfinite(number) or number < 0:
         return MISSING
@@ -86,7 +86,7 @@ def duration(seconds: Any) -> str:
 
 
 def clock(seconds: Any) -> str:
-    """Seconds as a short clock for a progress line: 0:45, 2:50, 1:05:00, 3d 04h."""
+    """Write seconds as a short clock for a progress line: 0:45, 2:50, 1:05:00, 3d 04h."""
     number = number_of(seconds)
     if not math.isfinite(number) or number < 0:
         return "-:--"
@@ -99,7 +99,7 @@ def clock(seconds: Any) -> str:
 
 
 def size(num_bytes: Any) -> str:
-    """Bytes in binary units: 12.3 MiB."""
+    """Write bytes in binary units: 12.3 MiB."""
     number = number_of(num_bytes)
     if not math.isfinite(number):
         return MISSING

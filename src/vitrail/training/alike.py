@@ -1,16 +1,26 @@
-"""Ranks that would train different things are refused at the start: recipe, call, versions, code, device, data.
+"""What must be the same: on all ranks of a run, and in its data from one session to the next.
+
+Ranks that would train different things are refused at the start: recipe, call, versions, code, device, data.
 
 - all ranks reduce one digest; nothing else is exchanged where they are alike, however many there are
 - where they are not, rank 0's facts go to all, and each tells in a few words what it has instead
 - what only says how one process reads may differ (`OWN`): nodes have disks, cores and memory of their own. Host names,
   numbers of devices and threads are no facts at all
+
+Whether a run goes on with the data that it began with: what every checkpoint keeps of them, and what differs.
+
+- kept of each entry: its items and their shapes, variables, type and classes, the names, sizes and times of its files,
+  and checksums of the values at a few places, whatever they are stored in
+- where the data lie does not count, so a copy or a folder that was moved is the same data
+- other values, sizes or numbers are refused; other times alone are noted, since copying changes those
 """
 
 import hashlib
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +30,15 @@ import torch
 import torch.distributed as dist
 
 import vitrail
-from vitrail.data.bad import Policy
 from vitrail.data.dataset import Dataset
-from vitrail.data.pool import timed
+from vitrail.data.files.fingerprint import changed, data_state
+from vitrail.data.reading.pool import Policy, read_again, timed
+from vitrail.data.source import class_names, label_dtype
 from vitrail.errors import UserError
+from vitrail.parallel.agree import Group, broadcast_json, gather_json
 from vitrail.recipe import Recipe, kinds
-from vitrail.recipe.changes import diff
-from vitrail.recipe.trees import show
-from vitrail.training.collective import broadcast_json, gather_json
+from vitrail.recipe.load import diff
+from vitrail.recipe.yaml import show
 
 # Keys of a recipe that may differ, since they decide no number of a training: where a node keeps copies (a folder that
 # its own $TMPDIR names), and how much a process reads ahead, with how many threads, and how patiently.
@@ -43,13 +54,12 @@ OWN = (
 MOST = 20  # differences that a rank tells of
 LOOKED = 3  # items of each source whose values are compared
 EDGE = 4  # voxels of the compared windows along each axis
-ATTEMPTS = 3  # to read one
 
 START = "start every rank with the same recipe, the same call and the same software"
 DATA = "see that every node reads the same files"
 
 
-def compare(facts: Mapping[str, Any], group: Any, remedy: str) -> None:
+def compare(facts: Mapping[str, Any], group: Group, remedy: str) -> None:
     """Refuse, on every rank and in the same words, facts (JSON) that are not the same on all of them."""
     if dist.get_world_size(group) == 1:
         return
@@ -66,7 +76,7 @@ def compare(facts: Mapping[str, Any], group: Any, remedy: str) -> None:
 
 
 def tell(changes: Sequence[Sequence[Sequence[str]]], remedy: str) -> str:
-    """One sentence on what ranks have that rank 0 has not: of each rank, the (key, rank 0's, its own)."""
+    """Say in one sentence how ranks differ from the first: `changes` has (key, rank 0's, its own) for each rank."""
     keys = list(dict.fromkeys(key for rank in changes for key, _, _ in rank))
     if not keys:
         return f"what ranks have is not the same, though no value of it differs (1 is not 1.0 here); {remedy}"
@@ -82,7 +92,7 @@ def tell(changes: Sequence[Sequence[Sequence[str]]], remedy: str) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Some ranks in words: rank 3, ranks 0-2, ranks 0, 2-5, 9, ..."""
+    """Name ranks in words: rank 3, ranks 0-2, ranks 0, 2-5, 9, ..."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -97,7 +107,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def start_facts(recipe: Recipe, device: str, call: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank is about to do, and with what; the keys are words of a sentence."""
+    """Return facts of what a rank is about to do, and with what; the keys are words of a sentence."""
     versions = {
         "vitrail": vitrail.__version__,
         "torch": torch.__version__,
@@ -125,7 +135,7 @@ def _without_own(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def code_facts(recipe: Recipe) -> dict[str, str]:
-    """A digest of each file of this package, and of the modules that plugins have brought in."""
+    """Return a digest of each file of this package, and of the modules that plugins have brought in."""
     package = Path(vitrail.__file__).parent
     files = {f"vitrail/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
     slots = (recipe.model, recipe.objective, recipe.optimizer, recipe.schedule, recipe.codec)
@@ -137,8 +147,8 @@ def code_facts(recipe: Recipe) -> dict[str, str]:
     return {name: _file_digest(path) for name, path in sorted(files.items())}
 
 
-def data_facts(datasets: Sequence[Dataset], policy: Policy) -> dict[str, Any]:
-    """What opened sources say of themselves, and a digest of a few of their values."""
+def facts_of_ranks(datasets: Sequence[Dataset], policy: Policy) -> dict[str, Any]:
+    """Return what opened sources say of themselves, and a digest of a few of their values."""
     found: dict[str, Any] = {}
     for dataset in datasets:
         for number, source in enumerate(dataset.sources):
@@ -148,7 +158,7 @@ def data_facts(datasets: Sequence[Dataset], policy: Policy) -> dict[str, Any]:
                 "axes": list(source.axes),
                 "variables": list(source.variables),
                 "type": str(source.dtype),
-                "classes": list(getattr(source, "class_names", ())),
+                "classes": list(class_names(source)),
                 "sizes": _digest([[e.item, e.shape] for e in dataset.extents if e.source == number]).hex(),
                 "values": [_values(source, item, policy) for item in items[:: max(1, len(items) // LOOKED)][:LOOKED]],
             }
@@ -156,21 +166,22 @@ def data_facts(datasets: Sequence[Dataset], policy: Policy) -> dict[str, Any]:
 
 
 def _values(source: Any, item: int, policy: Policy) -> str:
-    """A digest of a small window in the middle of an item, and of its labels; or why it cannot be read."""
+    """Return a digest of a small window in the middle of an item, and of its labels; or why it cannot be read."""
     shape = source.items[item].shape
     window = tuple(slice((size - min(EDGE, size)) // 2, (size + min(EDGE, size)) // 2) for size in shape)
-    for attempt in range(ATTEMPTS):
-        try:
-            return timed(partial(_read, source, item, window), lambda: f"item {item}", policy.limit)
-        except (OSError, ValueError, RuntimeError) as error:
-            if attempt == ATTEMPTS - 1:
-                return type(error).__name__
-    raise AssertionError
+
+    def read() -> str:
+        return timed(partial(_read_few, source, item, window), lambda: f"item {item}", policy.limit)
+
+    try:
+        return read_again(read, lambda: f"item {item}", retries=policy.retries)
+    except (UserError, OSError, ValueError, RuntimeError) as error:
+        return type(error.__cause__ or error).__name__
 
 
-def _read(source: Any, item: int, window: tuple[slice, ...]) -> str:
+def _read_few(source: Any, item: int, window: tuple[slice, ...]) -> str:
     parts = [source.read(item, window)]
-    if getattr(source, "label_dtype", None) is not None:
+    if label_dtype(source) is not None:
         parts.append(source.read_labels(item, window))
     return hashlib.blake2b(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), digest_size=8).hexdigest()
 
@@ -184,3 +195,138 @@ def _file_digest(path: Path) -> str:
         return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
     except OSError as error:
         return error.strerror or type(error).__name__
+
+
+PLACES = 16  # that are looked at in each list of entries, and at least one in each of the first so many
+SIDE = 16  # voxels along each axis of such a place
+
+Facts = dict[str, Any]
+
+
+def data_facts(
+    datasets: Mapping[str, Dataset | None],
+    configs: Mapping[str, Sequence[Any]],
+    before: Any,
+    run_dir: Path,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, list[Facts]]:
+    """Return facts of data.train and data.valid for a checkpoint; `configs` are the recipe's, not of staged copies.
+
+    `before` are the facts of an earlier checkpoint: values are not read again of files that are untouched since then.
+    """
+    found: dict[str, list[Facts]] = {}
+    for name, dataset in datasets.items():
+        found[name] = []
+        for number in range(0 if dataset is None else len(dataset.sources)):
+            assert dataset is not None
+            tick()
+            facts = _describe(dataset, number) | {
+                "files": _files(dataset, number, configs[name][number], run_dir, tick)
+            }
+            then = _entry(before, name, number)
+            if not (_untouched(then, facts) and isinstance(then.get("values"), list)):
+                then = {"values": _look(dataset, number, tick)}
+            found[name].append(facts | {"values": then["values"]})
+    return found
+
+
+def compare_data(before: Any, now: dict[str, list[Facts]]) -> tuple[list[str], list[str]]:
+    """Compare the data with a checkpoint's facts: return differences that make them other data, and harmless ones."""
+    others, notes = [], []
+    for name, entries in now.items():
+        for number, facts in enumerate(entries):
+            then = _entry(before, name, number)
+            other, note = _compare(then, facts) if then else (None, None)
+            where = f"data.{name}.{number}: "
+            others += [where + other] if other else []
+            notes += [where + note] if note else []
+    return others, notes
+
+
+def _compare(then: Facts, now: Facts) -> tuple[str | None, str | None]:
+    words = {"items": "items", "shape": "shape", "variables": "variables", "dtype": "type"}
+    for key, word in words.items():
+        if key in then and then[key] != now[key]:
+            return f"{word} {then[key]} became {now[key]}", None
+    for key, word in (("shapes", "shapes of its items"), ("classes", "classes of its items")):
+        if key in then and then[key] != now[key]:
+            return f"the {word} are others", None
+    if _untouched(then, now):
+        return None, None
+    values = then["values"] if isinstance(then.get("values"), list) else []
+    pairs = [(a, b) for a, b in zip(values, now["values"], strict=False) if None not in (a, b)]
+    differ = sum(a != b for a, b in pairs)
+    if differ:
+        return f"values differ at {differ} of {len(pairs)} places that were looked at", None
+    files = changed(then.get("files"), now["files"])
+    if files is None:
+        return None, None
+    same = all(then["files"].get(key) == now["files"].get(key) for key in ("files", "bytes"))
+    if not same:
+        return files, None
+    return None, f"{files}, but not their sizes nor the values at {len(pairs)} places: taken for the same data"
+
+
+def _entry(facts: Any, name: str, number: int) -> Facts:
+    """Return the facts that a checkpoint has of an entry, which may have any form: it may come from anywhere."""
+    entries = facts.get(name) if isinstance(facts, dict) else None
+    found = entries[number] if isinstance(entries, list) and number < len(entries) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _untouched(then: Facts, now: Facts) -> bool:
+    """Tell whether names, sizes and times of all files are known and the same."""
+    known = isinstance(then.get("files"), dict) and isinstance(now["files"], dict)
+    return known and then["files"].get("mark") == now["files"]["mark"]
+
+
+def _describe(dataset: Dataset, number: int) -> Facts:
+    source = dataset.sources[number]
+    shapes = [extent.shape for extent in dataset.extents if extent.source == number]
+    classes = None
+    if dataset.labels == "item":
+        classes = _sum(repr([(item.name.rpartition("/")[2], item.label) for item in source.items]).encode())
+    return {
+        "items": len(shapes),
+        "shape": list(shapes[0]) if len(set(shapes)) == 1 else None,
+        "shapes": _sum(repr(shapes).encode()),
+        "variables": list(source.variables),
+        "dtype": str(source.dtype),
+        "classes": classes,
+    }
+
+
+def _files(
+    dataset: Dataset, number: int, config: Any, run_dir: Path, tick: Callable[[], None]
+) -> dict[str, Any] | None:
+    return data_state(config, dataset.sources[number], tick, [run_dir])  # which may lie in the folder of its data
+
+
+def _look(dataset: Dataset, number: int, tick: Callable[[], None]) -> list[int | None]:
+    """Return checksums of values and labels at a few places of an entry; None for a place that cannot be read."""
+    source, total = dataset.sources[number], len(dataset.sources)
+    places = max(PLACES // total, int(number < PLACES))
+    items = [extent for extent in dataset.extents if extent.source == number]
+    found: list[int | None] = []
+    for place in range(places):
+        extent = items[place * len(items) // places]
+        draw = np.random.default_rng(place)
+        sides = [min(SIDE, size) for size in extent.shape]
+        starts = [int(draw.integers(size - side + 1)) for size, side in zip(extent.shape, sides, strict=True)]
+        window = tuple(slice(start, start + side) for start, side in zip(starts, sides, strict=True))
+        found.append(_read(dataset, partial(source.read, extent.item, window)))
+        if dataset.labels == "voxel":
+            found.append(_read(dataset, partial(source.read_labels, extent.item, window)))  # type: ignore[attr-defined]
+        tick()
+    return found
+
+
+def _read(dataset: Dataset, read: Callable[[], np.ndarray]) -> int | None:
+    try:
+        return _sum(np.ascontiguousarray(timed(read, lambda: dataset.where, dataset.policy.limit)).tobytes())
+    except (UserError, OSError, ValueError):  # training finds out, and does with bad data what the recipe says
+        return None
+
+
+def _sum(content: bytes) -> int:
+    return zlib.crc32(content)

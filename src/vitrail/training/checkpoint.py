@@ -1,12 +1,9 @@
-"""Checkpoints that survive a kill at any instant, are verified before they are read, and run no code.
+"""Checkpoints that survive a kill at any instant; weights/runs.py says what one is, and reads it.
 
-A checkpoint is a folder `step-00000200` of tensor files (torch.distributed.checkpoint) and a `manifest.json` that holds
-everything else and the size and checksum of every file. It is written into a hidden folder, the manifest last, and
-published by one rename; so a folder with a good manifest is whole, and anything else is not a checkpoint.
+One is written into a hidden folder, the manifest last, and published by one rename.
 """
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -15,149 +12,42 @@ import secrets
 import shutil
 import threading
 import time
-import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from vitrail import disk
-from vitrail.errors import BadData, UserError
-from vitrail.foreign import read_json
+from vitrail.errors import UserError
+from vitrail.parallel.agree import Group, gather_json, share_json
+from vitrail.parallel.mesh import Mesh
 from vitrail.report.facts import strict
-from vitrail.sums import sealed, sum_of_file, sum_of_tree
-from vitrail.training.collective import gather_json, share_json
-from vitrail.training.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
-from vitrail.versions import check_version
+from vitrail.sums import sealed, sum_of_file
+from vitrail.weights.runs import (
+    FORMAT,
+    MANIFEST,
+    BadCheckpoint,
+    checkpoint_name,
+    list_checkpoints,
+    read_manifest,
+    reason_of,
+    verify,
+)
+from vitrail.weights.safe_dcp import TensorReader, TensorWriter, UnsafeCheckpoint
 
-FORMAT = 2
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {  # of manifests, from each format to the next
-    1: lambda manifest: manifest | {"data": None},  # which did not tell what its data were
-}
-MANIFEST = "manifest.json"
 WRITTEN = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|\.manifest\.json\.[0-9a-f]{16}\.part")
-KEYS = {  # what a run needs to continue, and what it is made of
-    "step": int,
-    "samples": int,
-    "optimizer_steps": int,
-    "skipped": int,
-    "skipped_in_a_row": int,
-    "threads": int,
-    "statistics": dict,
-    "recipe": dict,
-}
-
-
-class BadCheckpoint(ValueError):
-    """A checkpoint that must not be loaded; the message says what is wrong with it."""
-
-
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints, newest first."""
-    if not folder.is_dir():
-        return []
-    found = [p for p in folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def is_own(folder: Path) -> bool:
-    """Whether it is a folder, no link to one, that holds nothing but what a save writes; else it is not removed."""
+    """Tell whether a folder (no link) holds only files that a save writes; any other is never removed."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(WRITTEN.fullmatch(p.name) and p.is_file() and not p.is_symlink() for p in folder.iterdir())
-
-
-# ---------------------------------------------------------------- manifest and files
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, if it is intact and every file it lists is there with the right size."""
-    if folder.is_symlink() or (folder / MANIFEST).is_symlink():
-        raise BadCheckpoint("it is a link, which may lead anywhere")
-    try:
-        if not (folder / MANIFEST).is_file():
-            raise BadCheckpoint(f"{MANIFEST} is missing")
-        manifest = read_json(folder / MANIFEST)
-        seal = manifest.pop("seal")
-        if seal != sum_of_tree(manifest):
-            raise BadCheckpoint(f"{MANIFEST} does not match its own checksum")
-        manifest = _upgraded(folder, manifest)
-        files = {name: (int(entry["bytes"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
-        present = {p.name: p for p in folder.iterdir() if p.name != MANIFEST}
-    except BadData as error:
-        raise BadCheckpoint(str(error)) from None
-    except (BadCheckpoint, UserError):
-        raise
-    except Exception as error:
-        raise BadCheckpoint(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
-    for key, kind in KEYS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise BadCheckpoint(f"{MANIFEST} has {manifest.get(key)!r} for {key!r}, which should be {kind.__name__}")
-    if folder.name != checkpoint_name(manifest["step"]):
-        raise BadCheckpoint(f"{MANIFEST} is that of step {manifest['step']}")
-    for name in sorted(files.keys() | present.keys()):
-        if name not in present:
-            raise BadCheckpoint(f"{name} is missing")
-        if name not in files or present[name].is_symlink() or not present[name].is_file():
-            raise BadCheckpoint(f"{name} does not belong to it")
-        size = present[name].stat().st_size
-        if size != files[name][0]:
-            raise BadCheckpoint(f"{name} has {size} bytes instead of {files[name][0]}")
-    return manifest
-
-
-def _upgraded(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest in today's format. One of a newer vitrail is refused, not passed over: it is the newest state."""
-    found = manifest["format"]
-    try:
-        version = check_version(found, FORMAT, str(folder))
-    except UserError as error:
-        if isinstance(found, int) and found > FORMAT:
-            raise
-        raise BadCheckpoint(str(error)) from None
-    for number in range(version, FORMAT):
-        manifest = UPGRADES[number](manifest)
-    return manifest | {"format": FORMAT}
-
-
-def verify(folder: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> None:
-    """Compare checksums of this rank's share of the files."""
-    for name in sorted(manifest["files"])[rank::world]:
-        if sum_of_file(folder / name) != manifest["files"][name]["crc32"]:
-            raise BadCheckpoint(f"{name} does not match its checksum")
-
-
-# ---------------------------------------------------------------- saving
-
-
-class _Folder(FileSystem):
-    """Makes no folder: PyTorch would make all that lead to it again where a run was moved away during a save."""
-
-    def mkdir(self, path: Any) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        """PyTorch's archives count what they have written and say "unexpected pos": what the disk said is raised."""
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
 
 
 class Checkpoints:
@@ -173,8 +63,8 @@ class Checkpoints:
         *,
         keep: int,
         background: bool,
-        group: Any,
-        cpu_mesh: Any,
+        group: Group,
+        cpu_mesh: Mesh,
         larger_is_better: bool = False,
     ):
         self.folder, self.keep, self.background = folder, keep, background
@@ -224,14 +114,14 @@ class Checkpoints:
         try:
             size, error = self._write_together(step, state, manifest, best)
         except BaseException as caught:  # another rank is gone: there is nobody to agree with
-            size, error = 0, _reason(caught)
+            size, error = 0, reason_of(caught)
         self._failed = error is not None
         self._outcome = {"step": step, "error": error, "seconds": time.monotonic() - began, "bytes": size}
 
     def _write_together(
         self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], best: set[int]
     ) -> tuple[int, str | None]:
-        """Every rank its tensors, rank 0 the rest; returns the bytes written and what went wrong, alike everywhere."""
+        """Write this rank's tensors, and on rank 0 the rest; returns bytes written and an error, alike on all ranks."""
         # Agreed on before PyTorch's own collectives: a rank that stays away from those would leave the others waiting.
         local = {name: _local(tensor) for name, tensor in state.items()}
         mine = [sum(t.nbytes for t in local.values()), next((n for n, t in local.items() if not _is_finite(t)), None)]
@@ -245,14 +135,12 @@ class Checkpoints:
         partial = self.folder / made
         sums: dict[str, dict[str, int]] = {}
         try:
-            writer = dcp.FileSystemWriter(partial, sync_files=True, thread_count=1)
-            writer.fs = _Folder()
-            dcp.save(state, storage_writer=writer, process_group=self.group, no_dist=False)
+            dcp.save(state, storage_writer=TensorWriter(partial), process_group=self.group, no_dist=False)
             files = [p for p in partial.iterdir() if p.name.startswith(f"__{self.rank}_")]
             files += [partial / ".metadata"] if self.rank == 0 else []
             sums = {p.name: {"bytes": p.stat().st_size, "crc32": sum_of_file(p)} for p in files}
         except (Exception, CheckpointException) as caught:
-            error = _reason(caught)
+            error = reason_of(caught)
         reports = gather_json({"error": error, "files": sums}, self.group)
         errors = [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if r["error"]]
         size = sum(f["bytes"] for r in reports for f in r["files"].values())
@@ -262,7 +150,7 @@ class Checkpoints:
                     all_files = {name: entry for r in reports for name, entry in r["files"].items()}
                     self._publish(step, partial, manifest | {"format": FORMAT, "step": step, "files": all_files})
             except Exception as caught:
-                errors = [_reason(caught)]
+                errors = [reason_of(caught)]
             # What is not removed now is removed before the next save; the others wait to hear, whatever happens here.
             with contextlib.suppress(OSError, UserError):
                 if errors:
@@ -275,7 +163,7 @@ class Checkpoints:
         return size, share_json(errors[0] if errors else None, self.group)
 
     def _make_room(self, step: int, needed: int, best: set[int]) -> tuple[str, str | None]:
-        """A hidden folder to write into, when there is room for a checkpoint; or what went wrong."""
+        """Make a hidden folder, if there is room for a checkpoint; returns its name, or what went wrong."""
         try:
             self.check()
             self.folder.mkdir(exist_ok=True)
@@ -287,7 +175,7 @@ class Checkpoints:
             partial.mkdir()
             return partial.name, None
         except (OSError, UserError) as caught:
-            return "", str(caught).partition("; ")[0] if isinstance(caught, UserError) else _reason(caught)
+            return "", str(caught).partition("; ")[0] if isinstance(caught, UserError) else reason_of(caught)
 
     def _publish(self, step: int, partial: Path, manifest: dict[str, Any]) -> None:
         missing = [name for name in manifest["files"] if not (partial / name).is_file()]
@@ -320,7 +208,7 @@ class Checkpoints:
                     self._discard(doomed)
 
     def tidy(self) -> None:
-        """At a good end: keep no more than was asked for."""
+        """Keep no more than was asked for, at a good end."""
         with contextlib.suppress(OSError):  # a disk that does not answer: too many do no harm
             self.check()
             self._prune(self.keep)
@@ -337,11 +225,11 @@ class Checkpoints:
             self._thread = None
 
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Tell whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def finished(self) -> dict[str, Any] | None:
-        """The outcome of a save that has ended since it was last asked for, without waiting."""
+        """Return the outcome of a save that has ended since the last call, without waiting."""
         return self.wait() if self._thread is not None and not self._thread.is_alive() else None
 
     # ------------------------------------------------------------ loading
@@ -383,7 +271,7 @@ class Checkpoints:
                 disk.publish(folder, aside)
 
     def is_better(self, metric: float) -> bool:
-        """Whether a metric is better than the best so far; one that is not a number never is."""
+        """Tell whether a metric is better than the best so far; one that is not a number never is."""
         if not math.isfinite(metric):
             return False
         return self.best is None or (metric > self.best[0] if self.larger_is_better else metric < self.best[0])
@@ -404,52 +292,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are; in one pass that takes no memory."""
+    """Tell whether all values are finite, in one pass that takes no memory."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     return all(bool(end.isfinite()) for end in tensor.aminmax())
-
-
-def _reason(error: BaseException) -> str:
-    """The first cause in one line: PyTorch wraps it in a report of all ranks."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    words = str(error) if isinstance(error, UnsafeCheckpoint) else f"{type(error).__name__}: {error}"
-    return words.splitlines()[0]
-
-
-def stored_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors in a verified checkpoint."""
-    metadata = TensorReader(folder, set(manifest["files"])).read_metadata()
-    entries = metadata.state_dict_metadata.items()
-    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-
-
-def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Any = None) -> None:
-    """Fill the (sharded or plain) tensors in place from a verified checkpoint."""
-    check_tensors(stored_tensors(folder, manifest), state)
-    read_tensors(folder, manifest, state, group)
-
-
-def check_tensors(stored: dict[str, torch.Size], state: dict[str, Tensor]) -> None:
-    """Refuse a checkpoint that lacks some of these tensors, or has them in another shape."""
-    for name, tensor in state.items():
-        if name not in stored:
-            raise BadCheckpoint(f"it has no tensor {name!r}, so it was made by a different model")
-        if stored[name] != tensor.shape:
-            raise BadCheckpoint(f"{name!r} has shape {list(stored[name])}, the model wants {list(tensor.shape)}")
-
-
-def read_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Any) -> None:
-    """Fill tensors that were checked; what cannot be read is a BadCheckpoint on every rank."""
-    reader = TensorReader(folder, set(manifest["files"]))
-    # Without a group PyTorch warns that it loads in a single process, which is what is asked for.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    try:
-        dcp.load(state, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # raised on every rank
-        raise BadCheckpoint(f"its tensors cannot be read ({_reason(error)})") from None
 
 
 def _size(number: int) -> str:

@@ -9,41 +9,37 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from vitrail.data.advice import suggest_crop
 from vitrail.data.batch import Batch
-from vitrail.data.bench import measure_io, peak_rss
-from vitrail.data.inspect import open_source
-from vitrail.data.loader import Loader
-from vitrail.data.preview import preview as draw_preview
-from vitrail.data.sampler import Order
+from vitrail.data.look.inspect import open_source, suggest_crop
+from vitrail.data.look.preview import measure_io, peak_rss
+from vitrail.data.look.preview import preview as draw_preview
+from vitrail.data.order.sampler import Order
+from vitrail.data.reading.loader import Loader
 from vitrail.errors import UserError
-from vitrail.layers.parts import WHOLE, Part
 from vitrail.objectives.objective import Objective
+from vitrail.parallel.agree import on_chief
 from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.parallel.split import Split
 from vitrail.recipe import Recipe
-from vitrail.recipe.find import find_recipe
+from vitrail.recipe.load import find_recipe
 from vitrail.recipe.sections import Parallel
-from vitrail.report.files import check_picture
+from vitrail.report.figures import check_picture
+from vitrail.report.modes import unsteady
 from vitrail.report.units import plain
-from vitrail.training.collective import on_chief
-from vitrail.training.guards import Watchdog
+from vitrail.training.failures import Watchdog
 from vitrail.training.run import fitting, joined
-from vitrail.training.session import SLOW_PHASE
-from vitrail.training.setup import DataParts, Place, build_model, complete, make_loader, make_sampler, open_data
+from vitrail.training.setup import DataParts, Place, build_model, make_loader, make_sampler, open_parts
 from vitrail.training.trainer import Timed, Trainer
-from vitrail.training.waiting import OPENING
 
 Mode = Literal["real", "syn", "io"]
 WARM_UP = 3  # steps that are not counted: compilation, caches
 ROUNDS = 3
-UNSTEADY = 1.3  # times as long for the same work, from which on a machine is too busy to be measured
 LONG = 10**9  # steps of a run that a measurement never reaches
 
 
@@ -53,7 +49,7 @@ class Alone:
 
     layout: Layout
     data_rank: int = 0
-    part: Part = WHOLE
+    split: Split = field(default_factory=Split)
 
 
 @dataclass(frozen=True)
@@ -70,24 +66,30 @@ class Opened:
         flow = flow or Alone(layout_of(Parallel(), 1))
         return make_loader(self.recipe, self.place, self.data, self.sampler, self.objective, flow, step=0, samples=0)
 
+    def trainer(self) -> Trainer:
+        """Build the model in its layout, and what trains it."""
+        parts = build_model(self.recipe, self.place, self.data, self.objective)
+        return Trainer(self.recipe, self.place, self.data, parts, self.objective, self.sampler.epoch)
+
 
 @contextmanager
 def opened(recipe: Any, overrides: Sequence[str] = ()) -> Iterator[Opened]:
-    """The data and the objective of a recipe, in a layout that fits here."""
+    """Open the data and the objective of a recipe, in a layout that fits here."""
     with opened_as_is(fitting(find_recipe(recipe, overrides), overrides)) as (parts, _):
         yield parts
 
 
 @contextmanager
 def opened_as_is(recipe: Recipe) -> Iterator[tuple[Opened, Watchdog]]:
-    """The same in the layout and the types of the recipe and no others, with what watches over the ranks."""
+    """Open them in the layout and the types of the recipe and no others; gives the watchdog of the ranks, too."""
     with joined(recipe) as (place, watchdog):
-        beat = partial(watchdog.beat, 0, "opening the data", allowance=OPENING)
-        data = open_data(recipe, place, None, beat=beat)
-        watchdog.beat(0, "start", allowance=SLOW_PHASE)
-        recipe = complete(recipe, data)
-        objective = recipe.objective.build(recipe.model, data.statistics)
-        yield Opened(recipe, place, data, objective, make_sampler(recipe, data)), watchdog
+        yield open_before_model(recipe, place, watchdog), watchdog
+
+
+def open_before_model(recipe: Recipe, place: Place, watchdog: Watchdog | None = None) -> Opened:
+    """Open the data of a recipe, and build what comes before its model."""
+    recipe, data, objective = open_parts(recipe, place, watchdog=watchdog)
+    return Opened(recipe, place, data, objective, make_sampler(recipe, data))
 
 
 def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -142,13 +144,12 @@ def bench(
 
 
 def _train(parts: Opened, modes: Sequence[Mode], seconds: float) -> list[dict[str, Any]]:
-    """Steps of a training on data as they come, or on one batch that was loaded before.
+    """Time steps of a training on data as they come, or on one batch that was loaded before.
 
     The ways take turns, a few rounds each: one after the other, a machine that is busy for a while would make either
     look slow. No reader works in the turns of the other.
     """
-    model = build_model(parts.recipe, parts.place, parts.data, parts.objective)
-    trainer = Trainer(parts.recipe, parts.place, parts.data, model, parts.objective, parts.sampler.epoch)
+    trainer = parts.trainer()
     loader = parts.loader(trainer.flow)
     same = loader.load(loader.counters(0))
     rounds: dict[Mode, list[list[tuple[float, float]]]] = {mode: [] for mode in modes}  # seconds and wait of steps
@@ -198,22 +199,8 @@ def _summarise_steps(mode: Mode, rounds: list[list[tuple[float, float]]], worker
     }
 
 
-def unsteady(results: Sequence[dict[str, Any]]) -> str | None:
-    """Why steps cannot be compared: the same ones differ too much, or less work took longer. None where they can."""
-    trained = {r["mode"]: r for r in results if r["mode"] != "io"}
-    for mode, r in trained.items():
-        if r["slowest_round"] > UNSTEADY * r["fastest_round"]:
-            return (
-                f"{mode} steps took {r['fastest_round']:.3g} s in one round and {r['slowest_round']:.3g} s in another"
-            )
-    if len(trained) == 2 and trained["syn"]["step_seconds"] > UNSTEADY * trained["real"]["step_seconds"]:
-        times = [trained[mode]["step_seconds"] for mode in ("syn", "real")]
-        return f"steps without reading took {times[0]:.3g} s, longer than the {times[1]:.3g} s with it"
-    return None
-
-
 def summarise(results: Sequence[dict[str, Any]], batch: int) -> str:
-    """One sentence on what limits a training, or on why these numbers do not tell."""
+    """Say in one sentence what limits a training, or why these numbers do not tell."""
     if reason := unsteady(results):
         return f"no verdict: {reason}; other work keeps this machine busy, so measure again when it is quiet"
     real, syn, io = (next((r for r in results if r["mode"] == mode), None) for mode in ("real", "syn", "io"))
@@ -242,7 +229,7 @@ def summarise(results: Sequence[dict[str, Any]], batch: int) -> str:
 
 
 def is_recipe(what: Any) -> bool:
-    """Whether this is a recipe or a run rather than data."""
+    """Tell whether this is a recipe or a run rather than data."""
     if not isinstance(what, str | Path):
         return True
     place = Path(what)
@@ -250,7 +237,7 @@ def is_recipe(what: Any) -> bool:
 
 
 def recipe_for(path: str) -> dict[str, Any]:
-    """A recipe that reads crops of some data; its model is never built."""
+    """Make a recipe that reads crops of some data; its model is never built."""
     config, source = open_source(path, kind=None, settings=None)
     crop = suggest_crop(source)
     across = source.items[0].slices

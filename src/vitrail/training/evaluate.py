@@ -1,6 +1,11 @@
-"""Validation: fixed samples and fixed masks, shared out over the ranks."""
+"""Validation: fixed samples and fixed masks, shared out over the ranks.
 
+Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model computes.
+"""
+
+import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -8,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from vitrail.data.batch import Batch
-from vitrail.data.loader import Loader
-from vitrail.data.mixture import Groups
-from vitrail.data.sampler import Sampler
-from vitrail.data.tiles import Tiles
+from vitrail.data.order.mixture import Groups
+from vitrail.data.order.sampler import Sampler
+from vitrail.data.order.tiles import Tiles
+from vitrail.data.reading.loader import Loader
 from vitrail.draws import Draws
+from vitrail.layers.flops import Again, Flops, peak_tflops
 from vitrail.objectives.objective import Objective
 from vitrail.parallel.flow import Flow
 
@@ -38,7 +44,7 @@ class Evaluator:
 
     @torch.no_grad()
     def metrics(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The same numbers on every rank. Each rank runs as many batches as any other: forwards are collective.
+        """Measure: the same numbers on every rank. Each runs as many batches as any other: forwards are collective.
 
         Ranks that share samples measure parts of them, or all measure the same: metrics are ratios of sums.
         """
@@ -50,10 +56,9 @@ class Evaluator:
             for number in range(rounds):
                 counted = number < len(batches)
                 batch = self.loader.load(batches[number] if counted else [0])
-                output, targets = self._run(flow, batch)
-                if self.objective.needs_whole:
-                    output = self.objective.join(flow.outputs(output), targets)
-                measured = self.objective.measure(output, targets)
+                draws = Draws(self.seed, batch.counters)
+                inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
+                measured = flow.split.judge(self.objective.measure, flow(**inputs), targets)
                 for name, value in measured.items():
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counted else 0)
                 tick()
@@ -63,7 +68,7 @@ class Evaluator:
 
     @torch.no_grad()
     def example(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> tuple[Batch, torch.Tensor, Any]:
-        """Some samples with what the objective makes of them, for a picture; the same on every rank."""
+        """Return some samples with what the objective makes of them, for a picture; the same on every rank."""
         if self.shown is None:
             alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
             self.shown = self.objective.choose(alike, self._label)
@@ -72,16 +77,14 @@ class Evaluator:
             output, targets = self.objective.example(
                 batch,
                 Draws(self.seed, batch.counters),
-                lambda inputs: flow.outputs(flow(**inputs)),
-                part=flow.part,
-                exchange=flow.exchange,
+                lambda inputs: flow.split.run(self.objective.axes, flow, inputs),
                 size=self.batch,
                 tick=tick,
             )
         return batch, output, targets
 
     def _label(self, counter: int) -> int | None:
-        """The class of the item that a sample is of."""
+        """Return the class of the item that a sample is of."""
         labelling = self.loader.reader.labelling
         if labelling is None or labelling.of != "item":
             return None
@@ -98,12 +101,6 @@ class Evaluator:
         sampler = getattr(self.loader, "sampler", None)
         return int(sampler.places(counter)[0]) if isinstance(sampler, Groups) else 0
 
-    def _run(self, flow: Flow, batch: Batch) -> tuple[torch.Tensor, Any]:
-        inputs, targets = self.objective.prepare(
-            batch, Draws(self.seed, batch.counters), evaluating=True, part=flow.part, exchange=flow.exchange
-        )
-        return flow(**inputs), targets
-
 
 def count_once(sampler: Any) -> int | None:
     """Samples of the first pass, where that is every tile once, or every item once and each is one crop; else None."""
@@ -115,3 +112,55 @@ def count_once(sampler: Any) -> int | None:
     shares = np.diff(sampler.cumulative, prepend=0.0)
     alike = np.allclose(shares, shares[0])  # with other weights some come more often than others, as was asked for
     return sampler.epoch if whole and alike and sampler.reuse == 1 else None
+
+
+WARM_UP_STEPS = 5  # after a start or resume: compilation, caches, autotuning, a recording (parallel/replay.py)
+
+
+@dataclass
+class Meter:
+    batch: int  # samples of a step, over all ranks
+    tokens: int  # tokens of a sample, hidden ones included
+    flops: Flops  # forward, one sample
+    world: int
+    recompute: bool | Again
+    device: torch.device
+    steps_seen: int = 0
+    seconds: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, wait: float) -> None:
+        self.steps_seen += 1
+        if self.steps_seen > WARM_UP_STEPS:
+            self.seconds.append(seconds)
+            self.waits.append(wait)
+
+    def read(self) -> dict[str, float | None]:
+        """Return the numbers since the last reading; nothing but memory while warming up."""
+        out: dict[str, float | None] = {"memory_gib": memory_gib(self.device)}
+        if self.seconds:
+            mean = sum(self.seconds) / len(self.seconds)
+            rate = self.batch / mean
+            tflops = rate * self.flops.training / self.world / 1e12
+            hardware = rate * self.flops.hardware(recompute=self.recompute) / self.world / 1e12
+            peak = peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+            out |= {
+                "step_seconds": statistics.median(self.seconds),
+                "samples_per_s": rate,
+                "tokens_per_s": rate * self.tokens,
+                "tflops": tflops,
+                "mfu": tflops / peak if peak else None,
+                "hfu": hardware / peak if peak else None,
+                "data_wait": sum(self.waits) / sum(self.seconds),
+            }
+        self.seconds, self.waits = [], []
+        return out
+
+
+def memory_gib(device: torch.device) -> float:
+    """Largest memory so far: of the device, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

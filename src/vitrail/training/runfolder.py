@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 import socket
 import time
@@ -13,13 +12,14 @@ from typing import Any
 from vitrail import disk
 from vitrail.contents import FOLDERS, OWNER, check_begun, check_contents, find_early
 from vitrail.errors import UserError
-from vitrail.training.checkpoint import list_checkpoints
+from vitrail.report.facts import strict
+from vitrail.weights.runs import list_checkpoints
 
 LOCK = ".lock"
 
 
 def beside(run_dir: Path) -> Path:
-    """A folder that does not exist yet: the given one, or the same name with a number."""
+    """Name a folder that does not exist yet: the given one, or the same name with a number."""
     number, candidate = 2, run_dir
     while os.path.lexists(candidate):
         candidate = run_dir.with_name(f"{run_dir.name}-{number}")
@@ -92,14 +92,14 @@ class RunFolder:
             return "another process"
 
     def is_there(self) -> bool:
-        """Whether the path still leads to the folder that was opened, as far as the disk tells."""
+        """Tell whether the path still leads to the folder that was opened, as far as the disk tells."""
         try:
             return self._leads_here()
         except OSError:
             return False
 
     def _leads_here(self) -> bool:
-        """Whether the path leads to the folder that was opened; an OSError where the disk does not tell."""
+        """Tell whether the path leads to the folder that was opened; an OSError where the disk does not tell."""
         try:
             return _is_same(os.stat(self.path), self._folder, self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -143,7 +143,7 @@ class RunFolder:
     def log(self, event: str, **fields: Any) -> None:
         """Append one line to metrics.jsonl; while the disk is full, lines wait for the next call."""
         line = {"event": event, "time": time.time(), **fields}
-        self._unwritten += json.dumps(finite(line), allow_nan=False).encode() + b"\n"
+        self._unwritten += json.dumps(strict(line), allow_nan=False).encode() + b"\n"
         with contextlib.suppress(OSError):
             if self._metrics is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -175,7 +175,7 @@ class RunFolder:
 
 
 def _make(path: Path) -> bool:
-    """Whether the folder was made here; not where somebody else was quicker."""
+    """Make a folder; returns whether it was made here, not by somebody who was quicker."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -184,7 +184,7 @@ def _make(path: Path) -> bool:
 
 
 def _is_same(found: os.stat_result, handle: int, path: Path) -> bool:
-    """Whether what was found at a path is what was opened; some shared disks change the numbers of files."""
+    """Tell whether a path leads to what was opened; some shared disks change the numbers of files."""
     opened = os.fstat(handle)
     if os.path.samestat(found, opened):
         return True
@@ -192,12 +192,3 @@ def _is_same(found: os.stat_result, handle: int, path: Path) -> bool:
         return found.st_dev == opened.st_dev and os.readlink(f"/proc/self/fd/{handle}") == os.path.realpath(path)
     except OSError:
         return False
-
-
-def finite(value: Any) -> Any:
-    """The value with null for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,7 @@ class _ScheduleConfig:
                 raise ValueError(f"{name} {value} must not be negative")
 
     def rate(self, step: int, *, base: float, warmup: int, total: int) -> float:
-        """The rate of a step (counted from 0) out of `total`, of which `warmup` rise to `base`."""
+        """Return the rate of a step (counted from 0) out of `total`, of which `warmup` rise to `base`."""
         if step < warmup:
             if self.start is None:
                 return base * (step + 1) / (warmup + 1)
@@ -28,7 +28,7 @@ class _ScheduleConfig:
         return self.end + (base - self.end) * self.remaining(done)
 
     def remaining(self, done: float) -> float:
-        """Share of the rate that is left when a share of the steps is done."""
+        """Return the share of the rate that is left when a share of the steps is done."""
         raise NotImplementedError
 
 

@@ -10,9 +10,10 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +22,36 @@ import torch
 from vitrail import disk
 from vitrail.contents import FORMAT, check_name
 from vitrail.data.batch import Batch
-from vitrail.data.checks import check_mixing
-from vitrail.data.entries import stored as stored_statistics
-from vitrail.data.loader import Loader, count_bad
-from vitrail.data.stage import as_opened
+from vitrail.data.dataset import check_mixing
+from vitrail.data.files.stage import as_opened
+from vitrail.data.reading.loader import count_bad
+from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import RunFailed, UserError
+from vitrail.parallel.agree import gather_json, on_chief, on_chief_for_long, share_json, together
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
-from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_space, list_checkpoints, read_manifest
-from vitrail.training.collective import gather_json, on_chief, share_json, together
-from vitrail.training.evaluate import Evaluator
-from vitrail.training.failures import is_lost_connection, within
-from vitrail.training.guards import REQUEUE, StopRequest, Watchdog
-from vitrail.training.journal import Journal
-from vitrail.training.loggers import Background, Facts, Loggers, open_loggers
-from vitrail.training.meters import Meter
-from vitrail.training.progress import Progress
+from vitrail.training.alike import compare_data, data_facts
+from vitrail.training.checkpoint import Checkpoints, check_space
+from vitrail.training.evaluate import Evaluator, Meter
+from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
+from vitrail.training.journal import Journal, Progress
+from vitrail.training.loggers import Background, Facts, open_loggers
 from vitrail.training.runfolder import RunFolder, beside
-from vitrail.training.same_data import compare_data, data_facts
 from vitrail.training.setup import (
     Place,
     build_model,
-    complete,
     equip,
     make_evaluator,
     make_loader,
     make_sampler,
-    open_data,
+    open_parts,
 )
 from vitrail.training.trainer import Progressed, Timed, Trainer
-from vitrail.training.waiting import OPENING, on_chief_for_long
 from vitrail.weights import Report, load_initial
+from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SLOW_PHASE = 1800.0  # seconds that a start, a compilation or a save may take before it counts as a hang
 SLOW_DISK = 100e6  # bytes a second, until a save has been timed
 
 _sittings = itertools.count()  # trainings of this process that asked for a fresh folder
@@ -71,7 +67,7 @@ class Outcome:
 
     @property
     def page(self) -> Path:
-        """What to look at."""
+        """Return what to look at."""
         return self.run_dir / "report.html" if self.report else self.run_dir
 
 
@@ -91,7 +87,7 @@ class Session:
         self.began = time.monotonic()
         self.other_data = other_data
         self.place, self.stop, self.watchdog, self.quiet = place, stop, watchdog, quiet
-        watchdog.beat(0, "start", allowance=SLOW_PHASE)
+        watchdog.beat(0, "start")
         self.opened: list[Background] = []  # rank 0's loggers
         on_chief(lambda: self.opened.extend(open_loggers(recipe)), place.control)
         self.run_dir = Path(on_chief(lambda: str(choose_folder(recipe, place, fresh)), place.control))
@@ -99,17 +95,12 @@ class Session:
         known = on_chief(lambda: find_statistics(self.run_dir), place.control)
         if recipe.data.stage is not None:  # before the data are opened, since it may take long
             together(lambda: self.stage(recipe), place.control)
-        self.data = open_data(
-            recipe,
-            place,
-            None if known is None else stored_statistics(known),
-            beat=lambda: watchdog.beat(0, "opening the data", allowance=OPENING),
-        )
-        self.data = dataclasses.replace(self.data, facts=self.know_data(recipe))
-        watchdog.beat(0, "start", allowance=SLOW_PHASE)
+        statistics = None if known is None else stored_statistics(known)
+        self.recipe, self.data, self.objective = open_parts(recipe, place, statistics, watchdog)
+        recipe = self.recipe
         check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
-        self.recipe = recipe = complete(recipe, self.data)
-        self.objective = recipe.objective.build(recipe.model, self.data.statistics)
+        self.data = dataclasses.replace(self.data, facts=self.know_data())
+        watchdog.beat(0, "start")
         equip(self.objective, recipe, place, self.data, trust=trust)
         self.metric_name = recipe.checkpoint.best or self.objective.best_metric
         if self.metric_name not in self.objective.metrics:
@@ -153,27 +144,23 @@ class Session:
         self.rounds: deque[float] = deque(maxlen=50)  # seconds of the latest steps with all that came between
 
     def stage(self, recipe: Recipe) -> None:
-        def tick() -> None:
-            self.watchdog.beat(0, "staging", allowance=SLOW_PHASE)
-
         for configs in (recipe.data.train, recipe.data.valid):
-            as_opened(recipe.data, configs, tick=tick)
+            as_opened(recipe.data, configs, tick=partial(self.watchdog.beat, 0, "staging"))
 
-    def know_data(self, recipe: Recipe) -> dict[str, Any]:
+    def know_data(self) -> dict[str, Any]:
         datasets = {"train": self.data.train, "valid": self.data.valid}
-        configs = {"train": recipe.data.train, "valid": recipe.data.valid}
+        configs = {"train": self.recipe.data.train, "valid": self.recipe.data.valid}
+
+        self.watchdog.beat(0, "opening the data")
 
         def find(tick: Callable[[], None]) -> dict[str, Any]:
             before = (newest_manifest(self.run_dir) or {}).get("data")
             return data_facts(datasets, configs, before, self.run_dir, tick)
 
-        def beat() -> None:
-            self.watchdog.beat(0, "opening the data", allowance=OPENING)
-
-        return on_chief_for_long(find, self.place.control, beat)
+        return on_chief_for_long(find, self.place.control, partial(self.watchdog.beat, 0, "opening the data"))
 
     def refuse_other_data(self) -> None:
-        """A run goes on with the data that it began with, unless it is told otherwise."""
+        """Refuse other data than the run began with, unless they were asked for."""
         manifest = newest_manifest(self.run_dir)
         if manifest is None:
             return
@@ -220,9 +207,8 @@ class Session:
         first = trainer.done
         self.watchdog.keep_traces(self.run_dir)
         with Progress(trainer.total, first, enabled=chief and not self.quiet) as progress:
-            loggers = Loggers(self.folder, self.opened, progress.note)
-            loggers.start(Facts(self.recipe.run.name, self.run_dir, self.recipe.to_tree(), first))
-            self.journal = Journal(self.folder, progress, loggers, report=self.recipe.log.report)
+            facts = Facts(self.recipe.run.name, self.run_dir, self.recipe.to_tree(), first)
+            self.journal = Journal(self.folder, progress, self.opened, facts, report=self.recipe.log.report)
             try:
                 self.introduce(resumed)
                 reason = self.loop()
@@ -291,7 +277,10 @@ class Session:
             self.look(picture=True, measure=False)
         rms: dict[str, float] | None = None
         owed = False  # a save that was due in a step that was skipped
-        with self.looking_ahead(loader) as batches:
+        loaded = loader.batches(trainer.done, trainer.total)
+        batches = Timed(loaded, loader.has_next)
+        # The trainer sees the batch to come, if it is here; nothing is read afterwards.
+        with closing(loaded), trainer.expecting(batches.coming):
             for batch, wait in batches:
                 began = time.perf_counter()
                 rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
@@ -325,16 +314,8 @@ class Session:
                 self.rounds.append(time.perf_counter() - began + wait)
         return "done"
 
-    @contextmanager
-    def looking_ahead(self, loader: Loader) -> Iterator[Timed]:
-        """The batches that are left: the trainer sees the one to come, if it is here; nothing is read afterwards."""
-        with closing(loader.batches(self.trainer.done, self.trainer.total)) as loaded:
-            batches = Timed(loaded, loader.has_next)
-            with self.trainer.expecting(batches.coming):
-                yield batches
-
     def stop_wish(self) -> str | None:
-        """This rank's reason to stop after the coming step."""
+        """Return this rank's reason to stop after the coming step."""
         if self.stop.signal is not None:
             return "signal"
         limit = self.recipe.run.time_limit
@@ -424,7 +405,7 @@ class Session:
         """Measure on the validation data and draw, with the averaged weights where there are any."""
         trainer = self.trainer
         began, longest = time.monotonic(), 0.0
-        self.watchdog.beat(trainer.done, "validation", allowance=SLOW_PHASE)
+        self.watchdog.beat(trainer.done, "validation")
 
         def tick() -> None:
             nonlocal began, longest
@@ -438,15 +419,15 @@ class Session:
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
             if picture:
-                self.watchdog.beat(trainer.done, "drawing", allowance=SLOW_PHASE)
+                self.watchdog.beat(trainer.done, "drawing")
                 batch, output, targets = self.evaluator.example(
-                    trainer.flow, tick=lambda: self.watchdog.beat(trainer.done, "drawing", allowance=SLOW_PHASE)
+                    trainer.flow, tick=lambda: self.watchdog.beat(trainer.done, "drawing")
                 )
                 if self.folder is not None:
                     self.draw(self.folder, batch, output, targets)
 
     def draw(self, folder: RunFolder, batch: Batch, output: torch.Tensor, targets: Any) -> None:
-        """On rank 0, when all ranks are done with computing."""
+        """Draw on rank 0, when all ranks are done with computing."""
         if not folder.is_there():  # the next save says so
             return
         step = self.trainer.done
@@ -474,7 +455,7 @@ class Session:
 
     def save(self) -> None:
         trainer = self.trainer
-        self.watchdog.beat(trainer.done, "saving", allowance=SLOW_PHASE)
+        self.watchdog.beat(trainer.done, "saving")
         self.note_saved(self.checkpoints.wait())
         self.check_folder()
         metrics = self.last_metrics[1] if self.last_metrics and self.last_metrics[0] == trainer.done else None
@@ -498,7 +479,7 @@ class Session:
     # ------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
-        self.watchdog.beat(self.trainer.done, "saving", allowance=SLOW_PHASE)
+        self.watchdog.beat(self.trainer.done, "saving")
         self.save_error = None
         self.note_saved(self.checkpoints.wait(), final=True)
         if self.save_error:
@@ -539,7 +520,7 @@ class Session:
 
 
 def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
-    """The run's folder, or a new one beside it; a restart of the same job finds the one that was chosen first."""
+    """Return the run's folder, or a new one beside it; a restart of the same job finds the first choice."""
     check_name(recipe.run_dir, "run.dir")
     if not fresh:
         return recipe.run_dir
@@ -550,7 +531,7 @@ def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
 
 
 def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
-    """That of the newest checkpoint of a run to be continued that looks whole."""
+    """Read the manifest of the newest checkpoint that looks whole."""
     for folder in list_checkpoints(run_dir / "checkpoints"):
         try:
             found = read_manifest(folder)
@@ -564,13 +545,13 @@ def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
 
 
 def find_statistics(run_dir: Path) -> dict[str, Any] | None:
-    """Mean and std that a run to be continued was normalised with, and those of its entries."""
+    """Return mean and std that a run to be continued was normalised with, and those of its entries."""
     manifest = newest_manifest(run_dir)
     return None if manifest is None else manifest["statistics"]
 
 
 def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
-    """A run goes on with the recipe that it began with; only what does not change its result may differ."""
+    """Refuse another recipe than the run began with; only what does not change its result may differ."""
     stored = (newest_manifest(run_dir) or {}).get("recipe")
     if stored is None and (run_dir / "recipe.yaml").is_file():
         stored = recipe_yaml.read(run_dir / "recipe.yaml")
@@ -584,7 +565,7 @@ def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
 
 
 def in_words_of_today(stored: dict[str, Any]) -> dict[str, Any]:
-    """A stored recipe with keys that came later at their defaults, which mean what was meant before they came."""
+    """Return a stored recipe with later keys at their defaults, which mean what was meant before they came."""
     try:
         return load_recipe(stored).to_tree()
     except UserError:  # it names what is no more: the differences are shown as they are

@@ -9,44 +9,44 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from vitrail.data import chunks, entries
+from vitrail.data import statistics
 from vitrail.data.augment import Augmenter
-from vitrail.data.bad import Policy
 from vitrail.data.batch import Labelling, Statistics
+from vitrail.data.chunks import decoded as chunks
 from vitrail.data.dataset import Dataset
-from vitrail.data.loader import Loader
-from vitrail.data.sampler import Order
-from vitrail.data.stage import as_opened
+from vitrail.data.files.stage import as_opened
+from vitrail.data.order.sampler import Order
+from vitrail.data.reading.loader import Loader
+from vitrail.data.reading.pool import Policy
 from vitrail.draws import Draws, key
 from vitrail.errors import TooLarge, UserError
+from vitrail.foreign import memory_bytes
 from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
-from vitrail.memory import memory_bytes
-from vitrail.models.inputs import encoder_of
-from vitrail.models.model import Model
+from vitrail.models.model import Model, encoder_of, known_variables
 from vitrail.objectives.generate import range_of
 from vitrail.objectives.objective import Objective, check_prepare, labels_of
+from vitrail.parallel.agree import Group, on_chief, on_chief_for_long, together
 from vitrail.parallel.check import refuse
 from vitrail.parallel.float8 import rows_of
-from vitrail.parallel.flow import Flow
+from vitrail.parallel.flow import Flow, parallelize
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
-from vitrail.parallel.parallelize import parallelize
 from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.parallel.replay import is_ours
-from vitrail.recipe import Recipe, sizes
+from vitrail.recipe import Recipe
+from vitrail.recipe import problems as sizes
 from vitrail.training import alike
-from vitrail.training.collective import on_chief, together
 from vitrail.training.evaluate import Evaluator
-from vitrail.training.failures import record_collectives
-from vitrail.training.waiting import on_chief_for_long
+from vitrail.training.failures import Watchdog, record_collectives
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FIRST_TIMEOUT = timedelta(minutes=40)  # of PyTorch's own collectives: longer than any phase that the watchdog allows
@@ -59,10 +59,10 @@ class Place:
     world: World
     device: torch.device
     threads: int
-    store: Any  # of this attempt
-    root_store: Any  # of the job, which outlives restarts
-    control: Any  # gloo group for agreements on the main thread
-    saving: Any  # gloo group for the thread that writes checkpoints
+    store: dist.Store  # of this attempt
+    root_store: dist.Store  # of the job, which outlives restarts
+    control: Group  # gloo group for agreements on the main thread
+    saving: Group  # gloo group for the thread that writes checkpoints
 
 
 def find_place(recipe: Recipe, **call: Any) -> Place:
@@ -94,7 +94,7 @@ def find_place(recipe: Recipe, **call: Any) -> Place:
 
 
 def absurd_here(recipe: Recipe, world: World) -> str | None:
-    """Why a recipe cannot be run on this machine, as far as arithmetic tells before anything is opened or made."""
+    """Say why a recipe cannot be run on this machine, as far as arithmetic tells before anything is opened or made."""
     layout, host = layout_of(recipe.parallel, world.size), memory_bytes()
     share = recipe.data.global_batch(layout.data) // layout.data
     device = memory_of_rank(recipe, world, host)
@@ -102,7 +102,7 @@ def absurd_here(recipe: Recipe, world: World) -> str | None:
 
 
 def memory_of_rank(recipe: Recipe, world: World, host: int) -> int:
-    """Bytes for the parameters of a rank: of its device, or its share of the host."""
+    """Return the bytes for the parameters of a rank: of its device, or its share of the host."""
     on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available() and not recipe.parallel.offload
     if not on_gpu:
         return host // world.local_size
@@ -121,7 +121,7 @@ class DataParts:
 
 
 def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
-    """data.crop or data.block, one number an axis."""
+    """Return data.crop or data.block, one number an axis."""
     try:
         return per_axis(getattr(recipe.data, name), recipe.model.ndim)
     except ValueError as error:
@@ -137,8 +137,8 @@ def open_data(
     """
     crop, c = sizes_of(recipe, "crop"), recipe.data
     labels = labels_of(recipe.objective, recipe.model)
-    by_name = getattr(encoder_of(recipe.model), "variables", None) is not None
-    entries.check(c)
+    by_name = known_variables(recipe.model) is not None
+    statistics.check(c)
     use_cache(c.cache_mib << 20)
     beat()
 
@@ -163,29 +163,40 @@ def open_data(
     check_data([train] if valid is None else [train, valid], place)
     batch = c.global_batch(layout_of(recipe.parallel, place.world.size).data)
 
-    places = entries.places_of(train, c.train)
+    places = statistics.places_of(train, c.train)
 
     def measure(tick: Callable[[], None]) -> list[Any]:
         seed, names = recipe.run.seed, train.variables
-        base = known or entries.shared(train, seed=seed, tick=tick)
+        base = known or statistics.shared(train, seed=seed, tick=tick)
         options: dict[str, Any] = {"names": names, "seed": seed, "tick": tick}
-        mine = entries.of_entries(train, base, places=places, known=entries.known_of(known), **options)
+        mine = statistics.of_entries(train, base, places=places, known=statistics.known_of(known), **options)
         theirs = None
         if valid is not None:
             same = [] if mine is None else list(zip(places, mine, strict=True))
-            own = entries.places_of(valid, c.valid)
-            theirs = entries.of_entries(valid, base, places=own, known=same, **options)
+            own = statistics.places_of(valid, c.valid)
+            theirs = statistics.of_entries(valid, base, places=own, known=same, **options)
         return [base, mine, theirs]
 
     base, *each = on_chief_for_long(measure, place.control, beat)
     mine, theirs = (None if part is None else [_statistics(one) for one in part] for part in each)
-    return DataParts(train, valid, entries.with_entries(_statistics(base), mine, places), batch, mine, theirs)
+    return DataParts(train, valid, statistics.with_entries(_statistics(base), mine, places), batch, mine, theirs)
+
+
+def open_parts(
+    recipe: Recipe, place: Place, known: Statistics | None = None, watchdog: Watchdog | None = None
+) -> tuple[Recipe, DataParts, Objective]:
+    """Open the data, complete the recipe by them, and build its objective."""
+    beat = (lambda *_: None) if watchdog is None else watchdog.beat
+    data = open_data(recipe, place, known, beat=partial(beat, 0, "opening the data"))
+    beat(0, "start")
+    recipe = complete(recipe, data)
+    return recipe, data, recipe.objective.build(recipe.model, data.statistics)
 
 
 def check_data(datasets: list[Dataset], place: Place) -> None:
     """Refuse ranks that see other data: they would disagree on what each sample is."""
     if place.world.size > 1:
-        alike.compare(alike.data_facts(datasets, datasets[0].policy), place.control, alike.DATA)
+        alike.compare(alike.facts_of_ranks(datasets, datasets[0].policy), place.control, alike.DATA)
 
 
 def use_cache(size: int) -> None:
@@ -196,14 +207,14 @@ def use_cache(size: int) -> None:
 
 
 def policy_of(recipe: Recipe, place: Place, layout: Layout) -> Policy:
-    """What loaders of this run do with bad data."""
+    """Return what loaders of this run do with bad data."""
     ranks = place.world.size
     hang_limit = recipe.run.hang_limit if ranks > 1 else None
     return Policy.of(recipe.data, hang_limit=hang_limit, shared=layout.data < ranks)
 
 
 def _statistics(parts: list[list[float]]) -> Statistics:
-    """What another rank has sent."""
+    """Read statistics that another rank has sent."""
     return Statistics(*(tuple(part) for part in parts))
 
 
@@ -250,8 +261,8 @@ def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *
 
 
 def count_channels(model: Any, variables: tuple[str, ...], *, given: int = 0) -> int:
-    """Channels of the model: one a variable of the data but for so many given, or one a variable it knows by name."""
-    known = getattr(encoder_of(model), "variables", None)
+    """Count channels of the model: variables of the data but for so many given, or all that it knows by name."""
+    known = known_variables(model)
     if known is not None:
         try:
             known.ids(variables)
@@ -269,7 +280,7 @@ def count_channels(model: Any, variables: tuple[str, ...], *, given: int = 0) ->
 
 
 def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
-    """Names of the classes, label 0 first: those of the recipe, else those that the data tell."""
+    """Return the names of the classes, label 0 first: those of the recipe, else those that the data tell."""
     objective, model, train = recipe.objective, recipe.model, data.train
     if not hasattr(model, "classes"):
         raise UserError(f"objective.kind: {objective.kind!r} needs a model with classes, not {model.kind!r}")
@@ -307,30 +318,29 @@ def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
 
 
 def labelling_of(recipe: Recipe, dataset: Dataset) -> Labelling | None:
-    """What the labels of a completed recipe's data mean; None where its objective needs none."""
+    """Return what the labels of a recipe's data mean; None where its objective needs none."""
     if dataset.labels is None:
         return None
     return Labelling(dataset.labels, recipe.objective.names, getattr(recipe.objective, "ignore", None))
 
 
 def make_augmenter(recipe: Recipe, data: DataParts) -> Augmenter:
-    """What changes training samples; for sampling alone an uncompleted recipe does, too."""
-    labelled = data.train.labels is not None
-    names = getattr(recipe.objective, "names", None) if labelled else None
+    """Make what changes training samples; for sampling alone an uncompleted recipe does, too."""
+    labelling = labelling_of(recipe, data.train)
     return Augmenter(
         recipe.data.augment,
         data.train.crop,
         seed=recipe.run.seed,
         statistics=data.statistics,
         labels=data.train.labels,
-        num_classes=len(names) if names else None,
-        ignore=getattr(recipe.objective, "ignore", None) if labelled else None,
+        num_classes=len(labelling.names) if labelling and labelling.names else None,
+        ignore=labelling.ignore if labelling else None,
         axes=data.train.sample_axes,
     )
 
 
 def make_sampler(recipe: Recipe, data: DataParts) -> Order:
-    """The order of training samples: the same at every world size."""
+    """Make the order of training samples: the same at every world size."""
     block = None if recipe.data.block is None else sizes_of(recipe, "block")
     lanes = recipe.data.lanes or (recipe.data.batch if isinstance(recipe.data.batch, int) else 64)
     return data.train.sampler(
@@ -355,7 +365,7 @@ def make_loader(
     step: int,
     samples: int,
 ) -> Loader:
-    """Reads this rank's slice of each global batch, from a step before which so many samples were used.
+    """Make the reader of this rank's slice of each global batch, from a step before which so many samples were used.
 
     Ranks that share samples name them by the same counters; each reads what it needs of them.
     """
@@ -377,7 +387,7 @@ def make_loader(
         device=place.device,
         workers=reading_threads(recipe, place),
         prefetch=recipe.data.prefetch,
-        slab=objective.slab(reader.crop, flow.part),
+        slab=flow.split.slab(objective, reader.crop),
         augmenter=make_augmenter(recipe, data),
         statistics=data.train_entries,
         policy=policy_of(recipe, place, flow.layout),
@@ -385,7 +395,7 @@ def make_loader(
 
 
 def micro_batch(recipe: Recipe, data: DataParts, layout: Layout) -> int:
-    """Samples of one pass of a rank."""
+    """Return the samples of one pass of a rank."""
     return recipe.data.micro_batch or max(1, data.batch // layout.data)
 
 
@@ -396,7 +406,7 @@ def reading_threads(recipe: Recipe, place: Place) -> int:
 def make_evaluator(
     recipe: Recipe, place: Place, data: DataParts, objective: Objective, flow: Flow, *, samples: int | None = None
 ) -> Evaluator:
-    """Fixed samples: of data.valid, or (for pictures alone) of data.train where there is none."""
+    """Make the evaluator on fixed samples of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset, number = data.valid or data.train, samples or recipe.eval.samples
     if number * sizes.LEAST > memory_bytes():
         raise UserError(f"eval.samples: {number} samples cannot even be listed in the memory here; ask for fewer")
@@ -413,7 +423,7 @@ def make_evaluator(
             device=place.device,
             workers=workers,
             prefetch=1,
-            slab=objective.slab(reader.crop, flow.part),
+            slab=flow.split.slab(objective, reader.crop),
             statistics=data.train_entries if data.valid is None else data.valid_entries,
             policy=policy_of(recipe, place, flow.layout),
         ),
@@ -439,7 +449,7 @@ class Parts:
 
 
 def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Objective) -> Parts:
-    """On the meta device, parallelised, materialised, initialised: no rank ever holds more than its shards."""
+    """Build the model on the meta device, then parallelise, fill and initialise it: a rank holds only its shards."""
     check_prepare(objective)
     c, on_gpu = recipe.parallel, place.device.type == "cuda"
     layout = layout_of(c, place.world.size)
@@ -495,7 +505,7 @@ def cut_pipeline(
     layout: Layout,
     compute: torch.dtype,
 ) -> list[int]:
-    """How many of the model's stages each stage of the pipeline has: as the recipe says, or by what they cost here."""
+    """Count the model's stages in each stage of the pipeline: as the recipe says, or by what they cost here."""
     c = recipe.parallel
     if c.split != "measured":
         return list(c.split)

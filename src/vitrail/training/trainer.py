@@ -5,6 +5,11 @@ gradient norm and stop wishes; then every rank takes the same decision (step, sk
 All that a step launches is launched before a rank waits for these, and so is what the next one begins with: a device
 that is faster than Python then does not idle.
 Gradients are sums over all ranks (parallel/), so dividing by the count of all ranks is all the scaling there is.
+
+Moving average of the weights: a second set of shards, updated in place, saved and restored like the first.
+
+The weights of a step stay as they are until the next update, so that the average can wait until there is time for it:
+`owe` says that it is behind, `settle` (or whoever asks for it) brings it up to date.
 """
 
 import math
@@ -16,15 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws, key, sent
 from vitrail.errors import UserError
 from vitrail.objectives.objective import Loss, Objective, drop_path_table
+from vitrail.parallel.agree import gather_json, together
+from vitrail.parallel.flow import Flow
+from vitrail.parallel.mesh import local
 from vitrail.recipe import Recipe, steps_of
-from vitrail.training.checkpoint import BadCheckpoint, Checkpoints, check_tensors, read_tensors, stored_tensors
-from vitrail.training.collective import gather_json, together
-from vitrail.training.ema import EMA
+from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.optimizers.optimizer import (
     Optimizer,
     group_table,
@@ -33,14 +40,64 @@ from vitrail.training.optimizers.optimizer import (
     restore_state,
     step,
 )
+from vitrail.training.private import foreach_lerp_, foreach_mul_
 from vitrail.training.setup import DataParts, Parts, Place
+from vitrail.weights.runs import BadCheckpoint, check_tensors, read_tensors, stored_tensors
+
+
+class EMA:
+    def __init__(self, flow: Flow, decay: float):
+        self.decay = decay
+        self.flow, self.model = flow, flow.model
+        self._average: dict[str, Tensor] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self._owed: int | None = None  # optimizer steps, of which it knows all but the last
+
+    @property
+    def average(self) -> dict[str, Tensor]:
+        self.settle()
+        return self._average
+
+    def owe(self, steps: int) -> None:
+        """Note that the weights are those after `steps` optimizer steps, and stay so until settle()."""
+        self.settle()
+        self._owed = steps
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the weights in; a young average forgets faster, so the start fades."""
+        if self._owed is None:
+            return
+        decay = min(self.decay, (1 + self._owed) / (10 + self._owed))
+        self._owed = None
+        average = [local(t) for t in self._average.values()]
+        foreach_lerp_(average, [local(p.detach()) for p in self.model.parameters()], 1 - decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model compute with the averaged weights inside."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        average = self.average
+        for name, parameter in self.model.named_parameters():
+            mine, averaged = local(parameter.detach()), local(average[name])
+            kept = mine.clone()
+            mine.copy_(averaged)
+            averaged.copy_(kept)
+        self.flow.forget_gathered()
+
 
 STOP_REASONS = ("signal", "time limit")
 
 
 @dataclass
 class Progressed:
-    """What a step found out, the same on every rank."""
+    """The numbers that a step found out, the same on every rank."""
 
     loss: float
     grad_norm: float
@@ -111,7 +168,7 @@ class Trainer:
         if shards := gradients.local():
             # Where gradients are: on the host with offload, and there PyTorch's own copy of `skip` might come late.
             factor, skip = (number.to(shards[0].device) for number in (factor, skip))
-            torch._foreach_mul_(shards, factor.float())
+            foreach_mul_(shards, factor.float())
         step(self.optimizer, self.rate, skip)
         self.model.zero_grad(set_to_none=True)
         told = torch.cat([table, skip.to(table)[None]])
@@ -134,7 +191,7 @@ class Trainer:
         return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes, all_bad)
 
     def _decide(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What gradients are to be multiplied by, and whether there is to be no update (1.0, else 0.0).
+        """Return what gradients are to be multiplied by, and whether there is to be no update (1.0, else 0.0).
 
         With nothing to score (no hidden token in any sample, say) there is no step to take.
         """
@@ -151,7 +208,7 @@ class Trainer:
         return self.flow.forward_backward(self._prepared(batch), number, self._judge)
 
     def _prepared(self, batch: Batch) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Its micro-batches, none of which is kept here."""
+        """Yield the inputs and targets of micro-batches, none of which is kept here."""
         ahead, self._ahead = self._ahead, None
         first = [ahead[1] if ahead is not None and ahead[0] is batch else self._prepare_first(batch, self.done)]
         del ahead
@@ -170,8 +227,8 @@ class Trainer:
             self._coming, self._ahead = before, None
 
     def _prepare_ahead(self) -> None:
-        """What the next step begins with, if its batch is here and no other rank takes part in that."""
-        if self.flow.exchange is None and self.flow.pipeline is None and (batch := self._coming()) is not None:
+        """Prepare what the next step begins with, if its batch is here and no other rank takes part in that."""
+        if self.flow.split.alone and self.flow.pipeline is None and (batch := self._coming()) is not None:
             try:
                 self._ahead = batch, self._prepare_first(batch, self.done + 1)
             except Exception as error:  # belongs to the next step, which tries it again
@@ -180,7 +237,7 @@ class Trainer:
         self._seed("between", self.done)  # what comes until then, as a validation, is the same either way
 
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
-        """The first micro-batch of a step, the same at whatever time it is prepared."""
+        """Prepare the first micro-batch of a step, the same at whatever time."""
         self._seed("prepare", number)
         return self._prepare(self._narrow(batch, 0))
 
@@ -198,16 +255,14 @@ class Trainer:
 
     def _prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
         draws = Draws(self.recipe.run.seed, micro.counters)
-        inputs, targets = self.objective.prepare(micro, draws, part=self.flow.part, exchange=self.flow.exchange)
+        inputs, targets = self.flow.split.prepare(self.objective, micro, draws)
         drop_path = drop_path_table(draws, self.drop_path_rates)
         if drop_path is not None:
             inputs["drop_path"] = sent(drop_path, self.place.device)
         return inputs, targets
 
     def _judge(self, output: torch.Tensor, targets: Any) -> Loss:
-        if self.objective.needs_whole:
-            output = self.objective.join(self.flow.outputs(output), targets)
-        return self.objective.loss(output, targets)
+        return self.flow.split.judge(self.objective.loss, output, targets)
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
@@ -236,7 +291,7 @@ class Trainer:
             )
 
     def refuse_skipped_end(self) -> None:
-        """A run whose last steps were skipped is not done: what it ends with may be of no use."""
+        """Refuse to end a run whose last steps were skipped: what it ends with may be of no use."""
         if self.skipped_in_a_row:
             number = "step was" if self.skipped_in_a_row == 1 else f"{self.skipped_in_a_row} steps were"
             raise TooManySkips(
@@ -257,7 +312,7 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """About what a checkpoint will need, before there is any optimizer state."""
-        moments = max(len(group["update"].moments) for group in self.optimizer.param_groups)
+        moments = max(len(group.update.moments) for group in self.optimizer.param_groups)
         copies = 1 + moments + (self.ema is not None)
         return copies * self.parts.parameters * torch.float32.itemsize
 
@@ -269,7 +324,7 @@ class Trainer:
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "seed": self.recipe.run.seed,
-            "rates": {g["name"]: g["lr"] for g in self.optimizer.param_groups},
+            "rates": {g.name: g.lr for g in self.optimizer.param_groups},
             "threads": self.place.threads,
             "world": self.place.world.size,
             "layout": self.flow.layout._asdict(),
@@ -309,7 +364,7 @@ class Trainer:
 
 
 class Timed:
-    """Each batch with the seconds that were spent waiting for it; the next one can be had before, if it is here."""
+    """Batches with the seconds that were spent waiting for each; the next one can be had before, if it is here."""
 
     def __init__(self, batches: Iterator[Batch], is_here: Callable[[], bool] = lambda: False):
         self.batches, self.is_here = batches, is_here
@@ -325,7 +380,7 @@ class Timed:
         return batch, time.perf_counter() - began
 
     def coming(self) -> Batch | None:
-        """The next batch, which nobody waits for."""
+        """Return the next batch if it is here; nobody waits for it."""
         if self._next is None and self.is_here():
             self._next = next(self.batches, None)
         return self._next

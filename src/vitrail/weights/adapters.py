@@ -1,34 +1,187 @@
 """What the tensors of other projects' files become here.
 
-Names are brought to one vocabulary (see names.py); what is then done with a tensor (reordered heads, kernels,
-positions, tokens) follows from its name there. Adapters:
+Names are brought to one vocabulary, close to timm's, by tables of regular expressions; what is then done with a tensor
+(reordered heads, kernels, positions, tokens) follows from its name there. A file is recognised by names that only its
+kind has. Adapters:
 - timm: timm's ViTs, DINO, DINOv2 and DINOv3, and encoders of facebookresearch/mae
 - mae: facebookresearch/mae with its decoder
 - hf: ViT, ViTMAE, DINOv2 and DINOv3 of Hugging Face transformers, of versions 4 and 5
 - dit: facebookresearch/DiT
-- monai: MONAI's UNETR
+- monai: MONAI's UNETR; a model that computes the same has encoder: {size: B/16, positions: learned, eps: 1.0e-5}
 - vitrail: a run or checkpoint of this library, or a file with its names
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vitrail.layers.patches import per_axis
 from vitrail.weights import pieces
 from vitrail.weights.files import Weights
-from vitrail.weights.names import IGNORED, NEVER, TABLES, rename
 from vitrail.weights.own import translate_own
-from vitrail.weights.pieces import Made, Piece
-from vitrail.weights.report import Action
-from vitrail.weights.target import Target, Translation, is_superposed, place_patch_embed, rope_inflation
+from vitrail.weights.pieces import Piece, Target, Translation, is_superposed, place_patch_embed, rope_inflation
 
-WHOLE = "converted as a whole"  # a file whose tensors cannot be told apart in the result
+Rules = list[tuple[str, str | Callable[[re.Match[str]], str]]]
+
+_BLOCK: list[tuple[str, str]] = [  # of timm-like blocks, after "blocks.N."
+    (r"gamma_([12])", r"ls\1.gamma"),
+    (r"attn\.([qkv])_bias", r"attn.\1.bias"),  # beside fused weights, where keys have no bias
+    (r"attn\.q_norm\.", "attn.norm_qk.q."),
+    (r"attn\.k_norm\.", "attn.norm_qk.k."),
+    (r"mlp\.w12\.", "mlp.packed."),
+    (r"mlp\.w3\.", "mlp.fc2."),
+    (r"mlp\.w1\.", "mlp.gate."),
+    (r"mlp\.w2\.", "mlp.fc1."),
+    (r"mlp\.fc1_g\.", "mlp.gate."),
+    (r"mlp\.fc1_x\.", "mlp.fc1."),
+]
+TIMM: Rules = [
+    (r"(cls_token|pos_embed|norm\..*|head\..*)", r"\1"),
+    (r"(?:reg_token|register_tokens|storage_tokens)", "registers"),
+    (r"norm_pre\.(.*)", r"input_norm.\1"),
+    (r"patch_embed\.proj\.(.*)", r"patch_embed.proj.\1"),
+    (r"blocks\.\d+\.(\d+\..*)", r"blocks.\1"),  # in chunks, as DINOv2 is trained
+    (r"(blocks\.\d+\..*)", r"\1"),
+]
+MAE: Rules = [
+    *TIMM,
+    (r"mask_token", "decoder.mask_token"),
+    (r"decoder_pos_embed", "decoder.pos_embed"),
+    (r"decoder_embed\.(.*)", r"decoder.embed.\1"),
+    (r"decoder_blocks\.(.*)", r"decoder.blocks.\1"),
+    (r"decoder_norm\.(.*)", r"decoder.norm.\1"),
+    (r"decoder_pred\.(.*)", r"decoder.head.\1"),
+]
+_HF_LAYER: list[tuple[str, str]] = [
+    (r"(?:attention\.)?attention\.(?:query|q_proj)\.", "attn.q."),
+    (r"(?:attention\.)?attention\.(?:key|k_proj)\.", "attn.k."),
+    (r"(?:attention\.)?attention\.(?:value|v_proj)\.", "attn.v."),
+    (r"attention\.(?:output\.dense|o_proj)\.", "attn.proj."),
+    (r"intermediate\.dense\.", "mlp.fc1."),
+    (r"output\.dense\.", "mlp.fc2."),
+    (r"mlp\.weights_in\.", "mlp.packed."),
+    (r"mlp\.weights_out\.", "mlp.fc2."),
+    (r"mlp\.gate_proj\.", "mlp.gate."),
+    (r"mlp\.up_proj\.", "mlp.fc1."),
+    (r"mlp\.down_proj\.", "mlp.fc2."),
+    (r"layernorm_before\.", "norm1."),
+    (r"layernorm_after\.", "norm2."),
+    (r"layer_scale([12])\.lambda1", r"ls\1.gamma"),
+]
+_HF = r"(?:vit\.|dinov2\.|dinov2_with_registers\.)?"
+_HF_BLOCKS = _HF + r"(?:encoder\.layer|layers|layer|model\.layer)"  # the last two are DINOv3's
+HF: Rules = [
+    (_HF + r"embeddings\.cls_token", "cls_token"),
+    (_HF + r"embeddings\.position_embeddings", "pos_embed"),
+    (_HF + r"embeddings\.register_tokens", "registers"),
+    (_HF + r"embeddings\.patch_embeddings\.projection\.(.*)", r"patch_embed.proj.\1"),
+    (_HF + r"embeddings\.patch_embeddings\.(weight|bias)", r"patch_embed.proj.\1"),
+    (_HF_BLOCKS + r"\.(\d+\..*)", r"blocks.\1"),
+    (_HF + r"(?:layernorm|norm)\.(.*)", r"norm.\1"),
+    (r"classifier\.(.*)", r"head.\1"),
+    (r"decoder\.mask_token", "decoder.mask_token"),
+    (r"decoder\.decoder_pos_embed", "decoder.pos_embed"),
+    (r"decoder\.decoder_embed\.(.*)", r"decoder.embed.\1"),
+    (r"decoder\.decoder_(?:layers|encoder\.layer)\.(\d+\..*)", r"decoder.blocks.\1"),
+    (r"decoder\.decoder_norm\.(.*)", r"decoder.norm.\1"),
+    (r"decoder\.decoder_pred\.(.*)", r"decoder.head.\1"),
+]
+DIT: Rules = [
+    (r"pos_embed", "pos_embed"),
+    (r"x_embedder\.proj\.(.*)", r"patch_embed.proj.\1"),
+    (r"t_embedder\.mlp\.0\.(.*)", r"time_embed.fc1.\1"),
+    (r"t_embedder\.mlp\.2\.(.*)", r"time_embed.fc2.\1"),
+    (r"y_embedder\.embedding_table\.weight", "label_embed.table"),
+    (r"(blocks\.\d+)\.adaLN_modulation\.1\.(.*)", r"\1.modulation.\2"),
+    (r"(blocks\.\d+\..*)", r"\1"),
+    (r"final_layer\.adaLN_modulation\.1\.(.*)", r"final.modulation.\1"),
+    (r"final_layer\.linear\.(.*)", r"final.proj.\1"),
+]
+_END = r"(?:\.conv)*\.(weight|bias)"
+MONAI: Rules = [
+    (r"vit\.patch_embedding\.position_embeddings", "pos_embed"),
+    (r"vit\.patch_embedding\.patch_embeddings(?:\.1)?" + _END, r"patch_embed.proj.\1"),
+    (r"vit\.(blocks\.\d+)\.(norm1|norm2|attn\.qkv)" + _END, r"\1.\2.\3"),
+    (r"vit\.(blocks\.\d+)\.attn\.out_proj" + _END, r"\1.attn.proj.\2"),
+    (r"vit\.(blocks\.\d+)\.mlp\.linear(1|2)" + _END, r"\1.mlp.fc\2.\3"),
+    (r"vit\.norm" + _END, r"norm.\1"),
+    (r"encoder1\.layer\.((?:conv|norm)[123])" + _END, r"decoder.image.\1.\2"),
+    (r"encoder([234])\.transp_conv_init" + _END, lambda m: f"decoder.skips.{int(m[1]) - 2}.ups.0.{m[2]}"),
+    (
+        r"encoder([234])\.blocks\.(\d)\.0" + _END,
+        lambda m: f"decoder.skips.{int(m[1]) - 2}.ups.{int(m[2]) + 1}.{m[3]}",
+    ),
+    (
+        r"encoder([234])\.blocks\.(\d)\.1\.((?:conv|norm)[123])" + _END,
+        lambda m: f"decoder.skips.{int(m[1]) - 2}.blocks.{m[2]}.{m[3]}.{m[4]}",
+    ),
+    (r"decoder([2345])\.transp_conv" + _END, lambda m: f"decoder.ups.{5 - int(m[1])}.up.{m[2]}"),
+    (
+        r"decoder([2345])\.conv_block\.((?:conv|norm)[123])" + _END,
+        lambda m: f"decoder.ups.{5 - int(m[1])}.block.{m[2]}.{m[3]}",
+    ),
+    (r"out" + _END, r"decoder.out.\1"),
+]
+
+# Tensors that say nothing about what a model computes; and those that say nothing where no rule above takes them.
+NEVER = [(r".*bias_mask", "it only marks that keys have no bias"), (r".*num_batches_tracked", "a counter")]
+IGNORED = [
+    *NEVER,
+    (r"(?:.*embeddings\.)?mask_token", "it stands in for hidden patches in pre-training"),
+    (r"rope(?:_embed)?\.periods", "rotations are computed here"),
+    (r"(?:.*\.)?pooler\..*", "a layer on the class token that this library does not have"),
+    (r"(?:dino_head|ibot_head|head_dist|dist_token).*", "a head of pre-training"),
+    (r"vit\.blocks\.\d+\.(?:norm_cross_attn|cross_attn)\..*", "cross-attention that MONAI stores and never uses"),
+    (r"vit\.patch_embedding\.cls_token", "a token that MONAI stores and never uses"),
+]
+
+SIGNATURES: dict[str, tuple[list[str], list[str]]] = {  # names that a file of this kind has, and has not
+    "vitrail": ([r"encoder\.blocks\.0\.attn\.qkv\.weight"], []),
+    "timm": (
+        [r"blocks\.(?:0\.)?0\.attn\.qkv\.weight", r"patch_embed\.proj\.weight"],
+        [r"decoder_blocks\..*", r"blocks\.0\.mlp\.linear1\.weight"],
+    ),
+    "mae": ([r"blocks\.0\.attn\.qkv\.weight", r"decoder_blocks\.0\.attn\.qkv\.weight"], []),
+    "hf": ([_HF_BLOCKS + r"\.0\.attention\.(?:attention\.query|q_proj)\.weight"], []),
+    "dit": ([r"x_embedder\.proj\.weight", r"blocks\.0\.adaLN_modulation\.1\.weight"], []),
+    "monai": ([r"vit\.blocks\.0\.mlp\.linear1\.weight", r"encoder1\..*"], []),
+}
+TABLES: dict[str, Rules] = {"timm": TIMM, "mae": MAE, "hf": HF, "dit": DIT, "monai": MONAI}
+ADAPTERS = tuple(SIGNATURES)
+
+
+def recognise(names: Iterable[str]) -> list[str]:
+    """List the adapters whose names these are."""
+    given = list(names)
+
+    def has(pattern: str) -> bool:
+        return any(re.fullmatch(pattern, name) for name in given)
+
+    return [name for name, (there, absent) in SIGNATURES.items() if all(map(has, there)) and not any(map(has, absent))]
+
+
+def rename(name: str, rules: Rules) -> str | None:
+    """Return the name in the vocabulary; None where no rule takes it."""
+    for pattern, to in rules:
+        if found := re.fullmatch(pattern, name):
+            new = to(found) if callable(to) else found.expand(to)
+            if inner := re.fullmatch(r"((?:decoder\.)?blocks\.\d+\.)(.*)", new):
+                return inner.group(1) + _rename_inside(inner.group(2))
+            return new
+    return None
+
+
+def _rename_inside(name: str) -> str:
+    for pattern, to in (*_HF_LAYER, *_BLOCK):
+        if re.match(pattern, name):
+            return re.sub("^" + pattern, to, name)
+    return name
+
+
 # Tokens that are not turned stand where coordinates are 0. Patches among themselves see distances alone.
 PREFIX_OF_DINOV3 = (
     "DINOv3's class token and registers stand at the centre of the image, the model's at its first patch, so that they "
@@ -39,8 +192,9 @@ PREFIX_OF_DINOV3 = (
 def translate(weights: Weights, target: Target, adapter: str, names: tuple[str, ...] | None = None) -> Translation:
     if adapter == "vitrail":
         return translate_own(weights, target, names)
-    if adapter == "monai":
-        return _monai(weights, target)
+    kind = getattr(getattr(target.model, "config", None), "kind", None)
+    if adapter == "monai" and kind != "unetr":
+        return Translation(wrong=[f"MONAI's UNETR goes into a unetr, not into a {kind}"])
     return _foreign(weights, target, adapter)
 
 
@@ -65,6 +219,8 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
         out.notes.append(
             f"such files do not say how many heads there are: the {target.encoder.heads} of the model were taken"
         )
+    if adapter == "monai":
+        _check_unetr(weights, found, target, out)
     halves = _rotations(weights, found, target, out)
     _positions(weights, found, target, out, turned=halves)
     file_patch = (
@@ -77,7 +233,9 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
             new if new.startswith(("decoder.", "head.", "time_embed.", "label_embed.", "final.")) else f"encoder.{new}"
         )
         if ours.startswith("encoder.patch_embed.proj."):
-            place_patch_embed(name, ours, target, out)
+            flat = len(weights.shapes[name]) == 2  # a linear layer of MONAI's, whose rows are as ours
+            as_kernel = [partial(pieces.as_kernel, patch=target.patch)] if flat else []
+            place_patch_embed(name, ours, target, out, *as_kernel)
         elif found_part := re.fullmatch(r"(.*\.attn)\.q\.(weight|bias)", ours):
             _join_heads(found, new, found_part, target, out, halves=halves)
         elif re.fullmatch(r".*\.attn\.[kv]\.(weight|bias)", ours):
@@ -114,13 +272,13 @@ def _join_heads(
 
 
 def _is_packed(ours: str, shape: tuple[int, ...], target: Target) -> bool:
-    """Gate and value in one tensor: the model keeps them apart, and each has half the rows."""
+    """Return whether gate and value are one tensor: the model keeps them apart, and each has half the rows."""
     gate = target.parameters.get(ours.replace(".fc1.", ".gate."))
     return gate is not None and shape[0] == 2 * gate.shape[0]
 
 
 def _zero_biases(target: Target, out: Translation) -> None:
-    """A layer without biases is one with biases of 0."""
+    """Give layers whose file has no biases those of 0, which compute the same."""
     for name, piece in list(out.pieces.items()):
         bias = name.removesuffix("weight") + "bias"
         if (
@@ -132,7 +290,7 @@ def _zero_biases(target: Target, out: Translation) -> None:
 
 
 def _check_settings(weights: Weights, target: Target, out: Translation) -> None:
-    """What config.json of a Hugging Face model says against the model that is filled."""
+    """Compare config.json of a Hugging Face model with the model that is filled."""
     settings, e = weights.settings, target.encoder
     if settings is None:
         out.notes.append(f"no config.json beside the file: the {e.heads} heads of the model were taken")
@@ -156,7 +314,7 @@ def _check_settings(weights: Weights, target: Target, out: Translation) -> None:
 
 
 def _rotations(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> bool:
-    """Whether a file's rotations pair channel i with i + K/2, as those of DINOv3 do.
+    """Return whether a file's rotations pair channel i with i + K/2, as those of DINOv3 do.
 
     Few files tell of rotations: timm and Hugging Face compute DINOv3's anew. So a file without positions is DINOv3's
     where it has what DINOv3 has, and is otherwise refused where the model would have to know.
@@ -204,7 +362,7 @@ def _rotations(weights: Weights, found: dict[str, str], target: Target, out: Tra
 
 
 def _compare_with_dinov3(theta: float, first: float, target: Target, out: Translation) -> None:
-    """Its coordinates go from -1 to 1 over the whole image, whatever its size; ours count patches."""
+    """Compare coordinates: its go from -1 to 1 over the whole image, whatever its size; ours count patches."""
     c = target.config
     if not math.isclose(theta, c.theta, rel_tol=2e-2):
         out.problems.append(f"its rotations have theta {theta:.4g}, the model's {c.theta:g}; set theta: {theta:.4g}")
@@ -239,9 +397,15 @@ def _positions(weights: Weights, found: dict[str, str], target: Target, out: Tra
     skip, grid = 0, None
     if table is not None:
         rows = math.prod(weights.shapes[table][:-1])
-        skip, grid = _find_grid(rows, cls is not None, sum(counts), target, _grid_by_settings(weights))
-        if grid is None:
-            out.wrong.append(f"its {rows} positions are no square grid, with or without a class token")
+        if "decoder.image.conv1.weight" in found:  # MONAI's: no other tokens, and positions of volumes as of images
+            fits = target.grid is not None and math.prod(target.grid) == rows
+            grid = target.grid if fits else pieces.square_grid(rows, target.ndim)
+            if grid is None:
+                out.wrong.append(f"its {rows} positions are no grid of equal sides")
+        else:
+            skip, grid = _find_grid(rows, cls is not None, sum(counts), target, _grid_by_settings(weights))
+            if grid is None:
+                out.wrong.append(f"its {rows} positions are no square grid, with or without a class token")
     _first_tokens(cls, registers, counts, table if skip else None, skip, target, out)
     if grid is not None and table is not None:
         _table(weights, table, grid, skip, "encoder", target, out)
@@ -261,7 +425,7 @@ def _positions(weights: Weights, found: dict[str, str], target: Target, out: Tra
 def _find_grid(
     rows: int, cls: bool, first: int, target: Target, known: tuple[int, ...] | None
 ) -> tuple[int, tuple[int, ...] | None]:
-    """How many rows of a table are not patches', and the grid of the rest."""
+    """Return how many rows of a table are not patches', and the grid of the rest."""
     choices = [int(cls), *([first] if first > 1 else []), 0]
     if known is not None:
         return next(((skip, known) for skip in choices if rows - skip == math.prod(known)), (0, None))
@@ -319,7 +483,7 @@ def _first_tokens(
 def _table(
     weights: Weights, name: str, grid: tuple[int, ...], skip: int, part: str, target: Target, out: Translation
 ) -> None:
-    """A table into a learned one; or, where positions are computed, a look at whether they are the same."""
+    """Turn a table into a learned one; or, where positions are computed, look whether they are the same."""
     positions = target.positions
     ours = f"{part}.pos_embed.table"
     if positions == "learned" and ours in target.parameters:
@@ -341,39 +505,28 @@ def _table(
 # ---------------------------------------------------------------- MONAI
 
 
-def _monai(weights: Weights, target: Target) -> Translation:
-    from vitrail.weights.monai import monai_unetr
-
-    if getattr(target.model.config, "kind", None) != "unetr":
-        return Translation(wrong=[f"MONAI's UNETR goes into a unetr, not into a {target.model.config.kind}"])
-    # It renames and reorders the whole at once; a UNETR is small.
-    convert: Callable[..., dict[str, Tensor]] = monai_unetr
-    try:
-        state = convert({name: weights.read(name) for name in weights.shapes}, target.model.config)
-    except (KeyError, RuntimeError, ValueError) as error:
-        return Translation(wrong=[f"it is not the UNETR that the model is ({error})"])
-    kernel = state.get("decoder.image.conv1.weight")
-    if kernel is not None and kernel.shape[1] != target.channels:
-        wrong = f"it is of {kernel.shape[1]} channels, the model of {target.channels}; set channels: {kernel.shape[1]}"
-        return Translation(wrong=[f"{wrong}, as its convolutions are not shared by other channels"])
-    out = Translation({name: Piece((), partial(Made, *_monai_made(name, tensor))) for name, tensor in state.items()})
-    heads = target.encoder.heads
-    out.notes.append(f"such files do not say how many heads there are: the {heads} of the model were taken")
-    table, parameter = state.get("encoder.pos_embed.table"), target.parameters.get("encoder.pos_embed.table")
-    if table is not None and parameter is not None and table.shape != parameter.shape and target.grid is not None:
-        grid = pieces.square_grid(len(table), target.ndim, target.grid)
-        if grid is None:
-            out.wrong.append(f"its {len(table)} positions are no grid of equal sides")
-        else:
-            make = partial(pieces.position_table, table, old=grid, new=target.grid)
-            out.pieces["encoder.pos_embed.table"] = Piece((), make)
-    out.ignored = dict.fromkeys(weights.shapes, WHOLE)
-    return out
-
-
-def _monai_made(name: str, tensor: Tensor) -> tuple[Tensor, Action, str]:
-    if not name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
-        return tensor, "copied", ""
-    if name.endswith("bias") and not tensor.any():
-        return tensor, "copied", "0: the file's layer has no bias"
-    return tensor, "permuted", "rows to (head; q, k, v)"
+def _check_unetr(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> None:
+    """Refuse what no weight tells: with another setting the numbers would fit and the model be wrong."""
+    config, encoder = target.model.config, target.config
+    wanted = {
+        "encoder.positions": (encoder.positions, "learned"),
+        "encoder.eps": (encoder.eps, 1e-5),
+        "encoder.norm": (encoder.norm, "layer"),
+        "encoder.mlp": (encoder.mlp, "gelu"),
+        "encoder.residual": (encoder.residual, "pre"),
+        "encoder.kv_heads": (encoder.kv_heads or encoder.heads, encoder.heads),
+        "encoder.tokens.kind": (encoder.tokens.kind, "uniform"),
+        "encoder.variables": (encoder.variables, None),
+        "decoder": (config.decoder, "conv"),
+        "skips": (config.skips, True),
+    }
+    for key, (value, expected) in wanted.items():
+        if value != expected:
+            out.wrong.append(f"model.{key}: {value} does not fit MONAI's UNETR, which has {expected}")
+    kernel = found.get("decoder.image.conv1.weight")
+    channels = target.channels if kernel is None else weights.shapes[kernel][1]
+    if channels != target.channels:
+        out.wrong.append(
+            f"it is of {channels} channels, the model of {target.channels}; set channels: {channels}, as its "
+            "convolutions are not shared by other channels"
+        )

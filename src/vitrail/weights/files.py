@@ -16,6 +16,15 @@ from torch import Tensor
 from vitrail.errors import UserError
 from vitrail.foreign import check_plain, open_plain, read_json
 from vitrail.pickled import Program, check_saved
+from vitrail.weights.runs import (
+    BadCheckpoint,
+    find_checkpoint,
+    load_tensors,
+    stored_recipe,
+    stored_tensors,
+    which_weights,
+)
+from vitrail.weights.safe_dcp import UnsafeCheckpoint
 
 # Where training scripts put the weights in their files; averaged ones first, as they are the better ones.
 NESTED = (
@@ -48,13 +57,13 @@ class Weights:
     notes: list[str] = field(default_factory=list)
 
     def renamed(self, names: Mapping[str, str]) -> "Weights":
-        """The same tensors under other names: new name -> name in the file."""
+        """Return the same tensors under other names: new name -> name in the file."""
         shapes = {new: self.shapes[old] for new, old in names.items()}
         return replace(self, shapes=shapes, read=lambda new: self.read(names[new]))
 
 
 def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
-    """A file, a folder (of a vitrail run or checkpoint, or as the Hugging Face hub makes them) or a state dict."""
+    """Open a file, a folder (of a vitrail run or checkpoint, or as the Hugging Face hub makes them) or a state dict."""
     if not isinstance(given, str | Path):
         return unwrapped(_from_tree(given, "the state dict given"))
     path = Path(given)
@@ -78,7 +87,7 @@ def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
 
 
 def unwrapped(weights: Weights) -> Weights:
-    """Names without what wrappers put before them; other tensors keep theirs."""
+    """Take off what wrappers put before names; other tensors keep theirs."""
     for _ in range(3):
         found = next(
             (w for w in WRAPPERS if sum(n.startswith(w) for n in weights.shapes) > len(weights.shapes) / 2), ""
@@ -112,7 +121,7 @@ def _open_safetensors(path: Path) -> Weights:
 
 
 def _open_index(path: Path) -> Weights:
-    """A model in several safetensors files, and the list of what is where."""
+    """Open a model in several safetensors files by the list of what is where."""
     try:
         table = read_json(path)["weight_map"]
         names = sorted(set(table.values()))
@@ -185,7 +194,7 @@ def _open_torch(path: Path) -> Weights:
 
 
 def _from_tree(tree: Any, path: str) -> Weights:
-    """The tensors of a state dict, looked for where training scripts put them."""
+    """Find the tensors of a state dict, looked for where training scripts put them."""
     notes = []
     for _ in range(3):
         inside = tree if isinstance(tree, Mapping) else {}
@@ -213,12 +222,7 @@ def _from_tree(tree: Any, path: str) -> Weights:
 
 
 def _open_run(path: Path) -> Weights:
-    """The newest good checkpoint of a run, or the one named; averaged weights where the run has them."""
-    # Here, not above: a run's session reads weights, too.
-    from vitrail.training.checkpoint import BadCheckpoint, load_tensors, stored_tensors
-    from vitrail.training.run import find_checkpoint, stored_recipe, which_weights
-    from vitrail.training.safe_dcp import UnsafeCheckpoint
-
+    """Open the newest good checkpoint of a run, or the one named; averaged weights where the run has them."""
     run, step = path, None
     if (path / "manifest.json").is_file():
         run, step = path.parent.parent, path.name.removeprefix("step-")

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.layers.init import local_shard
-from vitrail.weights.adapters import WHOLE, translate
+from vitrail.weights.adapters import ADAPTERS, recognise, translate
 from vitrail.weights.files import Weights, open_weights
-from vitrail.weights.names import ADAPTERS, recognise
-from vitrail.weights.pieces import Made, Piece
-from vitrail.weights.report import Entry, Report
-from vitrail.weights.target import Target, Translation
+from vitrail.weights.pieces import Entry, Made, Piece, Report, Target, Translation
 
 NOT_THERE, NO_PLACE = "the file does not have it", "the model has no place for it"
 # Parts of an encoder that files of plain images cannot have, and that may start anew.
@@ -88,7 +85,7 @@ def load_weights(
 def load_initial(
     model: nn.Module, init: Any, names: Sequence[str] | None = None, whole: nn.Module | None = None
 ) -> Report:
-    """What the section `init` of a recipe asks for; `names` are the classes of its objective."""
+    """Load what the section `init` of a recipe asks for; `names` are the classes of its objective."""
     try:
         return load_weights(
             model,
@@ -121,7 +118,7 @@ def _choose(weights: Weights, adapter: str) -> str:
 
 
 def _check_size(told: Translation, target: Target, weights: Weights) -> None:
-    """All blocks or none, and of the same width: an encoder that is cut or stretched is another model."""
+    """Refuse an encoder that is cut or stretched: all blocks or none, and of the same width."""
     proj = told.pieces.get("encoder.blocks.0.attn.proj.weight")
     width = weights.shapes[proj.sources[0]][0] if proj is not None and proj.sources else target.encoder.width
     if width != target.encoder.width:  # alone: every other tensor would be wrong, too
@@ -139,7 +136,7 @@ def _check_size(told: Translation, target: Target, weights: Weights) -> None:
 def _plan(
     weights: Weights, target: Target, told: Translation, *, only: tuple[str, ...], head: bool | str
 ) -> list[Entry]:
-    """What would become of every tensor, from shapes alone; `told.wrong` gets what cannot be."""
+    """Plan what becomes of every tensor, from shapes alone; `told.wrong` gets what cannot be."""
     for part in only:
         if not any(_below(name, part) for name in target.parameters):
             raise UserError(
@@ -185,13 +182,13 @@ def _plan(
             used |= set(piece.sources)
     left |= _left_over(target, told, only)
     for source, shape in weights.shapes.items():
-        if source not in used and told.ignored.get(source) != WHOLE:
+        if source not in used:
             entries.append(Entry("unused", source, shape, note=left.get(source, NO_PLACE)))
     return entries
 
 
 def _left_over(target: Target, told: Translation, only: tuple[str, ...]) -> dict[str, str]:
-    """Tensors of the file that no parameter asks for, where that is no fault."""
+    """List tensors of the file that no parameter asks for, where that is no fault."""
     parts = set(_parts(target))
     shared = {name.partition(".")[0] for name in told.pieces if name in target.parameters}
     left: dict[str, str] = {}
@@ -222,7 +219,7 @@ KEYS = (
 
 
 def _keys(names: Iterable[str], *, there: bool) -> str:
-    """The keys that would give the model such parameters, or not."""
+    """Name the keys that would give the model such parameters, or not."""
     names = set(names)
     # A norm without its weight, too, is no RMSNorm.
     names = sorted(n for n in names if not (n.endswith(".bias") and n.removesuffix("bias") + "weight" in names))
@@ -236,7 +233,7 @@ def _keys(names: Iterable[str], *, there: bool) -> str:
 
 
 def _gaps(entries: list[Entry], told: Translation, target: Target) -> list[str]:
-    """Parts that would be filled in part; parts that the file or the model has nothing of are no gap."""
+    """Find parts that would be filled in part; parts that the file or the model has nothing of are no gap."""
     filled = {entry.name.partition(".")[0] for entry in entries if entry.action not in ("skipped", "unused")}
     problems = []
     missing = [
@@ -266,7 +263,7 @@ def _make(piece: Piece, weights: Weights, *, meta: bool = False) -> Made:
 
 
 def _copy(parameter: nn.Parameter, made: Made) -> None:
-    """This rank's part of a parameter."""
+    """Copy this rank's part of a parameter."""
     local, offset = local_shard(parameter.detach())
     window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
     if local.numel():

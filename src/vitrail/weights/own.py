@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from vitrail.layers.patches import grid_of, per_axis
-from vitrail.models.inputs import encoder_of
+from vitrail.models.model import encoder_of
 from vitrail.weights import pieces
 from vitrail.weights.files import Weights
-from vitrail.weights.pieces import Made, Piece
-from vitrail.weights.target import Target, Translation, is_superposed, place_patch_embed, rope_inflation
+from vitrail.weights.pieces import Made, Piece, Target, Translation, is_superposed, place_patch_embed, rope_inflation
 
 
 def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | None = None) -> Translation:
-    """`names` are the classes of the model that is filled, where they are known."""
+    """Translate a run or a file of this library; `names` are the classes of the model that is filled, if known."""
     out = Translation()
     config = weights.config
     if config is not None and config.ndim > target.ndim:
@@ -61,7 +60,7 @@ def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | Non
 
 
 def _compare_makes(source: Any, ndim: int, target: Target, out: Translation) -> None:
-    """Settings that change what the same numbers compute, and cannot be seen in their shapes."""
+    """Compare settings that change what the same numbers compute, and cannot be seen in their shapes."""
     for key in ("heads", "kv_heads", "mlp", "norm", "residual"):
         ours, theirs = getattr(target.config, key, None), getattr(source, key, None)
         if key == "kv_heads":
@@ -113,7 +112,7 @@ def _compare_rotations(source: Any, ndim: int, target: Target, out: Translation)
 
 
 def _assumed(target: Target) -> str:
-    """What a file with this library's names, and no recipe, does not tell."""
+    """Say what a file with this library's names, and no recipe, does not tell."""
     c = target.config
     positions = c.positions
     if positions == "rope":
@@ -136,7 +135,7 @@ def _assumed(target: Target) -> str:
 
 
 def _compare_classes(weights: Weights, names: tuple[str, ...] | None, target: Target, out: Translation) -> None:
-    """Rows of the classifier by the classes' names; the same number of classes does not make them the same."""
+    """Match rows of the classifier by the classes' names; as many classes need not be the same ones."""
     pools = [getattr(config, "pool", None) for config in (weights.config, target.model.config)]
     if pools[0] != pools[1]:
         out.classes.append(f"the run's classifier saw pool: {pools[0]}, the model's sees {pools[1]}")
@@ -185,7 +184,7 @@ def _own_table(ours: str, positions: str, old: tuple[int, ...] | None, target: T
 
 
 def _match_variables(theirs: tuple[str, ...], target: Target, out: Translation) -> None:
-    """Rows of the variables that both know, by name; a new variable starts as the mean of the run's."""
+    """Match rows of the variables that both know, by name; a new variable starts as the mean of the run's."""
     ours = target.config.variables.known
     if theirs == ours:
         return

@@ -2,20 +2,96 @@
 
 So a load is planned, and refused, from shapes alone before any number is copied.
 Shapes: D width, C channels, H heads, K head width, N tokens; kernels are [D, C, *patch] as convolutions store them.
+
+What became of every tensor: a table for people, JSON for the log.
+
+The model that is filled, and what a file's tensors become in it.
 """
 
+import itertools
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitrail.layers.patches import grid_coordinates
-from vitrail.layers.positions import sincos
-from vitrail.weights.report import Action
+from vitrail.layers.patches import grid_coordinates, grid_of, per_axis, sincos
+
+Action = Literal["copied", "permuted", "resized", "inflated", "skipped", "unused"]
+
+MEANINGS: dict[str, str] = {
+    "copied": "as it is in the file",
+    "permuted": "the same numbers in this library's order",
+    "resized": "interpolated over another grid",
+    "inflated": "spread over new axes or channels",
+    "skipped": "in the model, not in the file: keeps its starting values",
+    "unused": "in the file, not in the model",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of the model, or (unused) one tensor of the file."""
+
+    action: Action
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...] = ()  # names in the file
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    path: str
+    adapter: str
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()  # what a person should know and no file can tell
+
+    def __getitem__(self, action: Action) -> list[Entry]:
+        return [entry for entry in self.entries if entry.action == action]
+
+    def names(self, action: Action) -> list[str]:
+        return [entry.name for entry in self[action]]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{len(self[action])} {action}" for action in MEANINGS if self[action])  # type: ignore[index]
+        rows = [(action, *row) for action in MEANINGS for row in _rows(self[action])]  # type: ignore[index]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+            for row in rows
+        ]
+        head = f"weights from {self.path} ({self.adapter}): {counts}"
+        return "\n".join([head, *(f"  {line}" for line in lines), *(f"  note: {note}" for note in self.notes)])
+
+
+def _rows(entries: list[Entry]) -> list[tuple[str, str, str]]:
+    """List (name, shape, note): blocks that differ in their number alone share a row, and those left out alike."""
+
+    def alike(entry: Entry) -> tuple[str, tuple[int, ...], str]:
+        if entry.action in ("skipped", "unused"):
+            return "", (), entry.note
+        return re.sub(r"\.\d+\.", ".#.", entry.name), entry.shape, entry.note
+
+    rows = []
+    for (pattern, shape, note), found in itertools.groupby(sorted(entries, key=alike), key=alike):
+        group = list(found)
+        if not pattern:
+            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            rows.append((group[0].name + more, "", note))
+            continue
+        numbers = sorted({int(number.group(1)) for e in group if (number := re.search(r"\.(\d+)\.", e.name))})
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
+        rows.append((pattern.replace("#", span, 1), " x ".join(map(str, shape)) or "scalar", note))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +115,7 @@ class Piece:
 
 
 def head_major(q: Tensor, k: Tensor, v: Tensor, *, head_width: int, halves: bool = False) -> Made:
-    """Rows of q, k and v, each (head; head width), to (head; q, k, v; head width).
+    """Reorder rows of q, k and v, each (head; head width), to (head; q, k, v; head width).
 
     `halves`: rotations that pair channel i with i + K/2 become rotations of neighbours, (2i, 2i + 1), as here.
     """
@@ -55,7 +131,7 @@ def head_major(q: Tensor, k: Tensor, v: Tensor, *, head_width: int, halves: bool
 
 
 def fused_head_major(qkv: Tensor, *, head_width: int, halves: bool = False, masked_keys: bool = False) -> Made:
-    """The same from one tensor of rows (q, k, v; head; head width)."""
+    """Reorder one tensor of rows (q, k, v; head; head width) in the same way."""
     if qkv.shape[0] % 3:
         raise ValueError(f"fused queries, keys and values have {qkv.shape[0]} rows, not a multiple of 3")
     q, k, v = qkv.chunk(3)
@@ -66,7 +142,7 @@ def fused_head_major(qkv: Tensor, *, head_width: int, halves: bool = False, mask
 
 
 def patch_kernel(kernel: Tensor, *, patch: tuple[int, ...], channels: int) -> Made:
-    """A convolution's kernel [D, C, *patch] as the linear layer [D, P*C]; fewer axes and other channels are inflated.
+    """Make the linear layer [D, P*C] of a convolution's kernel [D, C, *patch]; fewer axes and channels are inflated.
 
     New leading axes repeat the kernel and divide by their size; other channels share the sum over the old ones
     evenly. So an input that is constant along the new axis, or the same in all channels, gives the same tokens.
@@ -87,19 +163,19 @@ def patch_kernel(kernel: Tensor, *, patch: tuple[int, ...], channels: int) -> Ma
 
 
 def variable_kernel(kernel: Tensor, *, patch: tuple[int, ...], variables: int) -> Made:
-    """A kernel for each variable [V, P, D]: each is treated as a grey image."""
+    """Make a kernel for each variable [V, P, D]: each is treated as a grey image."""
     one = patch_kernel(kernel, patch=patch, channels=1)
     value = one.value.T.expand(variables, -1, -1)
     return Made(value, "inflated", f"{one.note + ', ' if one.note else ''}the same for {variables} variables")
 
 
 def as_kernel(weight: Tensor, *, patch: tuple[int, ...]) -> Tensor:
-    """The linear layer [D, P*C] as a convolution's kernel [D, C, *patch]."""
+    """Return the linear layer [D, P*C] as a convolution's kernel [D, C, *patch]."""
     return weight.unflatten(1, (*patch, -1)).movedim(-1, 1)
 
 
 def voxel_rows(rows: Tensor, *, old: tuple[int, ...], new: tuple[int, ...]) -> Made:
-    """Rows (voxels of a patch; channels) of an output layer; new leading axes repeat them."""
+    """Fit rows (voxels of a patch; channels) of an output layer; new leading axes repeat them."""
     if old == new:
         return Made(rows)
     new_axes = len(new) - len(old)
@@ -113,7 +189,7 @@ def voxel_rows(rows: Tensor, *, old: tuple[int, ...], new: tuple[int, ...]) -> M
 
 
 def square_grid(tokens: int, ndim: int, known: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
-    """The grid that a table of so many rows is of: equal sides, or else the known one where it fits."""
+    """Return the grid of a table of so many rows: equal sides, or else the known one where it fits."""
     side = round(tokens ** (1 / ndim))
     if side**ndim == tokens:
         return (side,) * ndim
@@ -121,7 +197,7 @@ def square_grid(tokens: int, ndim: int, known: tuple[int, ...] | None = None) ->
 
 
 def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...], skip: int = 0) -> Made:
-    """Rows of a table [(1,) skip + N, D] over the old grid, interpolated to the new one and repeated over new axes."""
+    """Fit rows of a table [(1,) skip + N, D] over the old grid to the new one; new axes repeat them."""
     rows = table.reshape(-1, table.shape[-1])[skip:]
     new_axes = len(new) - len(old)
     if new_axes < 0:
@@ -139,7 +215,7 @@ def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...],
 
 
 def resize(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor:
-    """[N, D] over one grid to another: cubic in two dimensions, linear otherwise; smoothed where it shrinks."""
+    """Resize [N, D] over one grid to another: cubic in two dimensions, else linear; smoothed where it shrinks."""
     if len(old) > 3:
         raise ValueError(f"positions over {len(old)} axes cannot be resized; keep the grid {_times(old)}")
     image = rows.T.reshape(1, -1, *old)
@@ -155,7 +231,7 @@ def sincos_rows(grid: tuple[int, ...], width: int) -> Tensor:
 
 
 def first_rows(*tensors: Tensor, counts: tuple[int, ...], added: int = 0) -> Made:
-    """Tokens that stand before the patches, one under another; the last tensor is a table whose first rows are added.
+    """Stack the tokens that stand before the patches; the last tensor is a table whose first rows are added.
 
     A class token whose file adds a position to it starts as their sum.
     """
@@ -169,18 +245,18 @@ def first_rows(*tensors: Tensor, counts: tuple[int, ...], added: int = 0) -> Mad
 
 
 def class_row(table: Tensor, *, there: bool) -> Made:
-    """The class token's own position: the first row of a table that has one, or nothing."""
+    """Return the class token's own position: the first row of a table that has one, or nothing."""
     row = table.reshape(-1, table.shape[-1])[:1]
     return Made(row) if there else Made(torch.zeros_like(row), note="0: the file's class token has no position")
 
 
 def part(tensor: Tensor, *, index: int, of: int) -> Made:
-    """One of several layers that a file keeps in one tensor."""
+    """Return one of several layers that a file keeps in one tensor."""
     return Made(tensor.chunk(of)[index], note=f"part {index + 1} of {of}")
 
 
 def zeros(*shape: int) -> Callable[..., Made]:
-    """A bias that the file's layer does not have."""
+    """Make a bias that the file's layer does not have."""
 
     def make(weight: Tensor) -> Made:
         return Made(torch.zeros(shape, device=weight.device), note="0: the file's layer has no bias")
@@ -190,3 +266,81 @@ def zeros(*shape: int) -> Callable[..., Made]:
 
 def _times(sizes: tuple[Any, ...]) -> str:
     return " x ".join(map(str, sizes))
+
+
+CLASSES = ("head.", "label_embed.", "decoder.out.")  # layers whose size is the number of classes
+
+
+class Target:
+    """The parts of a model that matter here: its parameters, and the make of its encoder."""
+
+    def __init__(self, model: nn.Module):
+        self.model: Any = model
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.encoder: Any = getattr(model, "encoder", None)
+        if self.encoder is None or not hasattr(self.encoder, "patch_embed"):
+            raise ValueError(f"{type(model).__name__} has no encoder that weights could be loaded into")
+        self.config = self.encoder.config
+        self.patch: tuple[int, ...] = self.encoder.patch
+        self.ndim = len(self.patch)
+        config: Any = model.config
+        self.channels: int = getattr(config, "channels_in", None) or config.channels
+        shape = getattr(config, "shape", None)
+        self.grid = None if shape is None else grid_of(per_axis(shape, self.ndim), self.patch)
+        self.positions: str = self.config.positions
+
+    def by_class(self, name: str) -> bool:
+        """Return whether a parameter has a row for each class."""
+        return name.startswith(CLASSES) or (name.startswith("decoder.head.") and hasattr(self.model.config, "classes"))
+
+    def head_width(self, name: str) -> int:
+        """Return the head width of the attention that a parameter belongs to."""
+        return self.model.get_submodule(name.rpartition(".attn.")[0] + ".attn").head_width
+
+
+@dataclass
+class Translation:
+    """Pieces by the name of the parameter that each becomes; reasons for what is left out; what is wrong."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # refused unless strict is off
+    wrong: list[str] = field(default_factory=list)  # refused always
+    decoder: list[str] = field(default_factory=list)  # problems that matter only where a decoder is filled, too
+    classes: list[str] = field(default_factory=list)  # why the classifier cannot be the file's
+    skipped: dict[str, str] = field(default_factory=dict)  # parameters that start anew, and why
+    notes: list[str] = field(default_factory=list)
+
+
+def place_patch_embed(
+    name: str, ours: str, target: Target, out: Translation, prepare: Callable[[Tensor], Tensor] = lambda kernel: kernel
+) -> None:
+    """Place a kernel and its bias, for all channels together or for each variable by itself."""
+    known = target.config.variables
+    if ours.endswith("bias"):
+        each = None if known is None else partial(_for_each, number=len(known.known))
+        out.pieces[ours if each is None else "encoder.patch_embed.bias"] = Piece((name,), each or Made)
+        return
+
+    def make(kernel: Tensor) -> Made:
+        if known is None:
+            return patch_kernel(prepare(kernel), patch=target.patch, channels=target.channels)
+        return variable_kernel(prepare(kernel), patch=target.patch, variables=len(known.known))
+
+    out.pieces[ours if known is None else "encoder.patch_embed.weight"] = Piece((name,), make)
+
+
+def _for_each(bias: Tensor, *, number: int) -> Made:
+    return Made(bias.expand(number, -1), "inflated", f"the same for {number} variables")
+
+
+def rope_inflation(target: Target) -> str:
+    """Say why two axes share out a head's channels otherwise than three do."""
+    start = "the file's rotations are of two axes, and those of three turn other channels"
+    if hasattr(target.config, "rope"):
+        return f"{start}; set rope: superposed, which starts as the two-dimensional model"
+    return f"{start}; use weights with learned positions"
+
+
+def is_superposed(target: Target) -> bool:
+    return getattr(target.config, "rope", "axial") == "superposed"

@@ -6,13 +6,10 @@
   of the crop are sampled one by one, so that memory stays bounded, with the same result
 """
 
-import importlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,11 +17,11 @@ import torch
 from torch import Tensor
 
 from vitrail.data.augment.geometry import Move
+from vitrail.layers.kernels import load_kernels
 
 # Voxels of a tile: below 2^15, from where on PyTorch starts threads for every operation, which is slow where cores are
 # shared. Tiles have threads of their own, and what is read for one stays in the cache.
 TILE = {2: (128, 255), 3: (32, 32, 31)}
-STILL = Move(np.eye(2), np.zeros(2))  # an image as it is
 
 
 def resample(
@@ -78,9 +75,10 @@ def _by_tiles(
             target.copy_(whole)
         else:
             jobs += [(target[(..., *tile)], sample, move, size, tile) for tile in _tiles(crop)]
-    if len(jobs) == 1:
-        fill(*jobs[0])
-    elif jobs:
+    if len(jobs) <= 1 or out.is_cuda:  # threads of a pool have a stream of their own, which waits for nobody
+        for job in jobs:
+            fill(*job)
+    else:
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="vitrail-augment") as pool:
             list(pool.map(lambda job: fill(*job), jobs))
 
@@ -94,22 +92,8 @@ def mirror(index: Tensor, size: int) -> Tensor:
 
 def _kernels(values: Tensor, crop: tuple[int, ...]) -> Any | None:
     """The module of the CUDA kernel, where it can be used."""
-    kernels = _load(values.device) if values.is_cuda else None
+    kernels = load_kernels("vitrail.data.augment.affine_kernels", values.device, "augmentation")
     return kernels if kernels is not None and kernels.fits(values, crop) else None
-
-
-@lru_cache(maxsize=64)
-def _load(device: torch.device) -> Any | None:
-    try:
-        kernels = importlib.import_module("vitrail.data.augment.affine_kernels")
-        kernels.launch(torch.zeros(1, 1, 2, 2, device=device), [STILL], [(2, 2)], (2, 2), step=1, nearest=False)
-        return kernels
-    except ModuleNotFoundError:  # no Triton
-        return None
-    except Exception as error:  # no C compiler, an old card: nothing is lost but time
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        warnings.warn(f"augmentation goes without its GPU kernel, more slowly ({reason})", stacklevel=3)
-        return None
 
 
 def _tiles(crop: tuple[int, ...]) -> list[tuple[slice, ...]]:

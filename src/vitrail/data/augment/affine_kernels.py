@@ -26,6 +26,13 @@ def fits(values: Tensor, crop: tuple[int, ...]) -> bool:
     return max(math.prod(values.shape[2:]), math.prod(crop)) < 2**31
 
 
+def probe(device: torch.device) -> bool:
+    """Build and run the smallest kernel: raises where it cannot be built."""
+    still = Move(np.eye(2), np.zeros(2))  # an image as it is
+    launch(torch.zeros(1, 1, 2, 2, device=device), [still], [(2, 2)], (2, 2), step=1, nearest=False)
+    return True
+
+
 def launch(
     values: Tensor,
     moves: Sequence[Move],

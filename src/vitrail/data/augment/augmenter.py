@@ -4,25 +4,84 @@ Sections are spoilt in the window; then the crop is cut from it in one pass (ori
 bend and what is left of a wanted voxel size in one matrix); then blur, gamma, contrast, brightness, noise and colour;
 then samples are mixed. Where nothing but orientations is asked for, values keep their type and every intensity; where
 flips come to it and windows are crops, nothing is resampled either.
+
+What a loader hands to augmentation: windows as they were read, already on the device.
+
+Augmentations of plugins (`data.augment.more`) get the crops after colours have changed and before samples are mixed.
 """
 
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.data.augment.affine import resample, resample_labels
-from vitrail.data.augment.artefacts import spoil
-from vitrail.data.augment.colour import jitter
-from vitrail.data.augment.geometry import Geometry, Moves
-from vitrail.data.augment.intensity import change_intensity, changes_intensity
-from vitrail.data.augment.mix import mix
-from vitrail.data.augment.orientations import flip_first, orient
-from vitrail.data.augment.raw import Raw
+from vitrail.data.augment.geometry import Geometry, Moves, flip_first, orient
+from vitrail.data.augment.intensity import change_intensity, changes_intensity, jitter, mix, spoil
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.source import Item
+from vitrail.draws import sent, uniforms
 from vitrail.errors import UserError
+from vitrail.layers.patches import Slab
+
+
+@dataclass
+class Raw:
+    """Samples as they lie in their files; each fills the first voxels of the room, the rest means nothing."""
+
+    counters: list[int]
+    values: Tensor  # [B, C, *room] in the type of the data; of slabs flat, [B, C, voxels]
+    labels: Tensor | None = None  # [B] the class of each item, or [B, *room] of each voxel
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # voxels of each sample's window; all if empty
+    scales: list[tuple[float, ...]] = field(default_factory=list)  # wanted spacing / spacing read; 1 if empty
+    spacings: list[tuple[float, ...]] = field(default_factory=list)  # physical size of a voxel read; 1 if empty
+    orientations: list[int] = field(default_factory=list)  # codes of orientations(crop); none if empty
+    sources: list[int] = field(default_factory=list)
+    variables: tuple[str, ...] = ()
+    slab: Slab | None = None  # of each crop, where ranks share samples
+    statistics: tuple[Tensor, Tensor] | None = None  # [B, C] mean and std, where entries have their own
+
+    def narrow(self, start: int, stop: int) -> "Raw":
+        """Some of the samples."""
+        part = slice(start, stop)
+        each = ("counters", "values", "sizes", "scales", "spacings", "orientations", "sources")
+        return replace(
+            self,
+            **{name: getattr(self, name)[part] for name in each},
+            labels=None if self.labels is None else self.labels[part],
+            statistics=None if self.statistics is None else (self.statistics[0][part], self.statistics[1][part]),
+        )
+
+
+@dataclass
+class Crops:
+    """Samples of a batch for an augmentation of a plugin; on a CPU they come one by one."""
+
+    values: Tensor  # [B, C, *S] float32; may be changed in place
+    labels: Tensor | None  # [B] the class of each item, or [B, *S] of each voxel
+    mean: Tensor  # [B, C] of the data, in their units, on the device
+    std: Tensor
+    variables: tuple[str, ...]
+    axes: tuple[str, ...]  # names of S
+    counters: list[int]
+    seed: int
+    purpose: str
+
+    def uniforms(self, number: int) -> Tensor:
+        """Return so many random numbers in [0, 1) for each sample, [B, number]; they follow from its counter alone."""
+        drawn = uniforms(self.seed, self.purpose, self.counters, number)
+        return sent(torch.from_numpy(drawn).float(), self.values.device)
+
+
+class Augmentation(Protocol):
+    """A change of samples that a plugin adds, and its settings."""
+
+    kind: str
+
+    def apply(self, crops: Crops) -> Tensor:
+        """Return the changed values; labels of voxels are changed in place."""
 
 
 class Augmenter:
@@ -46,7 +105,7 @@ class Augmenter:
         self._check()
         self.geometry = Geometry(settings, self.crop, self.axes, seed)
         c = settings
-        changes = bool(changes_intensity(c) or c.sections or c.jitter)
+        changes = bool(changes_intensity(c) or c.sections or c.jitter or c.more)
         self._only_flips = self.geometry.only_flips and not changes  # but for samples that are mixed
         # Whether samples are needed whole, whatever their window: for anything but turns by whole voxels.
         self.resamples = bool(self.geometry.moves or changes or c.mixup or c.cutmix)
@@ -70,10 +129,7 @@ class Augmenter:
         codes = raw.orientations or [0] * len(raw.counters)
         differs = self._differs(raw)
         if not self.resamples and not differs:
-            labels = raw.labels
-            if labels is not None and self.labels == "voxel":
-                labels = orient(labels[:, None], codes)[:, 0]
-            values = orient(raw.values, codes, raw.slab)
+            values, labels = orient(raw.values, codes, raw.slab), self._orient_labels(raw, codes)
             return Batch(raw.counters, values, labels, raw.variables, raw.slab, raw.statistics)
         assert raw.slab is None, "samples that are resampled are read whole"
         if self._only_flips and not differs:
@@ -93,13 +149,15 @@ class Augmenter:
         return Batch(raw.counters, values, labels, raw.variables, None, raw.statistics, soft)
 
     def _flip(self, raw: Raw, codes: list[int]) -> tuple[Tensor, Tensor | None]:
-        """What _change() gives where crops are flipped and turned alone, without sampling them."""
+        """Do as _change() where crops are only flipped and turned, without sampling them."""
         flips = self.geometry.draw_flips(raw.counters) & self.geometry.draw_chance(raw.counters)[:, None]  # [B, n]
         codes = flip_first(self.crop, codes, flips)
-        values, labels = orient(raw.values, codes).float(), raw.labels
-        if labels is not None and self.labels == "voxel":
-            labels = orient(labels[:, None], codes)[:, 0]
-        return values, labels
+        return orient(raw.values, codes).float(), self._orient_labels(raw, codes)
+
+    def _orient_labels(self, raw: Raw, codes: list[int]) -> Tensor | None:
+        if raw.labels is None or self.labels != "voxel":
+            return raw.labels
+        return orient(raw.labels[:, None], codes)[:, 0]
 
     def _draw(self, raw: Raw, codes: list[int]) -> Moves:
         n, number = len(self.crop), len(raw.counters)
@@ -113,7 +171,7 @@ class Augmenter:
         """Everything but mixing; values become float32."""
         c, sizes = self.settings, self._sizes(raw)
         voxels = raw.labels if self.labels == "voxel" else None
-        if c.sections is not None or changes_intensity(c):
+        if c.sections is not None or changes_intensity(c) or c.more:
             mean, std = self._statistics(raw)
         if c.sections is not None:
             axis = 0 if c.sections.axis is None else self.axes.index(c.sections.axis)
@@ -130,6 +188,11 @@ class Augmenter:
         if c.jitter is not None:
             highest = 255.0 if raw.values.dtype == torch.uint8 else None
             values = jitter(values, raw.counters, c.jitter, self.seed, raw.variables, highest=highest)
+        for number, own in enumerate(c.more):
+            on_device = sent(mean, values.device), sent(std, values.device)
+            purpose = f"augment.more.{number}.{own.kind}"
+            crops = Crops(values, labels, *on_device, raw.variables, self.axes, raw.counters, self.seed, purpose)
+            values = own.apply(crops)
         return values, labels
 
     def _differs(self, raw: Raw) -> bool:

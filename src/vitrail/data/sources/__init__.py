@@ -1,11 +1,14 @@
-"""Sources, one file a format. This file only tells which kind of source lies at a path, without opening it."""
+"""Sources, one file a format. This file only tells which kind of source lies at a path, without opening it.
+
+Of a TIFF file the tags of the first page tell, read without any library.
+"""
 
 import re
 import struct
 from collections import Counter
 from typing import Any
 
-from vitrail.data.files import (
+from vitrail.data.files.paths import (
     base_name,
     file_type,
     is_url,
@@ -16,13 +19,35 @@ from vitrail.data.files import (
     read_json,
     split_key,
 )
-from vitrail.data.tiff_tags import read_tags
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
 
+
+def read_tags(path: str) -> tuple[set[int], bytes, bool]:
+    """Read tags and description of the first page, and whether it is the last; struct.error or ValueError if broken."""
+    head = read_bytes(path, 0, 16)
+    order = "<" if head[:1] == b"I" else ">"
+    big = struct.unpack(order + "H", head[2:4])[0] == 43
+    width, entry, number = (8, 20, "Q") if big else (4, 12, "I")
+    (offset,) = struct.unpack(order + number, head[8:16] if big else head[4:8])
+    size = 8 if big else 2
+    (count,) = struct.unpack(order + ("Q" if big else "H"), read_bytes(path, offset, size))
+    if count > 4096:
+        raise ValueError("no list of tags")
+    table = read_bytes(path, offset + size, count * entry + width)
+    (following,) = struct.unpack(order + number, table[count * entry :])
+    tags, description = set(), b""
+    for start in range(0, count * entry, entry):
+        tag, _ = struct.unpack(order + "HH", table[start : start + 4])
+        tags.add(tag)
+        if tag == 270:
+            length, place = struct.unpack(order + 2 * number, table[start + 4 : start + 4 + 2 * width])
+            description = read_bytes(path, place, min(length, 4096)) if length > width else b""
+    return tags, description, following == 0
+
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp")
 TIFF_SUFFIXES = (".tif", ".tiff", ".btf", ".tf8")
-ZARR_FILES = ("zarr.json", ".zgroup", ".zattrs", ".zarray")
 
 # What a file's name says; TIFF files are looked into.
 SUFFIXES = {
@@ -55,7 +80,7 @@ _LOOK_AT = 20  # folders
 
 
 def guess_kind(path: str) -> str:
-    """The kind of source at a path or URL: by what is there, or by the name where nothing is there yet."""
+    """Return the kind of source at a path or URL: by what is there, or by the name where nothing is there yet."""
     path, _ = split_key(path, None)  # a name inside a file: file.h5::raw
     if re.search(r"[{*].*\.tar$", path):  # a pattern of shards
         return "webdataset"
@@ -66,7 +91,7 @@ def guess_kind(path: str) -> str:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name is that of an image; hidden files are not."""
+    """Tell whether a file name is that of an image; hidden files are not."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
@@ -158,7 +183,7 @@ def _advice() -> str:
 
 
 def _guess_zarr(path: str) -> str | None:
-    """What zarr metadata say, if there are any."""
+    """Tell the kind by what zarr metadata say, if there are any."""
     tree = {name: _load(join(path, name)) for name in ("zarr.json", ".zattrs")}
     attributes: dict[str, Any] = {}
     for found in (tree["zarr.json"].get("attributes"), tree[".zattrs"]):
@@ -175,7 +200,7 @@ def _guess_zarr(path: str) -> str | None:
 
 
 def _is_xarray(path: str, metadata: dict[str, Any]) -> bool:
-    """Whether a Zarr store is a dataset of xarray: it holds an array with the name of its own only axis."""
+    """Tell whether a Zarr store is a dataset of xarray: it holds an array with the name of its own only axis."""
     arrays = _tree(_tree(metadata.get("consolidated_metadata")).get("metadata"))
     axes = {name: _tree(found).get("dimension_names") for name, found in arrays.items()}
     for name, found in _tree(_load(join(path, ".zmetadata")).get("metadata")).items():
@@ -190,7 +215,7 @@ def _is_xarray(path: str, metadata: dict[str, Any]) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Folders inside; none where nothing is, or where a server does not list."""
+    """List the folders inside; none where nothing is, or where a server does not list."""
     try:
         return list_folders(path)
     except (OSError, UserError):
@@ -198,7 +223,7 @@ def _folders(path: str) -> list[str]:
 
 
 def _load(path: str) -> dict[str, Any]:
-    """A JSON file; nothing where there is none, or where it is broken: its source will say so."""
+    """Read a JSON file; nothing where there is none, or where it is broken: its source will say so."""
     try:
         found = read_json(path)
     except (OSError, ValueError):  # UserError is a ValueError
@@ -207,12 +232,12 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def _tree(found: Any) -> dict[str, Any]:
-    """What is found where keys and values belong; nothing where it is something else."""
+    """Return what was found where keys and values belong; nothing where it is something else."""
     return found if isinstance(found, dict) else {}
 
 
 def _guess_tiff(path: str, single: str = "tiff") -> str:
-    """Whether a TIFF file is a map, a stack or pyramid, or just one image (then `single`)."""
+    """Tell whether a TIFF file is a map, a stack or pyramid, or just one image (then `single`)."""
     try:
         tags, description, last = read_tags(path)
     except (struct.error, ValueError, OverflowError):

@@ -9,10 +9,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.files import base_name, file_type, join, list_files, list_folders, local_copy, parent, read_bytes
-from vitrail.data.formats import decoding
-from vitrail.data.items import ItemsConfig, LazySequence, choose_channels, keep_share, whole_item
-from vitrail.data.source import normalize_window
+from vitrail.data.files.handles import decoding
+from vitrail.data.files.paths import (
+    base_name,
+    file_type,
+    join,
+    list_files,
+    list_folders,
+    local_copy,
+    parent,
+    read_bytes,
+)
+from vitrail.data.source import (
+    ItemsConfig,
+    ItemSource,
+    LazySequence,
+    choose_channels,
+    normalize_window,
+    whole_item,
+)
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
@@ -34,43 +49,38 @@ class Cifar10Config(ItemsConfig):
         return Cifar10Source(self)
 
 
-class Cifar10Source:
+class Cifar10Source(ItemSource):
     """Images of 32 x 32 pixels in ten classes."""
 
     axes = ("y", "x")
     dtype = np.dtype("uint8")
 
     def __init__(self, settings: Cifar10Config) -> None:
-        self.config = settings
-        files = self._list_files()
+        files = self._list_files(settings)
         self.records = [self._map(path) for path in files]
         self.alike = whole_item("", SHAPE[1:], None)
-        self._names = [base_name(path) for path in files]
+        self.shape, self._files = SHAPE[1:], [base_name(path) for path in files]
         self._firsts = np.cumsum([0, *(len(records) for records in self.records)])
         self.class_names = self._read_names(parent(files[0]))
         self.variables, self._channels = choose_channels(settings.variables, ("red", "green", "blue"), settings.path)
-        self._labels = np.concatenate([records[:, 0] for records in self.records])
-        wrong = np.flatnonzero(self._labels >= len(self.class_names))
+        self._classes = np.concatenate([records[:, 0] for records in self.records])
+        wrong = np.flatnonzero(self._classes >= len(self.class_names))
         if len(wrong):
             raise BadData(
-                f"{settings.path}: {self._name(int(wrong[0]))} has the class {self._labels[wrong[0]]}, but there are "
+                f"{settings.path}: {self._name(int(wrong[0]))} has the class {self._classes[wrong[0]]}, but there are "
                 f"{len(self.class_names)}; fetch the binary version of CIFAR-10 again"
             )
-        self.kept = keep_share(settings, LazySequence(len(self._labels), self._name))
-        self.items = LazySequence(
-            len(self.kept),
-            lambda item: whole_item(self._name(self.kept[item]), SHAPE[1:], int(self._labels[self.kept[item]])),
-        )
+        super().__init__(settings, LazySequence(len(self._classes), self._name), self._classes)
 
     def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
-        """[C, y, x] of a window."""
+        """Read a window, [C, y, x]."""
         (top, bottom), (left, right) = normalize_window(SHAPE[1:], region)
         file, row = self._place(self.kept[item])
         pixels = self.records[file][row, 1:].reshape(SHAPE)
         return np.ascontiguousarray(pixels[self._channels, top:bottom, left:right])
 
     def read_many(self, items: np.ndarray) -> np.ndarray:
-        """Whole images [B, C, y, x]."""
+        """Read whole images [B, C, y, x]."""
         numbers = self.kept[items]
         files = np.searchsorted(self._firsts, numbers, side="right") - 1
         records = np.empty((len(items), RECORD), np.uint8)
@@ -81,23 +91,11 @@ class Cifar10Source:
         return pixels if self._channels == [0, 1, 2] else pixels[:, self._channels]
 
     def labels_of(self, items: np.ndarray) -> np.ndarray:
-        """The classes of images [B]."""
-        return self._labels[self.kept[items]]
+        """Return the classes of images [B]."""
+        return self._classes[self.kept[items]]
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "cifar10",
-            "path": self.config.path,
-            "axes": list(self.axes),
-            "shape": list(SHAPE[1:]),
-            "dtype": str(self.dtype),
-            "variables": list(self.variables),
-            "spacing": [1.0, 1.0],
-            "unit": None,
-            "items": len(self.items),
-            "classes": list(self.class_names),
-            "files": self._names,
-        }
+        return super().describe() | {"files": self._files}
 
     def _place(self, number: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
@@ -105,10 +103,10 @@ class Cifar10Source:
 
     def _name(self, number: int) -> str:
         file, row = self._place(number)
-        return f"{self._names[file]}:{row}"
+        return f"{self._files[file]}:{row}"
 
-    def _list_files(self) -> list[str]:
-        path = self.config.path
+    def _list_files(self, settings: Cifar10Config) -> list[str]:
+        path = settings.path
         if file_type(path) == "file":
             if not path.endswith(".bin"):
                 raise UserError(self._refuse(path))
@@ -120,11 +118,11 @@ class Cifar10Source:
                 path = join(path, folder)
                 break
         names = list_files(path)
-        found = [name for name in names if re.fullmatch(FILES[self.config.part], name)]
+        found = [name for name in names if re.fullmatch(FILES[settings.part], name)]
         if not found and any(re.fullmatch(r"(data_batch_\d+|test_batch|batches\.meta)", name) for name in names):
             raise UserError(self._refuse(path))
         if not found:
-            raise UserError(f"{path} holds no {self.config.part} files of CIFAR-10 (data_batch_1.bin, ...); fetch them")
+            raise UserError(f"{path} holds no {settings.part} files of CIFAR-10 (data_batch_1.bin, ...); fetch them")
         numbers = [int(n) for name in found for n in re.findall(r"\d+", name)]
         missing = sorted(set(range(1, max(numbers, default=0) + 1)) - set(numbers))
         if missing:

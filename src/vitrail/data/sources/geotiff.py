@@ -15,17 +15,19 @@ import itertools
 import math
 import re
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.files import local_copy
-from vitrail.data.formats import Handles, decoding, library, list_items, pair_labels
+from vitrail.data.files.handles import Handles, decoding, library
+from vitrail.data.files.paths import local_copy
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
-from vitrail.data.stored import Filling
-from vitrail.errors import BadData, MissingData
+from vitrail.data.sources.folders import list_cases
+from vitrail.data.stored import Filling, chunks_in
+from vitrail.errors import BadData
 from vitrail.foreign import BEST_PACKED, check_plain, check_room, is_trusting, named_file, open_plain
 from vitrail.recipe import config
 
@@ -58,26 +60,25 @@ class GeotiffConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the metadata; no pixel is read yet."""
-        items, files, fill = list_items(self.path, SUFFIXES), open_files(), self.missing == "fill"
-        pairs = {} if self.labels is None else pair_labels(items, self.labels, SUFFIXES)
+        files, fill = open_files(), self.missing == "fill"
         entries = []
-        for name, path in items:
-            image, facts = open_raster(path, files, fill=fill)
+        for case in list_cases(self.path, self.labels, SUFFIXES):
+            image, facts = open_raster(case.images[0], files, fill=fill)
             labels = None
-            if name in pairs:
-                labels, other = open_raster(pairs[name], files, fill=fill)
+            if case.labels is not None:
+                labels, other = open_raster(case.labels, files, fill=fill)
                 if None not in (facts["crs"], other["crs"]) and facts["crs"] != other["crs"]:
                     raise BadData(
-                        f"labels {labels.name} are in {other['crs']}, the image {path} in {facts['crs']}; "
+                        f"labels {labels.name} are in {other['crs']}, the image {image.name} in {facts['crs']}; "
                         "reproject them onto the image"
                     )
                 labels = replace(labels, valid=None)
-            entries.append(Entry(name, (image,), labels, facts=facts))
+            entries.append(Entry(case.name, (image,), labels, facts=facts))
         return GridSource(self, entries, kind="geotiff")
 
 
 def open_files() -> Files:
-    """Files that stay open as long as a source, for each thread its own."""
+    """Return files that stay open as long as a source, for each thread its own."""
     rasterio = library("rasterio", "geotiff")
     # Labels often come without a place of their own, and are then taken to lie on the image.
     warnings.filterwarnings("ignore", category=rasterio.errors.NotGeoreferencedWarning)
@@ -93,7 +94,7 @@ def open_files() -> Files:
 
 
 def _driver(place: Path) -> str:
-    """The driver for a file that holds its own pixels."""
+    """Return the driver for a file that holds its own pixels."""
     with open_plain(place) as file:
         start = file.read(8)
     driver = next((name for magic, name in DRIVERS.items() if start.startswith(magic)), None)
@@ -151,7 +152,7 @@ def _check_named(path: str, place: Path, raster: Any) -> None:
 
 
 def _overview_file(raster: Any) -> str | None:
-    """Where a file says that its overviews lie: GDAL knows the word in any mixture of cases, and what it stands for."""
+    """Return where a file says that its overviews lie: GDAL knows the word in any mixture of cases."""
     told: str | None = raster.get_tag_item("OVERVIEW_FILE", "OVERVIEWS")
     for name, value in raster.tags(ns="OVERVIEWS").items():
         if name.upper() == "OVERVIEW_FILE" or value.startswith("/vsi") or "://" in value:
@@ -186,7 +187,7 @@ def _check_block(name: str, raster: Any) -> None:
 
 
 def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[str, Any]]:
-    """The bands, with the overviews as levels; and CRS, transform and tags."""
+    """Open the bands, with the overviews as levels; return them with CRS, transform and tags."""
     here = local_copy(path).absolute()
     if ".." in here.parts:  # which names of files beside it must not have
         here = here.parent.resolve() / here.name
@@ -208,7 +209,8 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
         scaled = bool((scaling != [1.0, 0.0]).any())
         dtype = np.result_type(stored_dtype, np.float32) if scaled else stored_dtype
         masked = any("all_valid" not in [flag.name for flag in raster.mask_flag_enums[i - 1]] for i in bands)
-        names = [raster.descriptions[i - 1] or _colour(raster, i) or f"band{i}" for i in bands]
+        colours = [c.name if c.name in ("red", "green", "blue") else None for c in raster.colorinterp]
+        names = [raster.descriptions[i - 1] or colours[i - 1] or f"band{i}" for i in bands]
         block, transform, crs = raster.block_shapes[0], raster.transform, raster.crs
         _check_block(path, raster)
         factors, beside = raster.overviews(bands[0]), tuple(raster.files)  # masks, headers and others
@@ -235,19 +237,23 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
     spacing = {} if transform.is_identity else {"y": math.hypot(b, e), "x": math.hypot(a, d)}
     upright = b == d == 0 and a > 0 > e
     levels = []
-    filling = Filling()
+    filling = Filling(allowed=fill)
     for number, (shape, factor) in enumerate(zip(shapes, [1, *factors], strict=True)):
         level = None if number == 0 else number - 1
         sizes = {n: s * factor for n, s in spacing.items()} if spacing else dict.fromkeys("yx", float(factor))
         origin = {"y": -f - e * factor / 2, "x": c + a * factor / 2} if upright else {}
         name = path if level is None else f"{path}, overview {level}"
-        read, valid = _reader(files, name, place, level, bands, stored_dtype), None
-        if scaled:
-            read = _unpacked(read, scaling, dtype)
-        if sparse:
-            read = _written(files, name, place, level, bands, read, filling if fill else None)
-        if masked:
-            valid = _reader(files, name, place, level, bands, None)
+        stored_level = _Level(files, name, place, level, bands, stored_dtype)
+
+        def read(window: Window, level: _Level = stored_level) -> np.ndarray:
+            if sparse:
+                level.check_written(window, filling)
+            values = level.read(window)
+            if scaled:  # the numbers stand for values: times the band's scale, plus its offset
+                scale, offset = scaling[window[0], :, None, None].swapaxes(0, 1)  # [C, 1, 1] each
+                values = (values * scale + offset).astype(dtype)
+            return values
+
         stored = Stored(
             name,
             (len(bands), *shape),
@@ -259,7 +265,7 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
             unit,
             origin,
             tuple(names),
-            valid=valid,
+            valid=stored_level.is_valid if masked else None,
             filling=filling,
             files=beside,
         )
@@ -267,62 +273,45 @@ def open_raster(path: str, files: Files, *, fill: bool) -> tuple[Stored, dict[st
     return replace(levels[0], levels=tuple(levels[1:])), facts
 
 
-def _reader(files: Files, name: str, place: str, level: int | None, bands: list[int], dtype: np.dtype | None) -> Any:
-    """Reads windows of the bands, or of where they are valid if there is no type."""
+@dataclass(frozen=True)
+class _Level:
+    """One resolution of a scene, of which windows are read."""
 
-    def read(window: Window) -> np.ndarray:
+    files: Files
+    name: str
+    place: str
+    number: int | None  # of the overview
+    bands: list[int]
+    dtype: np.dtype  # as stored
+
+    def read(self, window: Window) -> np.ndarray:
+        return self._read(window, lambda raster, **part: raster.read(**part).astype(self.dtype, copy=False))
+
+    def is_valid(self, window: Window) -> np.ndarray:
+        return self._read(window, lambda raster, **part: raster.read_masks(**part) > 0)
+
+    def _read(self, window: Window, read: Callable[..., np.ndarray]) -> np.ndarray:
         channels, rows, columns = window
-        wanted = bands[channels]
-        part = ((rows.start, rows.stop), (columns.start, columns.stop))
-        with decoding(name):
-            raster = files(place, level)
+        with decoding(self.name):
+            raster = self.files(self.place, self.number)
             if max(rows.stop, 0) > raster.height or columns.stop > raster.width:
-                raise BadData(f"{name} is {raster.height} x {raster.width} now, smaller than when it was opened")
-            if dtype is None:
-                return raster.read_masks(wanted, window=part) > 0
-            return raster.read(wanted, window=part).astype(dtype, copy=False)
+                raise BadData(f"{self.name} is {raster.height} x {raster.width} now, smaller than when it was opened")
+            part = ((rows.start, rows.stop), (columns.start, columns.stop))
+            return read(raster, indexes=self.bands[channels], window=part)
 
-    return read
-
-
-def _unpacked(read: Any, scaling: np.ndarray, dtype: np.dtype) -> Any:
-    """Reads the values that the stored numbers stand for: times the band's scale, plus its offset."""
-
-    def unpack(window: Window) -> np.ndarray:
-        scale, offset = scaling[window[0], :, None, None].swapaxes(0, 1)  # [C, 1, 1] each
-        return (read(window) * scale + offset).astype(dtype)
-
-    return unpack
-
-
-def _written(
-    files: Files, name: str, place: str, level: int | None, bands: list[int], read: Any, filling: Filling | None
-) -> Any:
-    """The same reads, which refuse or count blocks that were never written."""
-
-    def check(window: Window) -> np.ndarray:
+    def check_written(self, window: Window, filling: Filling) -> None:
+        """Refuse or count blocks that were never written."""
         channels, rows, columns = window
-        raster = files(place, level)
+        raster = self.files(self.place, self.number)
         tall, wide = raster.block_shapes[0]
         # Bands side by side in a pixel lie in one block.
         together = raster.interleaving is not None and raster.interleaving.name == "pixel"
-        wanted = bands[channels][:1] if together else bands[channels]
-        blocks = [range(w.start // n, -(-w.stop // n)) for w, n in ((rows, tall), (columns, wide))]
-        for band, row, column in itertools.product(wanted, *blocks):
-            with decoding(name):
+        wanted = self.bands[channels][:1] if together else self.bands[channels]
+        for band, (row, column) in itertools.product(wanted, chunks_in((rows, columns), (tall, wide))):
+            with decoding(self.name):
                 lost = raster.get_tag_item(f"BLOCK_OFFSET_{column}_{row}", "TIFF", bidx=band) is None
-            if lost and filling is None:
-                raise MissingData(
-                    f"{name}: the block at y = {row * tall}, x = {column * wide} of band {band} was never written; "
-                    "restore the file, or set `missing: fill` if its writer left out what is empty"
+            if lost:
+                filling.add(
+                    f"{self.name}: the block at y = {row * tall}, x = {column * wide} of band {band} was never "
+                    "written; restore the file, or set `missing: fill` if its writer left out what is empty"
                 )
-            if lost and filling is not None:
-                filling.add(1)
-        return read(window)
-
-    return check
-
-
-def _colour(raster: Any, band: int) -> str | None:
-    name = raster.colorinterp[band - 1].name
-    return name if name in ("red", "green", "blue") else None

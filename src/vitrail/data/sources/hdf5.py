@@ -5,10 +5,9 @@
   and axes from the dimension labels or an `axes` attribute; h5py reads under one lock, so threads take turns
 - a chunk that was never written reads as zeros in HDF5, and so do parts of a virtual dataset whose file is gone: here
   that is an error, unless `missing: fill`
-- links and parts in other files are those of the file's own folder, unless `--trust` is given (hdf5_links.py)
+- links and parts in other files are those of the file's own folder, unless `--trust` is given
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +15,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.files import local_copy, split_key
-from vitrail.data.formats import Handles, decoding, default_axes, library, list_items, pair_labels
-from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit, split_axes
-from vitrail.data.hdf5_links import (
+from vitrail.data.files.handles import Handles, decoding, default_axes, library
+from vitrail.data.files.paths import local_copy, split_key
+from vitrail.data.formats.hdf5 import (
+    MOST_WORDS,
     Found,
     check_chunks,
     check_dataset,
     check_known,
     check_parts,
+    depth,
     external_files,
     follow,
     large_chunks,
@@ -32,8 +32,9 @@ from vitrail.data.hdf5_links import (
     virtual_parts,
     walk,
 )
-from vitrail.data.hdf5_words import MOST_WORDS, depth
-from vitrail.data.stored import Filling
+from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit, split_axes
+from vitrail.data.sources.folders import list_cases
+from vitrail.data.stored import Filling, chunks_in
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import parse_json
 from vitrail.recipe import config
@@ -53,38 +54,36 @@ class Hdf5Config(GridConfig):
     def open(self) -> GridSource:
         """Read the metadata; no voxel is read yet."""
         path, key = split_key(self.path, self.key)
-        items, files = list_items(path, SUFFIXES), open_files()
-        inside = self.labels is not None and self.labels.strip("/") in list_datasets(items[0][1], files)
-        outside, label_key, pairs = None, None, {}
-        if self.labels is not None and not inside:
+        files, fill = open_files(), self.missing == "fill"
+        cases = list_cases(path, None, SUFFIXES)
+        known = list_datasets(cases[0].images[0], files)
+        inside = self.labels if self.labels is not None and self.labels.strip("/") in known else None
+        label_key = inside
+        if self.labels is not None and inside is None:
             outside, label_key = split_key(self.labels, None)
             try:
-                pairs = pair_labels(items, outside, SUFFIXES)
+                cases = list_cases(path, outside, SUFFIXES)
             except UserError as error:
-                have = ", ".join(list_datasets(items[0][1], files))
-                raise UserError(f"{error}, or one of its datasets: {have}") from None
-        fill = self.missing == "fill"
+                raise UserError(f"{error}, or one of its datasets: {', '.join(known)}") from None
         entries = []
-        for name, place in items:
-            labels = None
-            if inside:
-                labels = open_dataset(place, self.labels, files, fill=fill)
-            elif outside is not None:
-                labels = open_dataset(pairs[name], label_key, files, fill=fill)
-            known = list_datasets(place, files)
-            image = open_dataset(place, key, files, fill=fill, skip=self.labels if inside else None)
-            entries.append(Entry(name, (image,), labels, facts={"datasets": known}))
+        for case in cases:
+            (place,), labels = case.images, None
+            if self.labels is not None:
+                labels = open_dataset(case.labels or place, label_key, files, fill=fill)
+            facts = {"datasets": list_datasets(place, files)}
+            image = open_dataset(place, key, files, fill=fill, skip=inside)
+            entries.append(Entry(case.name, (image,), labels, facts=facts))
         return GridSource(self, entries, kind="hdf5")
 
 
 def open_files() -> Files:
-    """Files that stay open as long as a source; HDF5 lets nobody write to them meanwhile."""
+    """Return files that stay open as long as a source; HDF5 lets nobody write to them meanwhile."""
     h5py = library("h5py", "hdf5")
     return Handles(lambda place: h5py.File(place, "r", locking="best-effort"), per_thread=False)
 
 
 def list_datasets(path: str, files: Files) -> list[str]:
-    """Names of the arrays of numbers with two axes or more."""
+    """List the arrays of numbers with two axes or more."""
     h5py = library("h5py", "hdf5")
     with decoding(path):
         return [
@@ -127,7 +126,7 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
         check_dataset(name, node)
         check_known(name, node)
         large = large_chunks(node)
-    found, filling = at, Filling()
+    found, filling = at, Filling(allowed=fill)
 
     def read(window: Window) -> np.ndarray:
         with decoding(name):
@@ -137,15 +136,12 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
             gone = [part.file for part in outside if part.touches(window) and not part.file.exists()]
             if gone and not fill:
                 raise MissingData(f"{name}: the file {gone[0]}, which holds a part of it, is gone; restore it")
-            for corner in _missing_chunks(dataset, window) if lost or gone else ():
-                if not fill:
-                    which = [c // size for c, size in zip(corner, chunk, strict=True)]
-                    raise MissingData(
-                        f"{name}: the chunk {which} at voxel {list(corner)} was never written; restore the file, leave "
-                        "it out with `region`, or set `missing: fill` if its writer left out chunks that hold only the "
-                        "fill value"
-                    )
-                filling.add(1)
+            for number in _missing_chunks(dataset, window) if lost or gone else ():
+                corner = [n * size for n, size in zip(number, chunk, strict=True)]
+                filling.add(
+                    f"{name}: the chunk {list(number)} at voxel {corner} was never written; restore the file, leave it "
+                    "out with `region`, or set `missing: fill` if its writer left out chunks of the fill value alone"
+                )
             check_chunks(name, dataset, large, window)
             return dataset[window]
 
@@ -174,7 +170,7 @@ def _axes(node: Any) -> tuple[str, ...]:
 
 
 def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str | None, dict[str, float]]:
-    """Voxel size, unit and origin, given for the axes of space in their order."""
+    """Read voxel size, unit and origin, given for the axes of space in their order."""
     space = [name for name in axes if name not in ("c", "t")]
     for attribute, unit in (("element_size_um", "micrometer"), ("resolution", "nanometer")):
         told = _attribute(node, attribute)
@@ -193,7 +189,7 @@ def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str |
 
 
 def _attribute(node: Any, name: str) -> Any:
-    """A small attribute, or None; words may all be one that is as large as the file."""
+    """Read a small attribute, or None; words may all be one that is as large as the file."""
     if name not in node.attrs:
         return None
     found = node.attrs.get_id(name)
@@ -215,7 +211,7 @@ class _Part(NamedTuple):
 def _outside(
     files: Files, node: Any, own: Path, place: Path, judged: set[tuple[Path, str]] | None = None
 ) -> tuple[list[_Part], str | None]:
-    """The other files that a dataset is read from, and what is wrong with them: HDF5 itself would give zeros.
+    """List the other files that a dataset is read from, and what is wrong with them: HDF5 itself would give zeros.
 
     An external link may have led to its `own` file; each part is judged once.
     """
@@ -249,7 +245,7 @@ def _outside(
 
 
 def _judge(files: Files, file: Path, name: str, judged: set[tuple[Path, str]]) -> list[str]:
-    """What is wrong with a dataset that is a part of another, and with its own parts."""
+    """Say what is wrong with a dataset that is a part of another, and with its own parts."""
     if not file.exists():
         return [f"the file {file}, which holds a part of it, is gone"]
     at: Found | None = follow(files, file.resolve(), name)
@@ -263,7 +259,7 @@ def _judge(files: Files, file: Path, name: str, judged: set[tuple[Path, str]]) -
 
 
 def _missing(node: Any) -> bool:
-    """Whether chunks, or the whole of it, were never written."""
+    """Tell whether chunks, or the whole of it, were never written."""
     if node.is_virtual or node.external:
         return False
     if node.chunks is None:
@@ -273,11 +269,11 @@ def _missing(node: Any) -> bool:
 
 
 def _missing_chunks(dataset: Any, window: Window) -> Iterator[tuple[int, ...]]:
-    """First voxels of the chunks of a window that were never written."""
+    """List the chunks of a window that were never written."""
     if dataset.chunks is None:  # all of it
         yield (0,) * dataset.ndim
         return
-    ranges = [range(w.start // c * c, w.stop, c) for w, c in zip(window, dataset.chunks, strict=True)]
-    for corner in itertools.product(*ranges):
+    for number in chunks_in(window, dataset.chunks):
+        corner = tuple(n * size for n, size in zip(number, dataset.chunks, strict=True))
         if dataset.id.get_chunk_info_by_coord(corner).byte_offset is None:
-            yield corner
+            yield number

@@ -7,9 +7,9 @@
 """
 
 import hashlib
-from typing import Any, Literal
+from typing import Literal
 
-from vitrail.data.files import (
+from vitrail.data.files.paths import (
     base_name,
     file_type,
     is_url,
@@ -20,9 +20,9 @@ from vitrail.data.files import (
     open_file,
     parent,
 )
-from vitrail.data.image_source import ImagesConfig, ImageSource, LabelledImageSource
-from vitrail.data.nnunet import is_layout, read_layout
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
+from vitrail.data.sources.encoded import ImagesConfig, ImageSource, LabelledImageSource, open_images
+from vitrail.data.sources.folders import find_cases, is_layout
 from vitrail.errors import UserError
 from vitrail.recipe import config
 
@@ -53,35 +53,28 @@ class ImageFolderConfig(ImagesConfig):
         else:
             names, classes = self._list_images()
         numbers = {name: number for number, name in enumerate(classes)}
-        source: Any = ImageSource
-        more: dict[str, Any] = {}
         if self.labels is not None:
             beside = self._list_labels(self.labels, names)
-        if beside is not None:
-            labels, where = beside, self.labels or join(folder, "labelsTr")
-            source = LabelledImageSource
-            more = {"open_labels": lambda number: open_file(labels[number]), "labels_name": where}
-        opened = source(
+        masks = beside or []
+        opened = open_images(
             self,
             names,
             lambda number: open_file(join(folder, names[number])),
-            kind=self.kind,
             labels=[numbers[name.partition("/")[0]] for name in names] if classes else None,
             class_names=classes,
             state=self._state(names),
             title=lambda name: join(folder, name),
-            files=lambda: [self.path, *(join(folder, name) for name in names), *(beside or ())],
-            **more,
+            files=lambda: [self.path, *(join(folder, name) for name in names), *masks],
+            open_labels=None if beside is None else lambda number: open_file(masks[number]),
+            labels_name=self.labels or join(folder, "labelsTr"),
         )
-        if values and beside is not None:
+        if isinstance(opened, LabelledImageSource):
             opened.label_names = values
         return opened
 
     def _list_cases(self) -> tuple[list[str], list[str] | None, dict[int, str]]:
-        """Images, labels where each image has them, and names of their values, as nnU-Net lays them out."""
-        layout = read_layout(self.path, IMAGE_SUFFIXES, colours=True)
-        if self.labels is not None:
-            raise UserError(f"labels = {self.labels!r}: those of {self.path} lie in labelsTr; leave `labels` out")
+        """List images, labels where each image has them, and names of their values, as nnU-Net lays them out."""
+        layout = find_cases(self.path, self.labels, IMAGE_SUFFIXES, colours=True)
         for case in layout.cases:
             if len(case.images) > 1:
                 raise UserError(
@@ -93,7 +86,7 @@ class ImageFolderConfig(ImagesConfig):
         return names, labels if len(labels) == len(names) else None, layout.labels
 
     def _list_images(self) -> tuple[list[str], list[str]]:
-        """Names below the folder in natural order, and the folders where these are classes."""
+        """List names below the folder in natural order, and the folders where these are classes."""
         path = self.path
         if file_type(path) != "folder":
             raise UserError(f"data path {path!r} is not a folder; give a folder of images")
@@ -127,7 +120,7 @@ class ImageFolderConfig(ImagesConfig):
         return [name for names in groups.values() for name in names], [] if self.classes is False else list(groups)
 
     def _list_labels(self, folder: str, names: list[str]) -> list[str]:
-        """The image of labels of each image."""
+        """List the image of labels of each image."""
         inside: dict[str, dict[str, str]] = {}
         found = []
         for name in names:
@@ -147,7 +140,7 @@ class ImageFolderConfig(ImagesConfig):
         return found
 
     def _state(self, names: list[str]) -> str:
-        """Changes when images come, go or are renamed; not when one is written over, which its read notices."""
+        """Return what changes when images come, go or are renamed; a read notices one that is written over."""
         times = []
         if not is_url(self.path):
             root = local_path(self.path)

@@ -19,17 +19,16 @@ from typing import Any, Literal
 import numpy as np
 
 from vitrail.credentials import reveal
-from vitrail.data.chunks import parts
-from vitrail.data.files import base_name, file_type, is_url, join, local_copy
-from vitrail.data.formats import Handles, decoding, file_mark, library, list_items
+from vitrail.data.chunks.decoded import parts
+from vitrail.data.chunks.nodes import check_file
+from vitrail.data.files.handles import Handles, decoding, file_mark, library
+from vitrail.data.files.paths import base_name, file_type, is_url, join, local_copy
+from vitrail.data.formats.hdf5 import Words, check_chunks, check_dataset, check_whole, large_chunks, walk
+from vitrail.data.formats.xarray import check_store, expected_size, open_checkers, open_known
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
-from vitrail.data.hdf5_links import check_chunks, check_dataset, check_whole, large_chunks, walk
-from vitrail.data.hdf5_words import Words
-from vitrail.data.netcdf_classic import expected_size
-from vitrail.data.stored import Filling
-from vitrail.data.xarray_stores import check_store, open_checkers, open_known
-from vitrail.data.zarr_nodes import check_file
-from vitrail.errors import BadData, MissingData, UserError
+from vitrail.data.sources.folders import list_items
+from vitrail.data.stored import Filling, chunks_in
+from vitrail.errors import BadData, UserError
 from vitrail.foreign import check_room, open_plain
 from vitrail.recipe import config
 
@@ -72,7 +71,7 @@ class NetcdfConfig(GridConfig):
         return GridSource(replace(self, variables=wanted), entries, kind="netcdf")
 
     def _expand(self, images: Sequence[Stored]) -> list[str] | None:
-        """The variables asked for; a field with levels stands for all of them."""
+        """Return the variables asked for; a field with levels stands for all of them."""
         if self.variables is None:
             return None
         fields = {s.name.rpartition("::")[2]: s.channels or () for s in images}
@@ -119,7 +118,7 @@ class NetcdfConfig(GridConfig):
             return images, _names(path, first, counted), _facts(dataset, fields, grid, other)
 
     def _stored(self, name: str, raw: Any, field: Any, counted: tuple[str, ...]) -> Stored:
-        """A field as [items, levels, *grid]; items of several axes are counted in their order."""
+        """Describe a field as [items, levels, *grid]; items of several axes are counted in their order."""
         level = _level_axis(field)
         grid = field.dims[-2:]
         path, _, short = name.rpartition("::")
@@ -198,13 +197,12 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
     check = None if _is_store(path) else _chunk_checker(name, Path(raw.encoding["source"]))
 
     def read(place: Place) -> np.ndarray:
+        window = _window(place)
         if array is not None:
-            window = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in place)
             values = array.read(window)[tuple(0 if isinstance(p, int) else slice(None) for p in place)]
         else:
             if chunks is not None:
                 chunks.check(place)
-            window = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in place)
             if check is not None:
                 check(window)
             for look in looks:
@@ -220,8 +218,12 @@ def _reader(name: str, raw: Any, field: Any, *, fill: bool) -> tuple[Callable[[P
     return read, chunks if array is None else array.chunk_reader, nodata
 
 
+def _window(place: Place) -> Window:
+    return tuple(slice(p, p + 1) if isinstance(p, int) else p for p in place)
+
+
 def _chunk_checker(name: str, place: Path) -> Callable[[Sequence[slice]], None] | None:
-    """Looks into packed chunks of netCDF 4 before its library does; None where nothing that large can come of them."""
+    """Return a check of packed chunks of netCDF 4, before its library reads them; None where none is needed."""
     with open_plain(place) as file:
         if expected_size(file) is not None:  # of classic netCDF, which packs nothing
             return None
@@ -241,12 +243,12 @@ def _chunk_checker(name: str, place: Path) -> Callable[[Sequence[slice]], None] 
 
 
 def _open_hdf5(place: Path, mark: object = None) -> Any:
-    """A file for h5py; its mark tells `Handles` of another file at the same place."""
+    """Open a file with h5py; its mark tells `Handles` of another file at the same place."""
     return library("h5py", "netcdf").File(place, "r", locking="best-effort")
 
 
 def _hdf5_lock() -> Any:
-    """The lock of netCDF's reads: h5py, which has its own, may be built on the same library."""
+    """Return the lock of netCDF's reads: h5py, which has its own, may be built on the same library."""
     return library("xarray.backends.locks", "netcdf").HDF5_LOCK
 
 
@@ -254,11 +256,11 @@ _files: Handles[Any] = Handles(_open_hdf5, per_thread=False)
 
 
 class _Chunks(Filling):
-    """Which chunks of a local Zarr store are there: its library would read others as the fill value, without a word."""
+    """The chunks of a local Zarr store; of one that is not there its library reads the fill value, without a word."""
 
     def __init__(self, name: str, array: Any, *, fill: bool) -> None:
-        super().__init__()
-        self.name, self.fill = name, fill
+        super().__init__(allowed=fill)
+        self.name = name
         self.sizes, self.key = array.shards or array.chunks, array.metadata.encode_chunk_key
         self.bytes = math.prod(self.sizes) * array.dtype.itemsize
 
@@ -272,22 +274,17 @@ class _Chunks(Filling):
         return cls(name, zarr.open_array(join(path, field), mode="r"), fill=fill)
 
     def check(self, place: Place) -> None:
-        parts = [slice(p, p + 1) if isinstance(p, int) else p for p in place]
-        ranges = [range(p.start // c, -(-p.stop // c)) for p, c in zip(parts, self.sizes, strict=True)]
-        for number in itertools.product(*ranges):
+        for number in chunks_in(_window(place), self.sizes):
             file = join(self.name.replace("::", "/"), self.key(number))
-            if check_file(file, self.bytes):
-                continue
-            if not self.fill:
-                raise MissingData(
+            if not check_file(file, self.bytes):
+                self.add(
                     f"{self.name}: the chunk {list(number)} is missing ({file}); restore the file, or set "
                     "`missing: fill` if the writer left out chunks that hold only the fill value"
                 )
-            self.add(1)
 
 
 def _open(path: str) -> Any:
-    """The dataset as it is stored, nothing decoded."""
+    """Open the dataset as it is stored, nothing decoded."""
     xarray = library("xarray", "netcdf")
     store = _is_store(path)
     if not store:
@@ -335,7 +332,7 @@ def _decode(raw: Any) -> Any:
 
 
 def _is_store(path: str) -> bool:
-    """Whether a path is a Zarr store, by its name or by what is there."""
+    """Tell whether a path is a Zarr store, by its name or by what is there."""
     if path.rstrip("/").lower().endswith(".zarr"):
         return True
     return not is_url(path) and any(
@@ -375,7 +372,7 @@ def _south_first(field: Any, name: str) -> bool:
 
 
 def _spacing(field: Any, grid: Sequence[str]) -> tuple[dict[str, float], str | None]:
-    """Steps of the coordinates, where they are even and in one unit."""
+    """Return the steps of the coordinates, where they are even and in one unit."""
     spacing: dict[str, float] = {}
     units = set()
     for name in grid:

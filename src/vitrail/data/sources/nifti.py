@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.files import local_copy
-from vitrail.data.formats import Mapped, decoding, file_mark, library, list_items, pair_labels, whole_items
+from vitrail.data.files.handles import Mapped, decoding, file_mark, library, whole_items
+from vitrail.data.files.paths import local_copy
 from vitrail.data.grid import TOLERANCE, Entry, GridConfig, GridSource, Stored, Window, plain_unit
-from vitrail.data.nnunet import Case, is_layout, read_layout
-from vitrail.errors import BadData, UserError
+from vitrail.data.sources.folders import Case, Layout, find_cases
+from vitrail.errors import BadData
 from vitrail.foreign import BEST_PACKED, check_plain, check_room, open_plain
 from vitrail.recipe import config
 
@@ -38,39 +38,21 @@ class NiftiConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the headers; no voxel is read yet."""
-        channels: tuple[str, ...] | None = None
-        names: dict[int, str] = {}
-        more: dict[str, Any] = {}
-        if is_layout(self.path):
-            layout = read_layout(self.path, SUFFIXES)
-            cases, channels, names = layout.cases, layout.channels, layout.labels
-            more = {"layout": "imagesTr", **layout.facts}
-            if self.labels is not None:
-                raise UserError(f"labels = {self.labels!r}: those of {self.path} lie in labelsTr; leave `labels` out")
-        else:
-            items = list_items(self.path, SUFFIXES)
-            pairs = {} if self.labels is None else pair_labels(items, self.labels, SUFFIXES)
-            cases = tuple(Case(name, (path,), pairs.get(name)) for name, path in items)
-        entries = [self._entry(case, channels, names, more) for case in cases]
-        return GridSource(self, entries, kind="nifti")
+        layout = find_cases(self.path, self.labels, SUFFIXES)
+        return GridSource(self, [self._entry(case, layout) for case in layout.cases], kind="nifti")
 
-    def _entry(
-        self, case: Case, channels: tuple[str, ...] | None, names: dict[int, str], more: dict[str, Any]
-    ) -> Entry:
-        opened = [open_nifti(path, channels if len(case.images) == 1 else None) for path in case.images]
-        images = [stored for stored, _ in opened]
-        if channels is not None and len(channels) == len(images):
-            images = [replace(s, channels=(name,)) for s, name in zip(images, channels, strict=True)]
-        affine = opened[0][1]
+    def _entry(self, case: Case, layout: Layout) -> Entry:
+        opened = [open_nifti(path, layout.channels if len(case.images) == 1 else None) for path in case.images]
+        images, affine = layout.name_channels([stored for stored, _ in opened]), opened[0][1]
         labels = None
         if case.labels is not None:
             found, placed = open_nifti(case.labels, None)
-            labels = replace(_whole_numbers(found), names=names)
-            labels = replace(labels, spacing=images[0].spacing, origin=self._place(labels, affine, placed))
-        return Entry(case.name, tuple(images), labels, facts={"affine": affine.tolist(), **more})
+            labels = replace(_whole_numbers(found), names=layout.labels, spacing=images[0].spacing)
+            labels = replace(labels, origin=self._place(labels, affine, placed))
+        return Entry(case.name, images, labels, facts={"affine": affine.tolist(), **layout.facts})
 
     def _place(self, labels: Stored, image: np.ndarray, placed: np.ndarray) -> dict[str, float]:
-        """Where the first voxel of the labels lies on the image's grid, by both affines."""
+        """Return where the first voxel of the labels lies on the image's grid, by both affines."""
         if not self.check_affine:
             return dict.fromkeys("zyx", 0.0)
         move = np.linalg.inv(image) @ placed  # voxels of the labels to voxels of the image
@@ -108,7 +90,10 @@ def _check_header(path: str, place: Path) -> None:
             )
         extended = head[348 if old else 540 :][:1] not in (b"", b"\0")
         at, whole, count = (352 if old else 544), int(start) or MOST_START, 0
-        while extended and at + 8 <= whole and len(told := _read_at(file, at, 8)) == 8:
+        while extended and at + 8 <= whole:
+            file.seek(at)
+            if len(told := file.read(8)) < 8:
+                break
             (length,) = struct.unpack_from(f"{order}i", told)
             if not 8 <= length <= whole - at:
                 raise BadData(f"{path} says that an extension of its header has {length:,} bytes; restore the file")
@@ -117,20 +102,8 @@ def _check_header(path: str, place: Path) -> None:
                 raise BadData(f"{path} has more than {MOST_EXTENSIONS:,} extensions of its header; restore the file")
 
 
-def _check_packed(path: str, place: Path, size: int) -> None:
-    """Refuse what a packed file cannot hold, or what is decoded whole and has no room."""
-    if place.suffix == ".gz" and size > BEST_PACKED * place.stat().st_size:
-        raise BadData(f"{path} says that it holds {size:,} bytes, more than can be packed in it; restore the file")
-    check_room(path, size)
-
-
-def _read_at(file: Any, place: int, size: int) -> bytes:
-    file.seek(place)
-    return file.read(size)
-
-
 def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.ndarray]:
-    """The array, and its affine."""
+    """Open an array; return it and its affine."""
     library("nibabel", "nifti")
     place = local_copy(path)
     with decoding(path):
@@ -146,7 +119,10 @@ def open_nifti(path: str, channels: tuple[str, ...] | None) -> tuple[Stored, np.
         files = tuple({str(part.filename): None for part in image.file_map.values()})  # of .hdr and .img, two
         mark, packed = (path, file_mark(place)), place.suffix != ".nii"
         if packed:  # by the type that is read: the header tells its bits besides, and those may be others
-            _check_packed(path, place, math.prod(sizes) * raw.itemsize)
+            size = math.prod(sizes) * raw.itemsize
+            if place.suffix == ".gz" and size > BEST_PACKED * place.stat().st_size:
+                raise BadData(f"{path} says that it holds {size:,} bytes, more than can be packed in it; restore it")
+            check_room(path, size)
         mapped = None if packed else Mapped(path, place, raw, int(proxy.offset), sizes, "F")
     if not 2 <= len(sizes) <= 5:
         raise BadData(f"{path} has {len(sizes)} dimensions; 2 to 5 can be read")
@@ -184,7 +160,7 @@ def _read_whole(place: Path) -> np.ndarray:
 
 
 def _whole_numbers(labels: Stored) -> Stored:
-    """Labels that are stored as floats, as many tools do, if each of them is a whole number."""
+    """Return labels that are stored as floats, as many tools do, as whole numbers; refuse others."""
     if labels.dtype.kind != "f":
         return labels
 

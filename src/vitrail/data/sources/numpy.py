@@ -6,14 +6,15 @@
 
 import math
 import zipfile
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from vitrail.data.files import local_copy, split_key
-from vitrail.data.formats import Mapped, decoding, default_axes, file_mark, list_items, pair_labels, whole_items
+from vitrail.data.files.handles import Mapped, decoding, default_axes, file_mark, whole_items
+from vitrail.data.files.paths import local_copy, split_key
+from vitrail.data.formats.images import read_header
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, split_axes
-from vitrail.data.npy import read_header
+from vitrail.data.sources.folders import list_cases
 from vitrail.data.stored import NOT_SPACE
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import BEST_PACKED, check_room, open_plain
@@ -45,19 +46,22 @@ class NumpyConfig(GridConfig):
         """Read the headers; no voxel is read yet."""
         path, key = split_key(self.path, self.key)
         suffixes = SUFFIXES if self.shape is None else ("",)
-        items = list_items(path, suffixes)
-        inside = self.labels is not None and path.lower().endswith(".npz") and self.labels in _keys(path)
-        pairs = pair_labels(items, self.labels, suffixes) if self.labels is not None and not inside else {}
+        cases, inside = list_cases(path, None, suffixes), None
+        if self.labels is not None and path.lower().endswith(".npz") and self.labels in _keys(path):
+            inside = self.labels
+        elif self.labels is not None:
+            cases = list_cases(path, self.labels, suffixes)
         entries = []
-        for name, place in items:
-            labels = None
-            if self.labels is not None:
-                labels = self._open(place, self.labels) if inside else self._open(pairs[name], None, labels=True)
-            skip = (self.labels,) if inside else ()
-            entries.append(Entry(name, (self._open(place, key, skip=skip),), labels))
+        for case in cases:
+            (place,), labels = case.images, None
+            if inside is not None:
+                labels = self._open(place, inside)
+            elif case.labels is not None:
+                labels = self._open(case.labels, None, labels=True)
+            entries.append(Entry(case.name, (self._open(place, key, skip=inside),), labels))
         return GridSource(self, entries, kind="numpy")
 
-    def _open(self, path: str, key: str | None, *, skip: tuple[Any, ...] = (), labels: bool = False) -> Stored:
+    def _open(self, path: str, key: str | None, *, skip: str | None = None, labels: bool = False) -> Stored:
         if path.lower().endswith(".npz"):
             return open_npz(path, key, skip)
         if path.lower().endswith(".npy"):
@@ -108,9 +112,9 @@ def _keys(path: str) -> list[str]:
         return [name.removesuffix(".npy") for name in archive.namelist()]
 
 
-def open_npz(path: str, key: str | None, skip: tuple[Any, ...] = ()) -> Stored:
-    """An array of an archive, which has no random access: it is decoded whole and kept while there is room."""
-    keys = [k for k in _keys(path) if k not in skip]
+def open_npz(path: str, key: str | None, skip: str | None = None) -> Stored:
+    """Open an array of an archive, which has no random access: it is decoded whole and kept while there is room."""
+    keys = [k for k in _keys(path) if k != skip]
     if key is None and len(keys) == 1:
         key = keys[0]
     if key not in keys:

@@ -8,18 +8,18 @@
 import io
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, overload
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from vitrail.data.files import base_name, file_state, file_type, join, list_files, local_copy, parent
-from vitrail.data.formats import Whole, decoding, library
-from vitrail.data.image_source import ImagesConfig, ImageSource, LabelledImageSource
+from vitrail.data.files.handles import Whole, decoding, library
+from vitrail.data.files.paths import base_name, file_state, file_type, join, list_files, local_copy, parent
+from vitrail.data.source import LazySequence
+from vitrail.data.sources.encoded import ImagesConfig, ImageSource, open_images
 from vitrail.errors import BadData, UserError
-from vitrail.foreign import check_room, parse_json
-from vitrail.memory import room
+from vitrail.foreign import check_room, parse_json, room
 from vitrail.recipe import config
 
 CACHE_BYTES = 256 * 2**20  # of row groups as stored
@@ -47,29 +47,24 @@ class ParquetConfig(ImagesConfig):
         columns = table.columns
         image = self._pick_image(columns)
         labels, names = self._read_classes(table, columns)
-        more: dict[str, Any] = {
-            "kind": self.kind,
-            "labels": labels,
-            "class_names": names,
-            "state": "\n".join([image, *(shard.state for shard in shards)]),
-            "title": lambda name: join(parent(shards[0].name), name),
-            "files": lambda: [shard.name for shard in shards],
-        }
-        if self.labels is None:
-            return ImageSource(self, table, lambda row: table.file(row, image), **more)
-        self._check_column(self.labels, columns, "labels")
         masks = self.labels
-        return LabelledImageSource(
+        if masks is not None:
+            self._check_column(masks, columns, "labels")
+        return open_images(
             self,
             table,
             lambda row: table.file(row, image),
-            open_labels=lambda row: table.file(row, masks),
+            labels=labels,
+            class_names=names,
+            state="\n".join([image, *(shard.state for shard in shards)]),
+            title=lambda name: join(parent(shards[0].name), name),
+            files=lambda: [shard.name for shard in shards],
+            open_labels=None if masks is None else lambda row: table.file(row, masks),
             labels_name=masks,
-            **more,
         )
 
     def _list_shards(self) -> list[str]:
-        """Paths of the files of one part, all there."""
+        """List the files of one part, all there."""
         if file_type(self.path) != "folder":
             return [self.path]
         folder = self.path
@@ -114,7 +109,7 @@ class ParquetConfig(ImagesConfig):
             raise UserError(f"{key} = {name!r} of {self.path} holds {columns[name]}, not the bytes of images")
 
     def _read_classes(self, table: "_Rows", columns: dict[str, Any]) -> tuple[np.ndarray | None, list[str]]:
-        """The class of every row (-1 where it has none), and the names."""
+        """Read the class of every row (-1 where it has none), and the names."""
         column = self.label or next((name for name in CLASS_COLUMNS if name in columns), None)
         if column is None:
             return None, []
@@ -142,8 +137,14 @@ class ParquetConfig(ImagesConfig):
         return values, names or [str(number) for number in range(highest + 1)]
 
 
+def _numbers(values: Any) -> np.ndarray:
+    """Return whole numbers of Arrow as an array; -1 where one is missing."""
+    found: np.ndarray = values.cast(library("pyarrow", "parquet").int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+    return found
+
+
 def _plain(kind: Any) -> Any:
-    """The type of the values of a column, where they are kept in a dictionary, as categories of pandas are."""
+    """Return the type of the values of a column, also where a dictionary keeps them, as pandas does."""
     return kind.value_type if library("pyarrow", "parquet").types.is_dictionary(kind) else kind
 
 
@@ -188,7 +189,7 @@ class _Shard:
         return cls(path, str(place), metadata, schema, np.cumsum([0, *rows]), file_state(place))
 
     def read(self, group: int, column: str) -> Any:
-        """A column of a row group."""
+        """Read a column of a row group."""
         told = self._told(group, column)
         most = min(max(FEW_BYTES, MORE * told), room())
         pieces, size = [], 0
@@ -211,7 +212,7 @@ class _Shard:
         return int(self.starts[group + 1] - self.starts[group])
 
     def batches(self, group: int, column: str, at_once: int, *, words: bool = False) -> Iterator[Any]:
-        """Parts of a column of a row group, of `words` as numbers of a dictionary, where each of them is there once.
+        """Read parts of a column of a row group, `words` as numbers of a dictionary, where each of them is there once.
 
         Each read has a file of its own, as they come from several threads.
         """
@@ -232,19 +233,20 @@ class _Shard:
                 )
 
     def _told(self, group: int, column: str) -> int:
-        """Bytes that a column of a row group says it has, before they were packed."""
+        """Return the bytes that a column of a row group says it has, before they were packed."""
         described = self.metadata.row_group(group)
         parts = [described.column(number) for number in range(described.num_columns)]
         return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.partition(".")[0] == column)
 
 
-class _Rows(Sequence[str]):
-    """Names of all rows of all files, and what they hold."""
+class _Rows(LazySequence):
+    """The rows of all files: their names, and what they hold."""
 
     def __init__(self, shards: list[_Shard]) -> None:
         self.shards = shards
         self._firsts = np.cumsum([0, *(int(shard.starts[-1]) for shard in shards)]).tolist()
         self._groups = Whole(CACHE_BYTES)
+        super().__init__(self._firsts[-1], self._name)
         for shard in shards[1:]:
             if not shard.schema.equals(shards[0].schema, check_metadata=False):
                 raise UserError(f"{shard.name} has other columns than {shards[0].name}; give them entries of their own")
@@ -255,21 +257,12 @@ class _Rows(Sequence[str]):
     def columns(self) -> dict[str, Any]:
         return {field.name: field.type for field in self.shards[0].schema}
 
-    def __len__(self) -> int:
-        return self._firsts[-1]
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        shard, row = self._place(range(len(self))[index])
+    def _name(self, number: int) -> str:
+        shard, row = self._place(number)
         return f"{base_name(self.shards[shard].name)}:{row}"
 
     def file(self, row: int, column: str) -> BinaryIO:
-        """The encoded image of a row."""
+        """Return the encoded image of a row."""
         number, inside = self._place(row)
         shard = self.shards[number]
         group = bisect_right(shard.starts.tolist(), inside) - 1
@@ -280,44 +273,43 @@ class _Rows(Sequence[str]):
         return io.BytesIO(found)
 
     def read_numbers(self, column: str) -> np.ndarray:
-        """A column of all rows; -1 where a number is missing."""
-        int64 = library("pyarrow", "parquet").int64()
-        parts = []
-        for shard, group in self._every_group():
-            for piece in shard.batches(group, column, shard.rows(group)):
-                with decoding(f"{shard.name}, column {column!r}"):
-                    parts.append(
-                        piece.cast(_plain(piece.type)).cast(int64).fill_null(-1).to_numpy(zero_copy_only=False)
-                    )
-        return np.concatenate(parts)
+        """Read a column of all rows; -1 where a number is missing."""
+        return self._convert(column, lambda piece: _numbers(piece.cast(_plain(piece.type))))
 
     def read_words(self, column: str) -> tuple[np.ndarray, list[str]]:
-        """A column of all rows as numbers (-1 where a word is missing) of the words, which are sorted."""
-        int64 = library("pyarrow", "parquet").int64()
+        """Read a column of all rows as numbers (-1 where a word is missing) of the words, which are sorted."""
         known: dict[str, int] = {}
-        parts = []
-        for shard, group in self._every_group():
-            for piece in shard.batches(group, column, shard.rows(group), words=True):
-                with decoding(f"{shard.name}, column {column!r}"):
-                    piece = piece if hasattr(piece, "dictionary") else piece.dictionary_encode()
-                    own = piece.indices.cast(int64).fill_null(-1).to_numpy(zero_copy_only=False)
-                    # One place more, for -1, which is the last; words that no row has are none.
-                    numbers = np.full(len(piece.dictionary) + 1, -1)
-                    for place in np.unique(own[own >= 0]).tolist():
-                        word = piece.dictionary[place].as_py()
-                        numbers[place] = -1 if word is None else known.setdefault(word, len(known))
-                    parts.append(numbers[own])
+
+        def number(piece: Any) -> np.ndarray:
+            piece = piece if hasattr(piece, "dictionary") else piece.dictionary_encode()
+            own = _numbers(piece.indices)
+            # One place more, for -1, which is the last; words that no row has are none.
+            numbers = np.full(len(piece.dictionary) + 1, -1)
+            for place in np.unique(own[own >= 0]).tolist():
+                word = piece.dictionary[place].as_py()
+                numbers[place] = -1 if word is None else known.setdefault(word, len(known))
+            return numbers[own]
+
+        found = self._convert(column, number, words=True)
         names = sorted(known)
         order = np.empty(len(names) + 1, np.int64)
         order[[known[name] for name in names]], order[-1] = np.arange(len(names)), -1
-        return order[np.concatenate(parts)], names
+        return order[found], names
 
-    def _every_group(self) -> Iterator[tuple[_Shard, int]]:
-        """Row groups that have rows: some writers leave empty ones."""
-        return ((shard, group) for shard in self.shards for group in range(len(shard.starts) - 1) if shard.rows(group))
+    def _convert(self, column: str, convert: Callable[[Any], np.ndarray], *, words: bool = False) -> np.ndarray:
+        """Convert a column of all rows, part by part."""
+        parts = []
+        for shard in self.shards:
+            for group in range(len(shard.starts) - 1):
+                rows = shard.rows(group)
+                # Some writers leave empty groups.
+                for piece in shard.batches(group, column, rows, words=words) if rows else ():
+                    with decoding(f"{shard.name}, column {column!r}"):
+                        parts.append(convert(piece))
+        return np.concatenate(parts)
 
     def class_names(self, column: str) -> list[str]:
-        """Names of classes as the hub's metadata tell them."""
+        """Read the names of classes as the hub's metadata tell them."""
         text = (self.shards[0].schema.metadata or {}).get(b"huggingface", b"{}")
         try:
             features = parse_json(text)["info"]["features"]

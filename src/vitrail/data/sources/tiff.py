@@ -15,12 +15,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from vitrail.data.files import base_name, file_type, join, local_copy, read_json
-from vitrail.data.formats import Mapped, decoding, library, list_items, pair_labels, stem
+from vitrail.data.files.handles import Mapped, decoding, library
+from vitrail.data.files.paths import base_name, file_type, join, local_copy, read_json
+from vitrail.data.formats.tiff import check_chain, check_complete, find_whole, list_pages, read_pages
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
-from vitrail.data.nnunet import is_layout, read_layout
+from vitrail.data.sources.folders import Case, Layout, find_cases, is_layout, list_items, stem
 from vitrail.data.stored import Filling, unit_ratio
-from vitrail.data.tiff_file import check_chain, check_complete, find_whole, list_pages, read_pages
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
@@ -38,51 +38,47 @@ class TiffConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the metadata; no voxel is read yet."""
-        if is_layout(self.path):
-            layout = read_layout(self.path, SUFFIXES, colours=True)
-            entries = []
-            for case in layout.cases:
-                images = [self._open(path) for path in case.images]
-                wanted = 1 if layout.channels is None else len(layout.channels)
-                if wanted > len(images) == 1 and images[0].num_channels == wanted:
-                    images = [replace(images[0], channels=layout.channels)]
-                elif wanted > len(images):
-                    raise UserError(
-                        f"{case.images[0]} has {images[0].num_channels or 1} of the {wanted} channels that "
-                        f"{self.path}/dataset.json names; restore the files that are missing"
-                    )
-                elif layout.channels is not None and len(layout.channels) == len(images):
-                    images = [replace(s, channels=(n,)) for s, n in zip(images, layout.channels, strict=True)]
-                labels = None if case.labels is None else replace(self._open_labels(case.labels), names=layout.labels)
-                entries.append(Entry(case.name, tuple(images), labels, facts={"layout": "imagesTr", **layout.facts}))
-            return GridSource(self, entries, kind="tiff")
-        if self.slices_are == "z":
+        entries: list[Entry] = []
+        if self.slices_are == "z" and not is_layout(self.path):
             labels = None if self.labels is None else _unplaced(self._open_slices(self.labels))
             entries = [Entry(base_name(self.path), (self._open_slices(self.path),), labels)]
             return GridSource(self, entries, kind="tiff")
-        items = list_items(self.path, SUFFIXES)
-        pairs = guess_labels(items) if self.labels is None else pair_labels(items, self.labels, SUFFIXES)
-        guessed = set(pairs.values()) if self.labels is None else set()
-        entries = []
-        for name, path in items:
-            if path in guessed:
+        layout = find_cases(self.path, self.labels, SUFFIXES, colours=True)
+        cases = layout.cases
+        guessed = guess_labels(cases) if self.labels is None and not layout.facts else {}
+        taken = set(guessed.values())
+        for case in cases:
+            if case.images[0] in taken:
                 continue
-            labels = self._open_labels(pairs[name]) if name in pairs else None
-            facts = {"labels": [base_name(pairs[name])]} if guessed and name in pairs else {}
-            image = self._open(path)
-            if image.files and any(image.files == entry.images[0].files for entry in entries):
+            images = self._open_images(case, layout)
+            if images[0].files and any(images[0].files == entry.images[0].files for entry in entries):
                 continue  # another file of the same volume, each of which tells of all of them
-            entries.append(Entry(name, (image,), labels, facts=facts))
+            facts, place = dict(layout.facts), case.labels
+            if case.name in guessed:
+                place = guessed[case.name]
+                facts["labels"] = [base_name(place)]
+            labels = None if place is None else replace(_unplaced(self._open(place)), names=layout.labels)
+            entries.append(Entry(case.name, images, labels, facts=facts))
         return GridSource(self, entries, kind="tiff")
 
     def _open(self, path: str) -> Stored:
         return open_tiff(path, self.series, fill=self.missing == "fill")
 
-    def _open_labels(self, path: str) -> Stored:
-        return _unplaced(self._open(path))
+    def _open_images(self, case: Case, layout: Layout) -> tuple[Stored, ...]:
+        """Open the files of a case, whose channels dataset.json may name."""
+        images = [self._open(path) for path in case.images]
+        wanted = 1 if layout.channels is None else len(layout.channels)
+        if wanted > len(images) == 1 and images[0].num_channels == wanted:
+            return (replace(images[0], channels=layout.channels),)
+        if wanted > len(images):
+            raise UserError(
+                f"{case.images[0]} has {images[0].num_channels or 1} of the {wanted} channels that "
+                f"{self.path}/dataset.json names; restore the files that are missing"
+            )
+        return layout.name_channels(images)
 
     def _open_slices(self, folder: str) -> Stored:
-        """One volume out of flat files of the same size."""
+        """Open one volume of flat files of the same size."""
         slices = [self._open(path) for _, path in list_items(folder, SUFFIXES)]
         first = slices[0]
         for stored in slices:
@@ -95,7 +91,7 @@ class TiffConfig(GridConfig):
 
 
 def stack(name: str, slices: Sequence[Stored]) -> Stored:
-    """One volume out of flat images that are alike."""
+    """Make one volume of flat images that are alike."""
     first = slices[0]
 
     def read(window: Window) -> np.ndarray:
@@ -115,14 +111,15 @@ def stack(name: str, slices: Sequence[Stored]) -> Stored:
 
 
 def _unplaced(labels: Stored) -> Stored:
-    """Labels without a place: TIFF files tell none, so that they must have the shape of the image."""
+    """Return labels without a place: TIFF files tell none, so that they must have the shape of the image."""
     return replace(labels, origin={}, levels=tuple(replace(level, origin={}) for level in labels.levels))
 
 
-def guess_labels(items: list[tuple[str, str]]) -> dict[str, str]:
-    """Labels that lie beside their images: label.tif beside image.tif, a_label.tif beside a_image.tif."""
+def guess_labels(cases: Sequence[Case]) -> dict[str, str]:
+    """Find labels that lie beside their images: label.tif beside image.tif, a_label.tif beside a_image.tif."""
     pairs = {}
-    for name, path in items:
+    for case in cases:
+        name, path = case.name, case.images[0]
         folder = path[: len(path) - len(name)] if path.endswith(name) else None
         other = re.sub("image", "label", name, count=1)
         if other != name and folder is not None and file_type(folder + other) == "file":
@@ -131,7 +128,7 @@ def guess_labels(items: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
-    tifffile, filling = library("tifffile", "tiff"), Filling() if fill else None
+    tifffile, filling = library("tifffile", "tiff"), Filling(allowed=fill)
     place = local_copy(path)
     with decoding(path):
         smallest = check_chain(path, place)  # before tifffile, which for some kinds of file reads all tags at once
@@ -174,7 +171,7 @@ def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:
     return replace(placed[0], levels=tuple(placed[1:]))
 
 
-def _stored(path: str, series: Any, axes: tuple[str, ...], filling: Filling | None) -> Stored:
+def _stored(path: str, series: Any, axes: tuple[str, ...], filling: Filling) -> Stored:
     if (start := find_whole(series)) is not None:
         held = series.keyframe.parent  # its own file, or another of an OME-TIFF
         place, dtype = Path(held.filehandle.path), series.dtype.newbyteorder(held.byteorder)
@@ -199,7 +196,7 @@ def _stored(path: str, series: Any, axes: tuple[str, ...], filling: Filling | No
 
     def read(window: Window) -> np.ndarray:
         with decoding(path):
-            return read_pages(path, series, pages, window, fill=filling)
+            return read_pages(path, series, pages, window, filling)
 
     return Stored(
         path,
@@ -214,12 +211,12 @@ def _stored(path: str, series: Any, axes: tuple[str, ...], filling: Filling | No
 
 
 def _others(series: Any, places: set[str]) -> tuple[str, ...]:
-    """The files of a series, if it does not just lie in the file that was opened."""
+    """List the files of a series, if it does not just lie in the file that was opened."""
     return () if places == {str(series.parent.filehandle.path)} else tuple(sorted(places))
 
 
 def _axes(path: str, series: Any) -> tuple[str, ...]:
-    """Names out of tifffile's letters; an unknown axis is z where there is none, as in a plain stack of pages."""
+    """Name the axes by tifffile's letters; an unknown axis is z where there is none, as in a plain stack of pages."""
     names = [LETTERS.get(letter) for letter in series.axes]
     unknown = [i for i, name in enumerate(names) if name is None]
     if len(unknown) == 1 and "z" not in names:
@@ -235,7 +232,7 @@ def _axes(path: str, series: Any) -> tuple[str, ...]:
 def _metadata(
     path: str, tif: Any, number: int, axes: tuple[str, ...]
 ) -> tuple[dict[str, float], str | None, tuple[str, ...] | None]:
-    """Voxel size, its unit and names of channels."""
+    """Read voxel size, its unit and names of channels."""
     sidecar = _sidecar(path, axes)
     spacing: dict[str, float] = {}
     first = tif.pages[0]
@@ -279,7 +276,7 @@ def _ome(text: str, number: int, channels: Any) -> tuple[dict[str, float], str |
 
 
 def _sidecar(path: str, axes: tuple[str, ...]) -> dict[str, float]:
-    """Spacing of z, y, x from a .json beside the file, for one channel's file that of its case."""
+    """Read the spacing of z, y, x from a .json beside the file, for one channel's file that of its case."""
     name = base_name(path)
     folder, case = path[: len(path) - len(name)], stem(name, SUFFIXES)
     for candidate in (case, re.sub(r"_\d{4}$", "", case)):

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from vitrail.data.cache import keep
-from vitrail.data.files import (
+from vitrail.data.files.cache import keep
+from vitrail.data.files.handles import decoding
+from vitrail.data.files.paths import (
     base_name,
     file_state,
     file_type,
@@ -28,8 +29,7 @@ from vitrail.data.files import (
     parent,
     read_exactly,
 )
-from vitrail.data.formats import decoding
-from vitrail.data.image_source import THREADS, ImagesConfig, ImageSource, LabelledImageSource
+from vitrail.data.sources.encoded import THREADS, ImagesConfig, ImageSource, open_images
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import open_plain, parse_json
 from vitrail.recipe import config
@@ -79,7 +79,7 @@ class Samples:
         return ", ".join(suffix for suffix in self._members if self.has(number, suffix))
 
     def read(self, number: int, suffix: str) -> BinaryIO:
-        """A member's bytes."""
+        """Read a member's bytes."""
         place, name = self.places[self.shards[number]], self.names[number]
         if not self.has(number, suffix):
             raise BadData(f"{place}: sample {name} has no member {suffix!r}, only {self.suffixes(number)}; mend it")
@@ -87,7 +87,7 @@ class Samples:
         return io.BytesIO(read_exactly(place, offset, size, f"sample {name}, {suffix},"))
 
     def read_class(self, number: int, label: str) -> str | None:
-        """A class as text: of a member, or of a key in a member of JSON."""
+        """Read a class as text: of a member, or of a key in a member of JSON."""
         suffix, _, key = label.partition(":")
         if not self.has(number, suffix):
             return None
@@ -122,21 +122,16 @@ class WebdatasetConfig(ImagesConfig):
         labels = self.labels or ("seg.png" if samples.has(0, "seg.png") else None)
         suffixes = [self._pick_image(samples, number, labels) for number in range(len(samples))]
         classes, names = self._read_classes(samples)
-        source: Any = ImageSource
-        more: dict[str, Any] = {}
-        if labels is not None:
-            source = LabelledImageSource
-            more = {"open_labels": lambda number: samples.read(number, labels), "labels_name": labels}
-        return source(
+        return open_images(
             self,
             samples.names,
             lambda number: samples.read(number, suffixes[number]),
-            kind=self.kind,
             labels=classes,
             class_names=names,
             state="\n".join(file_state(place) for _, place in places),
             files=lambda: [path for path, _ in places],
-            **more,
+            open_labels=None if labels is None else lambda number: samples.read(number, labels),
+            labels_name=labels,
         )
 
     def _list_shards(self) -> list[str]:
@@ -161,7 +156,7 @@ class WebdatasetConfig(ImagesConfig):
         return found
 
     def _read_classes(self, samples: Samples) -> tuple[list[int] | None, list[str]]:
-        """The class of every sample, and the names."""
+        """Read the class of every sample, and the names."""
         label = self.label or ("cls" if samples.classes[0] is not None else None)
         if label is None:
             return None, []
@@ -189,7 +184,7 @@ class WebdatasetConfig(ImagesConfig):
 
 
 def expand(pattern: str) -> list[str]:
-    """Names of a pattern with one {first..last} or {a,b,...}."""
+    """List the names of a pattern with one {first..last} or {a,b,...}."""
     found = re.fullmatch(r"([^{}]*)\{(?:(\d+)\.\.(\d+)|([^{}]+))\}([^{}]*)", pattern)
     if found is None:
         raise UserError(f"data path {pattern!r} must have one {{first..last}}, such as train-{{000000..000099}}.tar")
@@ -203,12 +198,12 @@ def expand(pattern: str) -> list[str]:
 
 
 def read_index(path: str, place: Path) -> list[list[Any]]:
-    """[key, {suffix: [offset, size]}, cls] of the samples of a shard; its headers are read once and kept."""
+    """Read [key, {suffix: [offset, size]}, cls] of the samples of a shard once, and keep them."""
     return keep("tars", file_state(place), lambda: json.dumps(_scan(path, place)).encode(), json.loads)
 
 
 def _scan(path: str, place: Path) -> list[list[Any]]:
-    """[key, {suffix: [offset, size]}, cls] of every sample, in the shard's order."""
+    """Read [key, {suffix: [offset, size]}, cls] of every sample, in the shard's order."""
     rows: dict[str, list[Any]] = {}
     with decoding(path), open_plain(place) as file:
         size = place.stat().st_size
@@ -272,7 +267,7 @@ def _tar(path: str) -> Iterator[None]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Key and suffix: what comes before and after the first dot of the file's own name."""
+    """Split a name into key and suffix: what comes before and after the first dot of the file's own name."""
     folder, slash, last = name.rpartition("/")
     stem, _, suffix = last.partition(".")
     return folder + slash + stem, suffix.lower()

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vitrail import disk
 from vitrail.errors import UserError
@@ -48,7 +48,17 @@ class Logger:
         """Take a line of metrics.jsonl."""
 
     def end(self, reason: str) -> None:
-        """Bring everything home: the session is over, `done`, `failed`, or why it was stopped."""
+        """Finish: the session is over, `done`, `failed`, or why it was stopped."""
+
+
+class LoggerConfig(Protocol):
+    """The config of a kind of logger; any class made with @config that has these."""
+
+    kind: str
+
+    def open(self) -> Logger:
+        """Return a logger that has written nothing yet; say what is not installed."""
+        ...
 
 
 def require(module: str, title: str, *, extra: str) -> None:
@@ -61,7 +71,7 @@ def require(module: str, title: str, *, extra: str) -> None:
 
 
 def recall(folder: Path) -> str | None:
-    """The id that an earlier session has left in a logger's folder."""
+    """Return the id that an earlier session has left in a logger's folder."""
     try:
         found = read_json(folder / KEPT)["id"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -79,7 +89,7 @@ def new_id() -> str:
 
 
 def told_before(run: Path) -> dict[str, float]:
-    """The newest step of each event that earlier sessions have reported, to report none twice."""
+    """Return the newest step of each event that earlier sessions have reported, to report none twice."""
     newest: dict[str, float] = {}
     for session in split_sessions(read_lines(run, most=10_000)[0])[:-1]:  # the last is this one
         for line in session:

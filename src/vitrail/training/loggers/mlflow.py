@@ -57,7 +57,7 @@ class MlflowLogger(Logger):
             self.draws = Path(os.path.normpath(unquote(urlsplit(found.info.artifact_uri).path))).is_relative_to(place)
 
     def find(self, place: Path) -> Any:
-        """The run of earlier sessions, if this store has it."""
+        """Return the run of earlier sessions, if this store has it."""
         from mlflow.exceptions import MlflowException
 
         number = recall(place)
@@ -95,12 +95,12 @@ class MlflowLogger(Logger):
 
 
 def _named(key: str) -> str:
-    """A name of the letters that MLflow takes."""
+    """Make a name of the letters that MLflow takes."""
     return re.sub(r"[^\w .:/-]", "_", key, flags=re.ASCII)
 
 
 def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a recipe with their dotted keys."""
+    """Yield the values of a recipe with their dotted keys."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     if not tree or not isinstance(tree, dict | list):
         yield key, tree

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from vitrail.recipe import config
 from vitrail.training.optimizers.optimizer import OptimizerConfig, Role, Shards, Update, check_shares, kept
+from vitrail.training.private import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_, foreach_sub_
 
 
 class Lion(Update):
@@ -18,12 +18,12 @@ class Lion(Update):
     def apply(self, shards: Shards, *, rate: float, decay: float, skip: Tensor | None) -> None:
         averages = shards.moments["exp_avg"]
         gradients, stay = kept(shards.gradients, averages, skip)
-        directions = list(torch._foreach_lerp(averages, gradients, 1 - self.betas[0]))
-        torch._foreach_sign_(directions)
-        torch._foreach_mul_(directions, rate * stay)
-        torch._foreach_mul_(shards.parameters, 1 - rate * decay * stay)
-        torch._foreach_sub_(shards.parameters, directions)
-        torch._foreach_lerp_(averages, gradients, 1 - self.betas[1])
+        directions = list(foreach_lerp(averages, gradients, 1 - self.betas[0]))
+        foreach_sign_(directions)
+        foreach_mul_(directions, rate * stay)
+        foreach_mul_(shards.parameters, 1 - rate * decay * stay)
+        foreach_sub_(shards.parameters, directions)
+        foreach_lerp_(averages, gradients, 1 - self.betas[1])
 
 
 @config

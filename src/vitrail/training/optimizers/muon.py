@@ -28,6 +28,7 @@ from vitrail.training.optimizers.optimizer import (
     kept,
     spread_like,
 )
+from vitrail.training.private import foreach_lerp, foreach_lerp_, foreach_mul_
 
 ITERATIONS = 5
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of Newton and Schulz's iteration, steep at zero; ends between 0.7 and 1.2
@@ -46,9 +47,9 @@ class Muon(Update):
     def apply(self, shards: Shards, *, rate: float, decay: float, skip: Tensor | None) -> None:
         buffers = shards.moments["momentum_buffer"]
         gradients, stay = kept(shards.gradients, buffers, skip)
-        torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
-        ahead = list(torch._foreach_lerp(gradients, buffers, self.momentum))  # Nesterov's
-        torch._foreach_mul_(shards.parameters, 1 - rate * decay * stay)
+        foreach_lerp_(buffers, gradients, 1 - self.momentum)
+        ahead = list(foreach_lerp(gradients, buffers, self.momentum))  # Nesterov's
+        foreach_mul_(shards.parameters, 1 - rate * decay * stay)
         for places in together(shards.sources):
             wholes = torch.stack([whole(ahead[place], shards.sources[place]) for place in places])
             directions = orthogonal(wholes)
@@ -58,7 +59,7 @@ class Muon(Update):
 
 
 def together(sources: list[Tensor]) -> Iterator[list[int]]:
-    """Places of equal matrices in a row, no more at once than memory should hold."""
+    """Yield places of equal matrices in a row, no more at once than memory should hold."""
     for shape, places in groupby(range(len(sources)), key=lambda place: tuple(sources[place].shape)):
         equal = list(places)
         number = max(1, MOST // math.prod(shape))
@@ -66,19 +67,19 @@ def together(sources: list[Tensor]) -> Iterator[list[int]]:
 
 
 def whole(shard: Tensor, source: Tensor) -> Tensor:
-    """The matrix of which every rank has a shard."""
+    """Gather the matrix of which every rank has a shard."""
     spread = spread_like(source, shard)
     return spread.full_tensor() if isinstance(spread, DTensor) else spread
 
 
 def part_of(matrix: Tensor, source: Tensor) -> Tensor:
-    """This rank's shard of a matrix that it has whole."""
+    """Cut this rank's shard out of a matrix that it has whole."""
     local, start = local_shard(source)
     return matrix[tuple(slice(first, first + size) for first, size in zip(start, local.shape, strict=True))]
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Matrices [M, rows, columns] with the same singular vectors and singular values near one.
+    """Return matrices [M, rows, columns] with the same singular vectors and singular values near one.
 
     In bf16 on a GPU, where that is many times as fast; the polynomial's values spread more than such rounding.
     """

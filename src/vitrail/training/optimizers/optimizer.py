@@ -9,7 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,7 +35,7 @@ def check_not_negative(**values: float | None) -> None:
 
 
 def check_shares(**values: float | tuple[float, ...]) -> None:
-    """Of what was before, how much is kept: at least nothing, and not all."""
+    """Refuse shares of what was before that are below 0, or keep all of it."""
     for name, value in values.items():
         if isinstance(value, tuple) and not all(0 <= share < 1 for share in value):
             raise ValueError(f"{name} {list(value)} must each be at least 0 and below 1")
@@ -84,7 +84,7 @@ class Update(ABC):
 
 
 def kept(gradients: list[Tensor], moments: list[Tensor], skip: Tensor | None) -> tuple[list[Tensor], float | Tensor]:
-    """Gradients and 1.0; in a skipped step the moments in their place and 0.0, so that means of both do not change."""
+    """Return gradients and 1.0; in a skipped step moments and 0.0, so that means of both do not change."""
     if skip is None:
         return gradients, 1.0
     skipped = skip.bool()
@@ -109,23 +109,37 @@ class OptimizerConfig(ABC):
 
     @abstractmethod
     def update(self, role: Role) -> Update:
-        """How parameters of a role change."""
+        """Return the update for parameters of a role."""
 
     def base_rate(self, batch: int) -> float:
         ratio = batch / BASE_BATCH
         return self.lr * {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.lr_scaling]
 
 
+@dataclass
+class Group:
+    """Parameters of one update, which decay alike and have the same rate."""
+
+    name: str
+    update: Update
+    lr_multiplier: float
+    weight_decay: float
+    lr: float = 0.0  # of the latest step
+    params: list[nn.Parameter] = field(default_factory=list)  # this rank's shards, as plain tensors
+    sources: list[nn.Parameter] = field(default_factory=list)  # the model's own
+    names: list[str] = field(default_factory=list)
+
+
 class Optimizer:
     """Groups of parameters, each with its update, and what is kept of each of this rank's shards."""
 
-    def __init__(self, groups: list[dict[str, Any]]):
+    def __init__(self, groups: list[Group]):
         self.param_groups = groups
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
 
-def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not.
+def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> list[Group]:
+    """Make parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not.
 
     `names` are those of all parameters, where this rank has but some of them.
     """
@@ -144,7 +158,7 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
     of_blocks = {id(parameter) for block in model.blocks() for parameter in block.parameters()}
     updates = {role: c.update(role) for role in ROLES}
     differ = type(updates["matrix"]) is not type(updates["other"])
-    groups: dict[tuple, dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], Group] = {}
     for name, parameter in model.named_parameters():
         rule = rules[name]
         if rule.freeze:
@@ -158,28 +172,24 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
             label += f", {type(updates[role]).__name__}"
         key = (rule.match, decay, role if differ else None)
         if key not in groups:
-            groups[key] = _group(label, updates[role], lr_multiplier=rule.lr, weight_decay=decay)
+            groups[key] = Group(label, updates[role], rule.lr, decay)
         group = groups[key]
-        group["params"].append(nn.Parameter(local(parameter.detach())))
-        group["sources"].append(parameter)
-        group["names"].append(name)
+        group.params.append(nn.Parameter(local(parameter.detach())))
+        group.sources.append(parameter)
+        group.names.append(name)
     # A rank of a pipeline may have frozen parameters alone.
-    return list(groups.values()) or [_group("none", updates["other"], lr_multiplier=1.0, weight_decay=0.0)]
-
-
-def _group(name: str, update: Update, **numbers: float) -> dict[str, Any]:
-    return {"name": name, "update": update, "lr": 0.0, **numbers, "params": [], "sources": [], "names": []}
+    return list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
 
 
 def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
-    """One row a group, for people to check."""
+    """Return one row a group, for people to check."""
     return [
         {
-            "name": group["name"],
-            "parameters": sum(p.numel() for p in group["sources"]),
-            "tensors": len(group["params"]),
-            "lr": base_rate * group["lr_multiplier"],
-            "weight_decay": group["weight_decay"],
+            "name": group.name,
+            "parameters": sum(p.numel() for p in group.sources),
+            "tensors": len(group.params),
+            "lr": base_rate * group.lr_multiplier,
+            "weight_decay": group.weight_decay,
         }
         for group in optimizer.param_groups
     ]
@@ -192,15 +202,15 @@ def step(optimizer: Optimizer, rate: float, skip: Tensor | None = None) -> None:
     Whether to skip is decided on the device, so that nobody waits for it here.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_multiplier"]
-        update: Update = group["update"]
+        group.lr = rate * group.lr_multiplier
+        update = group.update
         shards = Shards([], [], {moment: [] for moment in update.moments}, [], [])
-        for place, source in enumerate(group["sources"]):
+        for place, source in enumerate(group.sources):
             if source.grad is None:
                 continue
             if isinstance(source, DTensor):  # fetched anew: sharding may have moved it since
-                group["params"][place].data = local(source.detach())
-            shard = group["params"][place]
+                group.params[place].data = local(source.detach())
+            shard = group.params[place]
             if shard not in optimizer.state:
                 optimizer.state[shard] = _fresh(update, shard, list(update.moments), 0)
             state = optimizer.state[shard]
@@ -212,11 +222,11 @@ def step(optimizer: Optimizer, rate: float, skip: Tensor | None = None) -> None:
             if update.counts:
                 shards.steps.append(state["step"])
         if shards.parameters:
-            update.apply(shards, rate=group["lr"], decay=group["weight_decay"], skip=skip)
+            update.apply(shards, rate=group.lr, decay=group.weight_decay, skip=skip)
 
 
 def _fresh(update: Update, shard: Tensor, moments: Sequence[str], steps: int) -> dict[str, Tensor]:
-    """State after so many updates, with moments that are zero."""
+    """Make the state after so many updates, with moments that are zero."""
     state = {moment: torch.zeros_like(shard, requires_grad=False) for moment in moments}
     if update.counts and moments:
         # Where fused kernels want it: on the device, as fp32.
@@ -225,13 +235,13 @@ def _fresh(update: Update, shard: Tensor, moments: Sequence[str], steps: int) ->
 
 
 def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors by name, `<parameter>.<moment>`, spread as their parameters are.
+    """Return the optimizer's tensors by name, `<parameter>.<moment>`, spread as their parameters are.
 
     Updates are not among them: all parameters have had as many, which the trainer counts.
     """
     state = {}
     for group in optimizer.param_groups:
-        for name, shard, source in zip(group["names"], group["params"], group["sources"], strict=True):
+        for name, shard, source in zip(group.names, group.params, group.sources, strict=True):
             for moment, value in optimizer.state.get(shard, {}).items():
                 if moment != "step":
                     state[f"{name}.{moment}"] = spread_like(source, value)
@@ -239,7 +249,7 @@ def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def spread_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A rank's shard as a part of a tensor that is spread as a parameter is."""
+    """Make a rank's shard a part of a tensor that is spread as a parameter is."""
     if not isinstance(parameter, DTensor):
         return shard
     return DTensor.from_local(
@@ -258,9 +268,9 @@ def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: in
     A parameter has all moments of this optimizer, or none where it was never updated; anything else is a ValueError.
     """
     for group in optimizer.param_groups:
-        update: Update = group["update"]
+        update = group.update
         usual = sorted(update.moments)
-        for name, parameter in zip(group["names"], group["params"], strict=True):
+        for name, parameter in zip(group.names, group.params, strict=True):
             found = sorted(moments.get(name, []))
             if found and found != usual:
                 few = ", ".join(found[:3]) + ", ..." * (len(found) > 3)

@@ -1,0 +1,208 @@
+"""`vitrail train`, `eval` and `sample`: make a model, score it, and have it make samples."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from vitrail.cli.options import Json, Kept, Overrides, Plugins, Quiet, Run, Step, ToContinue, Trust, load_plugins
+from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, read_pair, refuse_options
+
+
+def add(app: typer.Typer) -> None:
+    app.command()(train)
+    app.command("eval", short_help="Score a checkpoint on held-out data, or samples against real data.")(evaluate)
+    app.command(short_help="Write samples of a trained diffusion model.")(sample)
+
+
+def train(
+    recipe: ToContinue,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start beside an earlier run, never over it.")] = False,
+    other_data: Annotated[
+        bool, typer.Option("--other-data", help="Continue although the data are not those that the run began with.")
+    ] = False,
+    trust: Trust = False,
+    plugin: Plugins = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train as a recipe says, or continue a run.
+
+    \b
+    vitrail train configs/demo/mae3d.yaml
+    vitrail train configs/demo/mae3d.yaml run.steps=100 optimizer.lr=1e-3 --fresh
+    vitrail train runs/demo-mae3d                 continue, or lengthen with run.steps=2000
+    torchrun --nproc-per-node 4 -m vitrail train configs/demo/mae3d.yaml
+    srun --ntasks 4 vitrail train ...             or mpirun -n 4; vitrail launch writes job scripts for all three
+
+    Output goes to run.dir, which is runs/<run.name> unless the recipe says otherwise: the recipe, metrics.jsonl,
+    checkpoints, pictures and report.html, whose path is printed at the end (with log.report=false that of the folder).
+    Where that folder holds checkpoints of the same recipe, the run goes on from the newest good one.
+    """
+    from vitrail.launch.world import end_for_good, tried_once
+    from vitrail.training.failures import ready_to_stop
+
+    with ready_to_stop(), tried_once():
+        from vitrail.training.run import train as run_training
+
+        load_plugins(plugin)
+        options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data}
+        outcome = run_training(recipe, overrides=overrides or (), **options)
+        if outcome.code:
+            end_for_good(outcome.code)
+    if is_chief():
+        if outcome.code:
+            note(f"stopped at step {outcome.step} ({outcome.reason}); continue with: vitrail train {outcome.run_dir}")
+        with contextlib.suppress(BrokenPipeError):  # what counts is how the training ended
+            print(outcome.page, flush=True)
+    raise typer.Exit(outcome.code)
+
+
+def evaluate(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_SAMPLES", help="A run folder, or a folder of samples.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    checkpoint: Step = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Held-out samples; eval.samples if not given.")
+    ] = None,
+    weights: Kept = None,
+    classifier: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Samples: a run whose network looks at them.")
+    ] = None,
+    real: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_RECIPE", help="Samples: what to compare with; else their run's data.")
+    ] = None,
+    number: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples: how many of them; else all.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Samples: which are compared; else 0.")] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Samples: write a page, too.")] = None,
+    trust: Trust = False,
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint of a run on its held-out data (data.valid), or samples against real data.
+
+    \b
+    vitrail eval runs/demo-mae3d
+    vitrail eval runs/demo-mae3d --checkpoint 1300 --samples 256 --weights raw --json
+    vitrail eval runs/digits-dit/samples/step-2000 --classifier runs/digits-vit
+    vitrail eval SAMPLES --classifier runs/digits-vit --real data/digits/valid --number 200 --page quality.html
+
+    The held-out samples and their masks are always the same, so scores can be compared. They are printed; nothing is
+    written. Of a folder that `vitrail sample` has written: how far its samples are from real data (Fréchet distance,
+    KID, precision and recall in the features of the classifier's network, sliced Wasserstein, FID where torch-fidelity
+    and its weights are there) beside the same for real data, and how many of them the classifier recognises.
+    """
+    from vitrail.infer.quality import is_samples, quality
+    from vitrail.training.run import evaluate as run_evaluation
+
+    load_plugins(plugin)
+    of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
+    of_samples = {"--classifier": classifier, "--real": real, "--number": number, "--seed": seed, "--page": page}
+    if is_samples(run):
+        refuse_options(of_run, f"{run} is a folder of samples", "runs")
+        if not is_chief():
+            return
+        from vitrail.disk import check_output
+        from vitrail.infer.quality import table, write_page
+
+        if page is not None:
+            check_output(page)  # before the work
+        found = quality(run, real=real, classifier=classifier, number=number, seed=seed or 0, quiet=as_json)
+        if page is not None:
+            write_page(found, page)
+        if as_json:
+            print_tree(found, as_json)
+            return
+        print(f"compared with {found['real']}\n")
+        print_rows(table(found), as_json)
+        for line in found["notes"]:
+            note(f"note: {line}")
+        return
+    refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
+    scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())
+    if is_chief():
+        print_tree(scores, as_json)
+
+
+def sample(
+    run: Run,
+    overrides: Overrides = None,
+    classes: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Names or numbers of classes, which take turns; or all.")
+    ] = None,
+    number: Annotated[int, typer.Option(metavar="N", min=1, help="Samples in all.")] = 64,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Steps from noise to data; else the recipe's.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="auto, ancestral, ddim, euler or heun; else the recipe's.")
+    ] = None,
+    guidance: Annotated[
+        float | None, typer.Option(metavar="G", help="1: as trained, above: more like its class, 0: of any class.")
+    ] = None,
+    interval: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Guide on this part of the way from noise (0) to data (1).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Another seed gives other samples; else run.seed.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples computed at once; as before in DIR, or up to 16.")
+    ] = None,
+    weights: Kept = None,
+    checkpoint: Step = None,
+    format: Annotated[
+        Literal["auto", "png", "tiff", "ome-zarr", "npy"], typer.Option(help="Of the files; auto suits the data.")
+    ] = "auto",
+    latents: Annotated[bool, typer.Option("--latents", help="Write latents as they are, undecoded.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where they go; else a folder in RUN/samples.")
+    ] = None,
+    trust: Trust = False,
+    plugin: Plugins = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Write samples of a run that was trained with objective `flow` or `denoise`: images or volumes, like its data.
+
+    \b
+    vitrail sample runs/digits-dit
+    vitrail sample runs/digits-dit --classes 3,7 --number 100 --guidance 2 --out threes-and-sevens
+    vitrail sample runs/digits-dit --sampler heun --steps 20 --seed 1 --checkpoint 1000 --json
+    torchrun --nproc-per-node 4 -m vitrail sample runs/digits-dit --number 10000 --batch 250
+
+    The folder, whose path is printed, has samples/ with a folder of files for each class, which is a dataset that can
+    be trained on, grid.png and manifest.json. The same call makes the same samples on any number of ranks; after a kill
+    it makes those that are missing, and with a larger --number those that are new. Models that make one thing from
+    another take held-out data, written beside.
+    """
+    from vitrail.infer.sample import sample_run
+
+    load_plugins(plugin)
+    made = sample_run(
+        run,
+        checkpoint=checkpoint,
+        out=out,
+        trust=trust,
+        overrides=overrides or (),
+        quiet=quiet,
+        number=number,
+        classes=classes,
+        steps=steps,
+        sampler=sampler,
+        guidance=guidance,
+        interval=None if interval is None else read_pair(interval, "--interval"),
+        seed=seed,
+        batch=batch,
+        weights=weights,
+        format=format,
+        latents=latents,
+    )
+    if not is_chief():
+        return
+    for line in made["notes"]:
+        note(f"note: {line}")
+    print_found(made, made.get("out"), as_json)

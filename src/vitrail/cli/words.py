@@ -1,0 +1,208 @@
+"""What verbs share: their common arguments, how words are read, and how results, notes and errors are told.
+
+Standard output and error that may go away at any time: a closed pipe or terminal ends no training.
+
+- what goes to standard error is lost from then on, and nothing else happens
+- a result that nobody reads any more ends a verb quietly; a training ends with its own code
+- a crash in compiled code tells where it was
+- descriptors that are closed at the start are filled, so that no file of a run gets the number of standard error
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vitrail.credentials import strip
+from vitrail.errors import UserError, printable
+
+FIRST_SPEAKS = 30  # seconds in which the first rank should meet the trouble of another: starts differ under load
+
+
+def refuse_options(given: dict[str, Any], why: str, of: str) -> None:
+    """Refuse options that would have no effect."""
+    for option, value in given.items():
+        if value not in (None, []):
+            raise UserError(f"{option}: {why}, and this is for {of}; leave it out")
+
+
+def read_sizes(text: str) -> tuple[int, int, int]:
+    """Read three numbers with commas; one number stands for a cube."""
+    words = text.split(",")
+    words = words * 3 if len(words) == 1 else words
+    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
+        raise UserError(f"--shape {text!r}: expected one whole number or three with commas, such as 128,128,192")
+    z, y, x = map(int, words)
+    return z, y, x
+
+
+def read_pair(text: str, option: str) -> tuple[float, float]:
+    try:
+        first, second = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"{option} {text!r}: expected two numbers with a comma, such as 0.2,0.8") from None
+    return first, second
+
+
+def is_chief() -> bool:
+    """Return whether this process may print: alone, or the first of several."""
+    from vitrail.launch.world import is_chief
+
+    return is_chief()
+
+
+def tell(message: str) -> None:
+    """Print an error on standard error, a line for each problem; once, unless it is about one rank."""
+    from vitrail.training.failures import tell_launcher, was_said
+
+    if was_said(message):
+        return
+    shown = message
+    if not is_chief() and not message.startswith("rank "):
+        _let_the_first_speak()
+        shown = _signed(message)
+    for line in shown.splitlines():
+        note(f"error: {line}")
+    tell_launcher(message)  # last: other ranks take it as a sign that all was said
+
+
+def _let_the_first_speak() -> None:
+    """Wait for the first rank, which says the same; a launcher would end it if this one were quicker.
+
+    torchrun's ranks see in its folder of this attempt when their first has spoken; elsewhere a moment must do.
+    """
+    mine = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    first = mine.parent.parent / "0" / mine.name
+    told = first != mine and mine.parent.name.isdigit()
+    end = time.monotonic() + (FIRST_SPEAKS if told else 3)
+    while time.monotonic() < end and not (told and first.exists()):
+        time.sleep(0.1)
+
+
+def _signed(message: str) -> str:
+    """Return the message with the number of its rank; one of each host is enough."""
+    from vitrail.launch.world import find_world
+
+    try:
+        world = find_world()
+    except UserError:  # what launchers say is the same on all ranks
+        return ""
+    return "" if world.local_rank else f"rank {world.rank}: {message}"
+
+
+def note(line: str) -> None:
+    print(printable(strip(line)), file=sys.stderr, flush=True)
+
+
+def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Print a table with a column for each key."""
+    import json
+
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from vitrail.report.units import compact, count
+
+    show = {"parameters": count, "flops": compact}
+    cells = [[printable(show.get(name, str)(value)) for name, value in row.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(list(rows[0]), *cells, strict=True)]
+    for line in [list(rows[0]), *cells]:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_tree(tree: dict[str, Any], as_json: bool) -> None:
+    from vitrail.report.units import plain
+
+    if as_json:
+        import json
+
+        from vitrail.report.facts import strict
+
+        print(json.dumps(strict(tree), indent=2, allow_nan=False))
+        return
+
+    def show(value: Any) -> str:
+        if isinstance(value, dict):
+            return "; ".join(f"{name} {show(inner)}" for name, inner in value.items())
+        if isinstance(value, list):
+            return ", ".join(map(show, value)) or "none"
+        return plain(value, 6) if isinstance(value, float) else "none" if value is None else str(value)
+
+    def walk(tree: dict[str, Any], indent: str) -> None:
+        for name, value in tree.items():
+            if name == "histogram":  # for machines
+                continue
+            rows = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
+            shown = "" if rows or isinstance(value, dict) else f" {show(value)}"
+            print(printable(f"{indent}{name}:{shown}"))
+            if isinstance(value, dict):
+                walk(value, indent + "  ")
+            for row in rows or ():
+                print(printable(f"{indent}  {show(row)}"))
+
+    walk(tree, "")
+
+
+def print_found(found: dict[str, Any], line: Any, as_json: bool) -> None:
+    """Print one line, or everything that was found as JSON."""
+    if as_json:
+        print_tree(found, as_json)
+    else:
+        print(line)
+
+
+class Lasting:
+    """A stream whose other end may be gone."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except OSError:
+            send_nowhere(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            send_nowhere(self._stream)
+
+
+def settle() -> None:
+    """Make standard streams safe to write to, at the start of the process."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is taken, which is this one
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+    sys.stderr = Lasting(sys.stderr)
+    faulthandler.enable(2)
+
+
+def leave() -> None:
+    """Flush standard streams: Python would complain at its end, and end with another code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            send_nowhere(stream)
+
+
+def send_nowhere(stream: Any) -> None:
+    """Drop what is left in a stream, and all that comes."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

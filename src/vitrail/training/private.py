@@ -1,0 +1,26 @@
+"""What this room takes from PyTorch that is not public; tests/unit/test_private_names.py tries each.
+
+Those of its distributed checkpoints are in weights/safe_dcp.py.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+# One kernel for a list of tensors.
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_sign_ = torch._foreach_sign_
+foreach_sub_ = torch._foreach_sub_
+
+
+def recorded_collectives() -> dict[str, Callable[[], bytes]]:
+    """Return how to ask each backend of this build for its latest collectives."""
+    if not dist.is_available():
+        return {}
+    from torch._C import _distributed_c10d as internals
+
+    names = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+    return {backend: getattr(internals, name) for backend, name in names.items() if hasattr(internals, name)}
