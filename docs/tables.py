@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from vitrail.data.grid import GridConfig
 from vitrail.data.source import ItemsConfig
-from vitrail.data.sources.encoded import ImagesConfig
+from vitrail.data.sources.image_folder import ImagesConfig
 from vitrail.recipe import json_schema, kinds, sections
 from vitrail.recipe.schema import Recipe
 

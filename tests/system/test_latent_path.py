@@ -17,7 +17,7 @@ from vitrail.codecs import open_codec
 from vitrail.codecs.own import AutoencoderCodecConfig
 from vitrail.data.sources import guess_kind
 from vitrail.data.sources.image_folder import ImageFolderConfig
-from vitrail.data.sources.latents import LatentsConfig
+from vitrail.data.sources.items import LatentsConfig
 from vitrail.data.sources.zarr import OmeZarrConfig
 
 ROWS, BATCH = 3, 2  # of a shard, and of a forward

@@ -16,7 +16,7 @@ from vitrail.codecs import IdentityConfig, decode_all, decoder_for, open_codec
 from vitrail.codecs.kl import KLConfig
 from vitrail.codecs.own import AutoencoderCodecConfig
 from vitrail.codecs.torchscript import TorchScriptConfig
-from vitrail.data.sources.latents import LatentsConfig
+from vitrail.data.sources.items import LatentsConfig
 from vitrail.errors import UserError
 from vitrail.recipe import kinds, load_recipe
 

@@ -19,7 +19,7 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.latents.store import write_latents
 from vitrail.data.reading.pool import Policy, SlowRead
 from vitrail.data.sources.image_folder import ImageFolderConfig
-from vitrail.data.sources.latents import LatentsConfig
+from vitrail.data.sources.items import LatentsConfig
 from vitrail.errors import BadData, UserError
 from vitrail.objectives.reconstruct import Reconstruct
 from vitrail.parallel import agree as waiting

@@ -28,7 +28,7 @@ ALLOWED = {
     ("cost/page.py", "figure.savefig"): "into memory",
     ("data/order/filter.py", "np.save"): "into a file of disk.replacing",
     ("data/generate.py", "Image.fromarray(image).save"): "into a draft of disk.new_folder",
-    ("data/sources/encoded.py", "np.save"): "into memory",
+    ("data/sources/image_folder.py", "np.save"): "into memory",
     ("data/latents/store.py", "save_file"): "into a draft of disk.new_folder",
     ("data/latents/store.py", "zarr.open_group"): "of a draft of disk.new_folder",
     ("data/formats/ngff.py", "metadata.write_text"): "in a draft of disk.new_folder",

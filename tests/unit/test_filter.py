@@ -16,7 +16,7 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.order.filter import Occupancy, cell_of, count_voxels
 from vitrail.data.order.sampler import Extent, Sampler
 from vitrail.data.reading.pool import Policy, SlowRead
-from vitrail.data.sources.numpy import NumpyConfig
+from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Data
 

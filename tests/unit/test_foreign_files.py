@@ -301,7 +301,7 @@ def test_pickles_of_weights_are_read_within_bounds(tmp_path: Path, monkeypatch: 
     names = {f"layer {number}": torch.zeros(1) for number in range(300)}
     torch.save(names, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
     assert len(open_weights(tmp_path / "a.pt").shapes) == 300
-    monkeypatch.setattr("vitrail.pickled.largest", lambda: 5000)
+    monkeypatch.setattr("vitrail.foreign.largest", lambda: 5000)
     with pytest.raises(UserError, match="bytes, too many for memory"):
         open_weights(tmp_path / "a.pt")
 

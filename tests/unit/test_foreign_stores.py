@@ -27,8 +27,8 @@ from vitrail.data.formats import hdf5 as hdf5_links
 from vitrail.data.formats import hdf5 as hdf5_words
 from vitrail.data.formats.hdf5 import check_whole, walk
 from vitrail.data.formats.ngff import find_images
-from vitrail.data.sources import netcdf, parquet
-from vitrail.data.sources.webdataset import Samples, WebdatasetConfig, expand
+from vitrail.data.sources import netcdf, shards
+from vitrail.data.sources.shards import Samples, WebdatasetConfig, expand
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import METADATA, trusted
 from vitrail.recipe import kinds
@@ -282,17 +282,17 @@ def test_rows_of_one_large_value_are_read_few_at_a_time(tmp_path: Path, monkeypa
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array([large], pa.binary()))
     table = pa.table({"image": column})
     pq.write_table(table, tmp_path / "a.parquet", store_schema=False, dictionary_pagesize_limit=1 << 30)
-    monkeypatch.setattr(parquet, "AT_ONCE_BYTES", 3 << 20)
-    monkeypatch.setattr(parquet, "FEW_BYTES", 0)
+    monkeypatch.setattr(shards, "AT_ONCE_BYTES", 3 << 20)
+    monkeypatch.setattr(shards, "FEW_BYTES", 0)
     sizes: list[int] = []
-    batches = parquet._Shard.batches
+    batches = shards._Shard.batches
 
     def spy(*words: Any, **more: Any) -> Any:
         for piece in batches(*words, **more):
             sizes.append(piece.nbytes)
             yield piece
 
-    monkeypatch.setattr(parquet._Shard, "batches", spy)
+    monkeypatch.setattr(shards._Shard, "batches", spy)
     with pytest.raises(BadData, match=r"row group 0 says that it has 1,.* bytes, but becomes more than 8,"):
         opened("parquet", tmp_path / "a.parquet")
     assert max(sizes) < 3 << 20

@@ -25,15 +25,11 @@ from support import ROOT
 from vitrail.data.latents.store import write_latents
 from vitrail.data.look import inspect
 from vitrail.data.source import ClassifiedSource, LabelledSource, Source, choose_channels
-from vitrail.data.sources import encoded as image_source
 from vitrail.data.sources import guess_kind
-from vitrail.data.sources.cifar10 import CLASSES, Cifar10Config
-from vitrail.data.sources.encoded import ImageSource
-from vitrail.data.sources.generated import KINDS, DummyConfig, SyntheticConfig
-from vitrail.data.sources.image_folder import ImageFolderConfig
-from vitrail.data.sources.latents import LatentsConfig
-from vitrail.data.sources.parquet import ParquetConfig
-from vitrail.data.sources.webdataset import WebdatasetConfig, expand
+from vitrail.data.sources import image_folder as image_source
+from vitrail.data.sources.image_folder import ImageFolderConfig, ImageSource
+from vitrail.data.sources.items import CLASSES, KINDS, Cifar10Config, DummyConfig, LatentsConfig, SyntheticConfig
+from vitrail.data.sources.shards import ParquetConfig, WebdatasetConfig, expand
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import kinds
 

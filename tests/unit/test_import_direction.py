@@ -11,7 +11,7 @@ ORDER = (
     ("credentials", "draws"),
     ("errors",),
     ("disk", "foreign"),
-    ("pickled", "sums"),
+    ("sums",),
     ("contents",),
     ("recipe",),
     ("layers", "diffusion", "launch"),

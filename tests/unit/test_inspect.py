@@ -387,7 +387,7 @@ def test_speed_is_that_of_bytes_as_they_are_stored(dtype, size, tmp_path):
 
     from vitrail.data.look.preview import measure_io
     from vitrail.data.reading.loader import Loader
-    from vitrail.data.sources.numpy import NumpyConfig
+    from vitrail.data.sources.arrays import NumpyConfig
 
     np.save(tmp_path / "a.npy", noise(32, 32, dtype=dtype))
     dataset = Dataset([NumpyConfig(path=str(tmp_path / "a.npy"))], (16, 16), where="data.train")

@@ -17,8 +17,7 @@ from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy, SlowRead
 from vitrail.data.reading.reader import Reader
 from vitrail.data.source import Item, ManySource, whole_item
-from vitrail.data.sources.cifar10 import RECORD, Cifar10Config
-from vitrail.data.sources.generated import DummyConfig
+from vitrail.data.sources.items import RECORD, Cifar10Config, DummyConfig
 from vitrail.errors import BadData, FailedRead, UserError
 from vitrail.recipe.sections import Augment
 

@@ -26,8 +26,8 @@ from vitrail.data.files.paths import local_copy
 from vitrail.data.files.stage import LOCK, as_opened, stage
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.reading import pool
-from vitrail.data.sources.generated import DummyConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
+from vitrail.data.sources.items import DummyConfig
 from vitrail.data.sources.zarr import OmeZarrConfig, ZarrConfig
 from vitrail.disk import is_draft
 from vitrail.errors import UserError
@@ -261,7 +261,7 @@ def test_patterns_of_shards_and_labels_of_images(tmp_path: Path, monkeypatch: py
 
     from PIL import Image
 
-    from vitrail.data.sources.webdataset import WebdatasetConfig
+    from vitrail.data.sources.shards import WebdatasetConfig
 
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     held = io.BytesIO()

@@ -16,8 +16,8 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.files.fingerprint import changed, data_state, fingerprint
 from vitrail.data.order.sampler import Extent, Sample, Sampler
 from vitrail.data.reading.pool import Policy
+from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.hdf5 import Hdf5Config
-from vitrail.data.sources.numpy import NumpyConfig
 from vitrail.data.statistics import measure, remembered
 from vitrail.draws import Draws
 from vitrail.errors import BadData, UserError

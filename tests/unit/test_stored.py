@@ -30,9 +30,8 @@ from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.latents.shards import ShardedLatents
 from vitrail.data.latents.store import ATTRIBUTE, open_shard, write_latents
 from vitrail.data.look.inspect import inspect, look
-from vitrail.data.sources.latents import LatentsConfig
-from vitrail.data.sources.nifti import NiftiConfig
-from vitrail.data.sources.numpy import NumpyConfig
+from vitrail.data.sources.arrays import NiftiConfig, NumpyConfig
+from vitrail.data.sources.items import LatentsConfig
 from vitrail.data.sources.zarr import OmeZarrConfig, ZarrConfig
 from vitrail.data.statistics import checked, remembered
 from vitrail.disk import told

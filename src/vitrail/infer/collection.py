@@ -23,7 +23,7 @@ from vitrail.data.order.sampler import Sample
 from vitrail.data.reading.loader import Loader
 from vitrail.data.source import class_names
 from vitrail.data.sources import guess_kind
-from vitrail.data.sources.encoded import ImageSource
+from vitrail.data.sources.image_folder import ImageSource
 from vitrail.data.stored import TOLERANCE, unit_ratio
 from vitrail.draws import key
 from vitrail.errors import UserError

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.foreign import check_plain, open_plain, read_json
-from vitrail.pickled import Program, check_saved
+from vitrail.foreign import Program, check_plain, check_saved, open_plain, read_json
 from vitrail.weights.runs import (
     BadCheckpoint,
     find_checkpoint,

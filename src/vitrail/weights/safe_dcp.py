@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import _get_layout
 
 from vitrail.errors import BadData
-from vitrail.foreign import read_plain
-from vitrail.pickled import Unpickler, check_saved, largest
+from vitrail.foreign import Unpickler, check_saved, largest, read_plain
 
 
 class UnsafeCheckpoint(ValueError):

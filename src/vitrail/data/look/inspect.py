@@ -89,7 +89,7 @@ def suggest_crop(source: Source) -> tuple[int, ...]:
 
 def suggest_fit(source: Source, facts: dict[str, Any]) -> int | None:
     """Suggest the side that images of many sizes are resized to, that of a middling one; None for data of one size."""
-    from vitrail.data.sources.encoded import ImageSource
+    from vitrail.data.sources.image_folder import ImageSource
 
     if not isinstance(source, ImageSource) or not facts.get("smallest"):
         return None

@@ -1,4 +1,9 @@
-"""A folder of PNG, JPEG, TIFF and WebP images, flat or one folder a class (the layout of ImageNet); or one image.
+"""Many encoded images as one source: what image folders, parquet files and WebDataset shards share.
+
+A format tells the names of its images, their classes, and how to open one; each image is an item. Images may differ in
+size. Sizes come from the headers; those of many images are read once, by threads, and kept in the cache folder.
+
+A folder of PNG, JPEG, TIFF and WebP images, flat or one folder a class (the layout of ImageNet); or one image.
 
 - names are sorted as a person would (2 before 10); images may differ in size
 - grey or red, green, blue; 8 or 16 bits or floats as the first image has them; pixels as stored, EXIF is not applied
@@ -6,9 +11,18 @@
   them, are found by themselves
 """
 
+import contextlib
 import hashlib
-from typing import Literal
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field
+from typing import Any, BinaryIO, Literal
 
+import numpy as np
+
+from vitrail.data.files.cache import cache_folder, keep
 from vitrail.data.files.paths import (
     base_name,
     file_type,
@@ -20,11 +34,274 @@ from vitrail.data.files.paths import (
     open_file,
     parent,
 )
+from vitrail.data.formats.images import MAX_PIXELS, Look, decode, decode_labels, look, pick_variables
+from vitrail.data.source import (
+    Item,
+    ItemsConfig,
+    ItemSource,
+    LazySequence,
+    check_label_map,
+    map_labels,
+    normalize_window,
+    whole_item,
+)
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
-from vitrail.data.sources.encoded import ImagesConfig, ImageSource, LabelledImageSource, open_images
 from vitrail.data.sources.folders import find_cases, is_layout
-from vitrail.errors import UserError
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
+
+KEPT = 2000  # images from which on their sizes are kept in the cache
+THREADS = 16  # that read headers: they mostly wait
+FIRST = 10  # images of which one must be readable
+MANY = 64  # whose headers tell whether there are colours
+
+log = logging.getLogger(__name__)
+
+
+@config
+class ImagesConfig(ItemsConfig):
+    """Keys that all sources of encoded images have; variables are of red, green, blue, alpha, or names of your own."""
+
+    region: dict[str, list[int | float]] = field(default_factory=dict)  # not for images: they differ in size
+    size: tuple[int, int] | None = None  # y, x of every image, where all are alike: then none is opened at the start
+    max_pixels: int = MAX_PIXELS  # a larger image is refused rather than read into memory
+    label_map: dict[int, int] = field(default_factory=dict)  # value in images of labels: class; others stay
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.region:
+            raise UserError(
+                f"region = {self.region} cannot be used with the images of {self.path}; use split: [0, 0.8]"
+            )
+        if self.size is not None and min(self.size) < 1:
+            raise UserError(f"size = {list(self.size)} of {self.path} must be two positive numbers, y and x; mend it")
+
+
+class ImageSource(ItemSource):
+    """Images that share axes, variables and type, each an item; `open_image` gives the file of one by its number."""
+
+    axes = ("y", "x")
+
+    def __init__(
+        self,
+        settings: Any,  # ImagesConfig of a kind
+        names: Sequence[str],
+        open_image: Callable[[int], BinaryIO],
+        *,
+        labels: Sequence[int] | np.ndarray | None = None,
+        class_names: Sequence[str] = (),
+        state: str = "",
+        title: Callable[[str], str] | None = None,
+        files: Callable[[], Iterable[str]] | None = None,
+    ) -> None:
+        super().__init__(settings, names, labels)
+        self.class_names, self.state = tuple(class_names), state  # which changes when images do
+        self._title = title or (lambda name: f"{settings.path}: {name}")
+        self._open_image, self._files = open_image, files or (lambda: [settings.path])
+        self._is_grey: set[bool] = set()  # of the images that were looked at
+        first = self._look_first()
+        if settings.variables is None and first.grey and len(names) > 1:
+            first = self._find_colour() or first
+        self.variables, self._picked = pick_variables(settings.variables, first.grey, settings.path)
+        alone = self._picked is None or not first.grey
+        self.dtype = first.dtype.newbyteorder("=") if alone else np.dtype("uint8")
+        self.items = _Items(self)
+
+    @property
+    def mixed(self) -> bool:
+        """Tell whether some of the images that were looked at are grey and others have colours."""
+        return len(self._is_grey) > 1
+
+    def read(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        """Read a window, [C, y, x]; the whole image is decoded for it."""
+        shape = self.items[item].shape
+        (top, bottom), (left, right) = normalize_window(shape, region)
+        with self.open(item) as file:
+            pixels = decode(file, self.name(item), self.dtype, self._picked, self.config.max_pixels)
+        self._check_shape(item, pixels.shape[1:], shape)
+        return np.ascontiguousarray(pixels[:, top:bottom, left:right])
+
+    def files(self) -> tuple[str, ...]:
+        """List files and folders that are read, for staging; all of them, as shares count the items that are there."""
+        return tuple(self._files())
+
+    def name(self, item: int) -> str:
+        """Return what errors show of an image."""
+        return self._title(self.names[self.kept[item]])
+
+    def look(self, item: int) -> Look:
+        """Read the header of an image."""
+        with self.open(item) as file:
+            found = look(file, self.name(item), self.config.max_pixels)
+        if not found.grey and self._is_grey == {True} and self.config.variables is None:
+            log.warning(
+                "%s has colours, and is read as grey like the others; set `variables: [red, green, blue]` to keep them",
+                self.name(item),
+            )
+        self._is_grey.add(found.grey)
+        return found
+
+    def leave_out_bad(self) -> list[str]:
+        """Drop the images whose headers cannot be read, and say why, one sentence an image: for `data.bad: skip`."""
+        items = _Items(self)
+        bad = items.read_all()
+        if len(bad) == len(self.kept):
+            raise bad[0]
+        self.kept = np.delete(self.kept, list(bad))
+        self.items = _Items(self, np.delete(items.sizes, list(bad), axis=0))
+        return [str(error) for error in bad.values()]
+
+    def _look_first(self) -> Look:
+        """Read the header of the first readable image: going through all images tells of the others."""
+        for item in range(min(len(self.kept), FIRST)):
+            with contextlib.suppress(BadData):
+                return self.look(item)
+        return self.look(0)
+
+    def _find_colour(self) -> Look | None:
+        """Find the header of an image in colour among many that are looked at; None where all are grey.
+
+        Of all images, not of this entry's share: entries with other shares are to have the same variables.
+        """
+        numbers = np.arange(min(len(self.names), MANY))
+        if self.config.kind != "parquet":  # which reads a group of rows for each
+            numbers = np.arange(len(numbers)) * len(self.names) // len(numbers)
+            numbers = np.unique([*numbers, *np.random.default_rng(7).integers(len(self.names), size=len(numbers))])
+
+        def look_at(number: int) -> Look | None:
+            with contextlib.suppress(BadData, OSError), self._open_image(number) as file:
+                return look(file, self._title(self.names[number]), self.config.max_pixels)
+            return None
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = [seen for seen in pool.map(look_at, numbers.tolist()) if seen is not None]
+        self._is_grey |= {seen.grey for seen in found}
+        return next((seen for seen in found if not seen.grey), None)
+
+    def open(self, item: int) -> BinaryIO:
+        return self._open_image(int(self.kept[item]))
+
+    def _check_shape(self, item: int, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            given = "`size` says" if self.config.size else "its header said before"
+            raise BadData(
+                f"{self.name(item)} is {found[1]} x {found[0]} pixels, not the {expected[1]} x {expected[0]} that "
+                f"{given}; mend `size`, restore the file, or remove {cache_folder('sizes')}"
+            )
+
+
+class LabelledImageSource(ImageSource):
+    """Images with another image of labels to each."""
+
+    def __init__(self, *args: Any, open_labels: Callable[[int], BinaryIO], labels_name: str, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._open_labels, self._labels_name = open_labels, labels_name
+        self.label_names: dict[int, str] = {}
+        self.label_dtype: np.dtype = self._load_labels(0).dtype
+        check_label_map(self.config.label_map, self.label_dtype, self.config.path)
+
+    def read_labels(self, item: int, region: tuple[slice, ...]) -> np.ndarray:
+        """Read the labels of a window, [y, x]."""
+        shape = self.items[item].shape
+        (top, bottom), (left, right) = normalize_window(shape, region)
+        labels = self._load_labels(item)
+        if labels.shape != shape or not np.can_cast(labels.dtype, self.label_dtype):
+            raise BadData(
+                f"{self.name(item)}: the labels are {labels.shape[1]} x {labels.shape[0]} of {labels.dtype}, which do "
+                f"not fit the image of {shape[1]} x {shape[0]} and the first labels of {self.label_dtype}; mend them"
+            )
+        window = np.ascontiguousarray(labels[top:bottom, left:right], self.label_dtype)
+        return map_labels(window, self.config.label_map)
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"labels": [self._labels_name]}
+
+    def _load_labels(self, item: int) -> np.ndarray:
+        with self._open_labels(int(self.kept[item])) as file:
+            labels = decode_labels(file, f"{self.name(item)} (labels)", self.config.max_pixels)
+        # Masks of 1 bit and of 8 may lie side by side: programs write whatever is enough.
+        return labels.view(np.uint8) if labels.dtype == bool else labels
+
+
+def open_images(
+    settings: Any,
+    names: Sequence[str],
+    open_image: Callable[[int], BinaryIO],
+    *,
+    open_labels: Callable[[int], BinaryIO] | None,
+    labels_name: str | None,
+    **more: Any,
+) -> ImageSource:
+    """Open images as a source, with labels of their pixels where there is a way to open those."""
+    if open_labels is None:
+        return ImageSource(settings, names, open_image, **more)
+    return LabelledImageSource(
+        settings, names, open_image, open_labels=open_labels, labels_name=str(labels_name), **more
+    )
+
+
+class _Items(LazySequence):
+    """Items whose sizes are read from the headers when first asked for, or all at once when all are gone through."""
+
+    def __init__(self, source: ImageSource, sizes: np.ndarray | None = None) -> None:
+        super().__init__(len(source.kept), self._make_item)
+        self._source = source
+        self.sizes = np.zeros((len(source.kept), 2), np.int32) if sizes is None else sizes  # 0: unknown, -1: unreadable
+        if source.config.size:
+            self.sizes[:] = source.config.size
+
+    def _make_item(self, number: int) -> Item:
+        if self.sizes[number, 0] < 1:
+            self.sizes[number] = self._source.look(number).shape
+        source, (height, width) = self._source, self.sizes[number].tolist()
+        return whole_item(source.names[source.kept[number]], (height, width), source.label(number))
+
+    def __iter__(self) -> Iterator[Item]:
+        for error in self.read_all().values():
+            raise error
+        return super().__iter__()
+
+    def read_all(self) -> dict[int, BadData]:
+        """Read all sizes, from the cache if they are there, else from the headers; return what is wrong with some."""
+        unknown, source = np.flatnonzero(self.sizes[:, 0] < 1), self._source
+        if len(unknown) >= KEPT:
+            kept = hashlib.blake2b(source.kept.tobytes()).hexdigest()
+            facts = [source.config.path, source.state, str(source.config.max_pixels), kept]
+            self.sizes[:] = keep("sizes", "\n".join(facts), lambda: self._measure(unknown), self._check)
+        elif len(unknown):
+            self._measure(unknown)
+        self.forget()
+        bad = {}
+        for number in np.flatnonzero(self.sizes[:, 0] < 1).tolist():  # looked at again: it may have been mended
+            try:
+                self.sizes[number] = source.look(number).shape
+            except BadData as error:
+                bad[number] = error
+        return bad
+
+    def _measure(self, unknown: np.ndarray) -> bytes:
+        log.info("reading the sizes of %d images of %s", len(unknown), self._source.config.path)
+
+        def measure(numbers: np.ndarray) -> None:
+            for number in numbers.tolist():
+                try:
+                    self.sizes[number] = self._source.look(number).shape
+                except BadData:
+                    self.sizes[number] = -1
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(measure, np.array_split(unknown, max(1, len(unknown) // 256))):
+                pass
+        held = io.BytesIO()
+        np.save(held, self.sizes)
+        return held.getvalue()
+
+    def _check(self, held: bytes) -> np.ndarray:
+        sizes = np.load(io.BytesIO(held), allow_pickle=False)
+        if sizes.shape != self.sizes.shape or 0 in sizes:
+            raise ValueError("sizes of something else")
+        return sizes
+
 
 # Names of folders that hold images and labels of their pixels, rather than classes.
 IMAGES = {"image", "images", "img", "imgs"}
