@@ -49,6 +49,8 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
         raise UserError(
             f"{name}: the objective needs the class of every image, but {c.path} has none; "
             "put the images into one folder a class, such as cat/1.png and dog/1.png"
+            + (", or say where classes are with class_pattern or class_table" if hasattr(c, "class_table") else "")
+            + "".join(f"; {note}" for note in notes_of(source))
         )
     if labels == "voxel" and not isinstance(source, LabelledSource):
         said = f"{name}: the objective needs the class of every voxel"
