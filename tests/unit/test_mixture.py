@@ -309,6 +309,15 @@ def test_images_of_many_sizes_are_fitted() -> None:
     assert sorted(order(i).source for i in range(4)) == [0, 1, 2, 3]
     with pytest.raises(UserError, match=r"data\.fit\.resize: 4 is less than data\.crop 6 x 6"):
         Dataset(images, (6, 6), where="data.train", settings=settings_of(fit={"resize": 4}))
+    with pytest.raises(UserError, match=r"data\.fit\.resize: 16 x 5 is less than data\.crop 6 x 6"):
+        Dataset(images, (6, 6), where="data.train", settings=settings_of(fit={"resize": [16, 5]}))
+    ramp = ArraySource(np.broadcast_to(np.arange(40, dtype=np.uint8)[:, None], (1, 40, 8)).copy(), chunk=64)
+    for size, expected in ((8, [18, 21]), ([8, 8], [2, 37])):  # the centre of it, or all of it
+        dataset = Dataset([ramp], (8, 8), where="data.train", settings=settings_of(fit={"resize": size}))
+        order = dataset.sampler(seed=0, lanes=1, reuse=None)
+        reader = dataset.reader(order, lanes=1, cache_bytes=0)
+        values = Loader(order, reader, device=torch.device("cpu"), workers=0, prefetch=1).load(range(1)).values[0, 0]
+        assert values[[0, -1], 3].tolist() == pytest.approx(expected, abs=2)
     with pytest.raises(UserError, match=r"data\.fit: is for images, and data\.train\.0 has 3 axes"):
         Dataset(
             [ArraySource(numbered(8, 8, 8))], (6, 6, 6), where="data.train", settings=settings_of(fit={"resize": 8})

@@ -43,8 +43,12 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
         )
     if fit is not None and len(source.axes) != 2:
         raise UserError(f"data.fit: is for images, and {name} has {len(source.axes)} axes; leave it out")
-    if fit is not None and fit.resize < max(crop):
-        raise UserError(f"data.fit.resize: {fit.resize} is less than data.crop {by(crop)}; resize to as much or more")
+    if fit is not None:
+        sides, least = (fit.resize, crop) if isinstance(fit.resize, tuple) else ((fit.resize,), (max(crop),))
+        if any(side < size for side, size in zip(sides, least, strict=True)):
+            raise UserError(
+                f"data.fit.resize: {by(sides)} is less than data.crop {by(crop)}; resize to as much or more"
+            )
     if labels == "item" and not (isinstance(source, ClassifiedSource) and source.class_names):
         raise UserError(
             f"{name}: the objective needs the class of every image, but {c.path} has none; "
