@@ -81,7 +81,8 @@ def find_place(recipe: Recipe, **call: Any) -> Place:
         torch.cuda.set_device(device)
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(recipe.run.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != recipe.run.deterministic:  # the call imports the compiler
+        torch.use_deterministic_algorithms(recipe.run.deterministic)
     record_collectives()
     store, root_store = connect(world, device.type, timeout=FIRST_TIMEOUT)
     asked = os.environ.get("OMP_NUM_THREADS", "") if world.launcher != "torchrun" else ""  # it sets 1 unasked
