@@ -1,6 +1,7 @@
 """Names of PyTorch that are not public, which another version may change: all that this room uses of them.
 
-Those of stages of pipelines are in station.py. Tried with PyTorch 2.11 to 2.13. tests/unit/test_private.py has a test of each.
+Those of stages of pipelines are in station.py. Tried with PyTorch 2.11 to 2.13; tests/unit/test_private.py has a test
+of each.
 """
 
 from typing import Any
