@@ -290,10 +290,11 @@ class Dataset:
         have different variables, samples are those of the first set of them.
         """
         settings, weights = self.settings, [c.weight for c in self.configs]
-        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0}):
+        drawn = {getattr(c, "draw", "voxels") for c in self.configs}
+        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0} or drawn != {"voxels"}):
             raise UserError(
-                "data.tiles: every tile comes once an epoch, so entries have no other shares; leave out data.mix and "
-                "the entries' weight, or use data.balance"
+                "data.tiles: every tile comes once an epoch, so entries and items have no other shares; leave out "
+                "data.mix and the entries' weight and draw, or use data.balance"
             )
         options = {
             "lanes": lanes,
@@ -347,7 +348,8 @@ class Dataset:
         order: Sampler | Tiles
         try:
             if tiles is None:
-                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, **common)
+                even = {n for n in wanted if getattr(self.configs[n], "draw", "voxels") == "items"}
+                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **common)
             else:
                 order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
         except NothingLeft:
@@ -523,7 +525,7 @@ def open_in_order(
     """
     tiles = data.tiles or TilesSection()
     plain = {"augment": Augment(), "tiles": tiles, "mix": "size", "balance": None}
-    alike = [dataclasses.replace(c, weight=1.0) for c in configs]
+    alike = [dataclasses.replace(c, weight=1.0, **({"draw": "voxels"} if hasattr(c, "draw") else {})) for c in configs]
     dataset = Dataset(alike, crop, where=where, settings=data.model_copy(update=plain))
     order = dataset.sampler(seed=0, lanes=1, reuse=1)
     assert isinstance(order, Tiles)
