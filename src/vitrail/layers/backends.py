@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from vitrail.errors import UserError
+from vitrail.layers.private import constant_when_compiled
 from vitrail.recipe.kinds import nearest, remedy
 
 NAMES = (
@@ -178,7 +179,7 @@ def available_backends(device: str | torch.device) -> dict[str, str | None]:
     return {name: missing(name, kind, capability) for name in NAMES}
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def machine(device: str) -> Machine:
     """Return what this process has for a type of device ("cpu", "cuda"); a constant for compiled code."""
     kind, capability = _device(device)

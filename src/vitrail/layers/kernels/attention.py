@@ -234,7 +234,7 @@ def attend_flash4(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: 
     return _flash4(q, k, v, scale)[0]
 
 
-@torch.compiler.disable  # not traceable: compiled blocks have a break here
+@private.not_compiled  # not traceable: compiled blocks have a break here
 def attend_flash3(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> Tensor:
     from flash_attn_interface import flash_attn_func
 
@@ -242,7 +242,7 @@ def attend_flash3(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: 
     return out[0] if isinstance(out, tuple) else out  # older versions give the log-sum-exp too
 
 
-@torch.compiler.disable
+@private.not_compiled
 def attend_xformers(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
