@@ -27,7 +27,7 @@ def place_positions(
     counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
     skip, grid = 0, None
     if table is not None:
-        skips = (int(cls is not None),)  # how many of its rows may be other tokens'
+        skips: tuple[int, ...] = (int(cls is not None),)  # how many of its rows may be other tokens'
         if adapter == "monai":
             skips = (0,)
         elif adapter == "timm" and not re.fullmatch(r"(register|storage)_tokens", registers or ""):
@@ -89,7 +89,7 @@ def _find_grid(
         out.wrong.append(f"its {rows} positions {equal}, nor one shaped as the model's")
     elif unsure and not skip and not doubt:
         doubt = f"{times(grid)}, or another grid and a row for the class token"
-    if doubt and grid == own:
+    if doubt and own is not None and grid == own:
         out.notes.append(f"its {rows} positions may be {doubt}; the model's own grid was taken, {times(own)}")
     elif doubt:
         out.problems.append(
