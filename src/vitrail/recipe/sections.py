@@ -450,6 +450,12 @@ class Eval(Section):
 
     every: Every = "10%"
     samples: PositiveInt = 64
+    tiles: Tiles | None = Field(
+        default=None, description="tiles that cover held-out data, instead of data.tiles or crops at random places"
+    )
+    blend: Literal["gaussian", "constant"] = Field(
+        default="gaussian", description="what voxels of overlapping tiles count: most in a tile's middle, or the same"
+    )
 
 
 class Log(Section):
