@@ -158,7 +158,8 @@ def by_slabs(prepare: Prepare) -> Prepare:
 def inputs_of(model: Any, batch: Batch, statistics: Statistics, draws: Draws | None) -> tuple[dict[str, Any], Tokens]:
     """Make the inputs of a model for all tokens of a batch, in their order, and the tokens (the way back to voxels)."""
     images, names = normalise(batch.values, batch.statistics or statistics), batch.variables or None
-    return make_inputs(model, images, variables=names, scored=batch.values, draws=draws, slab=batch.slab)
+    grown: dict[str, Any] = {"scored": batch.values, "span": batch.span, "draws": draws}
+    return make_inputs(model, images, variables=names, slab=batch.slab, **grown)
 
 
 def drop_path_table(draws: Draws, rates: list[float]) -> Tensor | None:

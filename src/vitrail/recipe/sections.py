@@ -79,7 +79,6 @@ Attention = Literal[
     "ck",
     "flex",
     "varlen",
-    "flash3",
     "flash4",
     "xformers",
     "reference",
