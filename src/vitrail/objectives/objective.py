@@ -108,6 +108,18 @@ class Objective(ABC):
         return self.tokens_per_sample()
 
 
+class VoxelObjective(Objective):
+    """An objective that gives each voxel a class: overlapping tiles are put together before their voxels are scored."""
+
+    @abstractmethod
+    def logits(self, output: Tensor, targets: Any) -> Tensor:
+        """[B, classes, *S] of what the model gives."""
+
+    @abstractmethod
+    def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Those of the sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
+
+
 def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
     """Return what an objective learns the classes of, by its config and that of its model."""
     if hasattr(objective, "labels_with"):
