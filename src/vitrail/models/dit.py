@@ -121,7 +121,7 @@ class DiTConfig(DenoiserConfig):
     label_dropout: float | None = None  # labels hidden in training, for guidance without a classifier: 0.1 (ditan 0.05)
     learn_sigma: bool = False  # twice as many channels out: the noise, then its variance
     time_features: int = 256
-    time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
+    time_scale: float = 1.0  # of times, which are steps, or 1000 times those of flow; 0.001 gives SiT's, of 0 to 1
 
     def __post_init__(self) -> None:
         fill_size(self, SIZES, DIT)
