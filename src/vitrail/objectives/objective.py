@@ -113,6 +113,18 @@ class Objective(ABC):
         return self.tokens_per_sample()
 
 
+class VoxelObjective(Objective):
+    """An objective that gives each voxel a class: overlapping tiles are put together before their voxels are scored."""
+
+    @abstractmethod
+    def logits(self, output: Tensor, targets: Any) -> Tensor:
+        """[B, classes, *S] of what the model gives."""
+
+    @abstractmethod
+    def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Those of the sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
+
+
 def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
     """Return what an objective learns the classes of, by its config and that of its model."""
     if hasattr(objective, "labels_with"):
@@ -151,7 +163,8 @@ def by_slabs(prepare: Prepare) -> Prepare:
 def inputs_of(model: Any, batch: Batch, statistics: Statistics, draws: Draws | None) -> tuple[dict[str, Any], Tokens]:
     """Make the inputs of a model for all tokens of a batch, in their order, and the tokens (the way back to voxels)."""
     images, names = normalise(batch.values, batch.statistics or statistics), batch.variables or None
-    return make_inputs(model, images, variables=names, scored=batch.values, draws=draws, slab=batch.slab)
+    grown: dict[str, Any] = {"scored": batch.values, "span": batch.span, "draws": draws}
+    return make_inputs(model, images, variables=names, slab=batch.slab, **grown)
 
 
 def drop_path_table(draws: Draws, rates: list[float]) -> Tensor | None:

@@ -101,6 +101,7 @@ class Reconstruct(Objective):
             encoder.tokens,
             self.model.patch,
             separate=encoder.separate,
+            span=batch.span,
             draws=None if evaluating else draws,
             slab=batch.slab,
         )

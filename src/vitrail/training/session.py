@@ -131,6 +131,8 @@ class Session:
         self.pictures = Pictures(self.evaluator, place.control, **look)
         self.bad_told = (0, False)  # samples skipped, and whether chunks were filled, as last told
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
+        for part in (self.data.train, self.data.valid):
+            self.notes += [] if part is None else part.notes
         self.notes += self.parts.flow.notes
         if self.objective.wants_average and recipe.ema is None:
             self.notes.append(
