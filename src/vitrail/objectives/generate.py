@@ -352,12 +352,12 @@ class Generate(Objective):
     def rows(self, batch: Batch, output: Tensor, targets: Shown) -> list[dict[str, Any]]:
         real = batch.values[:, self.made_at] if self.config.condition else batch.values
         made, truth = (self.pixels(values) for values in (output, real))
-        given = [None] * len(made)
+        given: Any = [None] * len(made)
         if targets.given is not None:
             coarse = bool(self.config.coarse)
             given = self.pixels(targets.given[:, : real.shape[1]]) if coarse else targets.given.float().cpu().numpy()
-        known = targets.labels is not None
-        names = [self.names[label] for label in targets.labels.tolist()] if known else [None] * len(made)
+        labels = [None] * len(made) if targets.labels is None else targets.labels.tolist()
+        names = [None if label is None else self.names[label] for label in labels]
         return [
             {"made": one, "real": other, "given": condition, "name": name}
             for one, other, condition, name in zip(made, truth, given, names, strict=True)

@@ -148,7 +148,7 @@ class Segment(VoxelObjective):
         shown = ", ".join(dices[:6]) + (", ..." if len(dices) > 6 else "")
         caption = f"step {step}: {which} samples; Dice of these: {shown or 'none'}"
         title = f"Segmentation at step {step}"
-        options = {"ignore": self.config.ignore, "slices": slices}
+        options: Any = {"ignore": self.config.ignore, "slices": slices}
         segmentation_panel(path, rows, names=self.names, title=title, caption=caption, **options)
         return caption
 

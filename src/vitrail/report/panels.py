@@ -256,7 +256,7 @@ def classification_panel(
     marks = [RIGHT if row["right"] else WRONG for row in rows]
     keys = [("right", RIGHT), ("wrong", WRONG)]
     columns = 3 if len(cuts) > 1 else 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4
-    look = {"columns": min(len(cells), columns), "tile": 1.15 if len(cuts) == 1 else 3 * VIEW}
+    look: Any = {"columns": min(len(cells), columns), "tile": 1.15 if len(cuts) == 1 else 3 * VIEW}
     return draw_grid(cells, title, caption, marks=marks, keys=keys, aspect=aspect, **look).put(path)
 
 

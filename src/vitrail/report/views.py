@@ -105,7 +105,7 @@ def draw_grid(
         if heads and row == 0:
             sheet.text(across + tile / 2, top - 0.12, heads[column], size=9, ha="center")
         if marks:
-            style = {"ha": "center", "va": "top", "linespacing": 1.1, "color": frame}
+            style: Any = {"ha": "center", "va": "top", "linespacing": 1.1, "color": frame}
             sheet.text(across + tile / 2, top + tall + 0.05, words, size=7, **style)
         elif words:
             sheet.text(left - 0.07, top + tall / 2, shorten(words, 40), ha="right", rotation=90)

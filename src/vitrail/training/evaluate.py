@@ -8,6 +8,7 @@ Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,8 +146,8 @@ class Evaluator:
             shown = attempt(self._choose)
             for first in range(0, len(shown), self.batch):
                 some = shown[first : first + self.batch]
-                batch = attempt(lambda some=some: self.loader.load(some, whole=True))
-                attempt(lambda batch=batch, first=first: make(batch, first))
+                batch = attempt(partial(self.loader.load, some, whole=True))
+                attempt(partial(make, batch, first))
         return rows
 
     def _choose(self) -> list[int]:
