@@ -24,7 +24,7 @@ from vitrail.data.order.sampler import Extent, Order, Sample, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.pool import Policy
 from vitrail.data.reading.reader import Reader
-from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names
+from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names, notes_of
 from vitrail.draws import key
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment, Data, Fit
@@ -59,6 +59,8 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
             f"{said}, which data of kind {c.kind} cannot have; use one that can, such as ome_zarr, nifti or tiff"
         )
     if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
+        if notes := notes_of(source):
+            raise UserError(f"{name}: the objective needs the class of every voxel; {'; '.join(notes)}")
         found = source.describe().get("labels")
         have = f"it has {', '.join(found)}" if found else "it has none"
         raise UserError(
@@ -187,6 +189,11 @@ class Dataset:
             )
         if len(told) > SHOWN:
             log.warning("bad data, left out of %s: %d items in all", self.where, len(told))
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what the sources have to say of how they took the data."""
+        return [f"{self.where}.{n}: {note}" for n, source in enumerate(self.sources) for note in notes_of(source)]
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
