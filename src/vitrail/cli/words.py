@@ -211,7 +211,7 @@ def end(code: int | str | None) -> NoReturn:
     whose work is done.
     """
     if code != INTERRUPTED:  # whoever asked twice does not wait for threads
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     leave()
     os._exit(code if isinstance(code, int) else int(code is not None))
