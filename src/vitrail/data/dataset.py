@@ -4,6 +4,7 @@
 - training draws samples from an order; what is encoded or predicted as a whole goes through every tile of each item
 """
 
+import copy
 import dataclasses
 import logging
 import math
@@ -273,6 +274,13 @@ class Dataset:
             found.append(extent._replace(window=known[alike]))
         return found
 
+    def tiled(self, tiles: TilesSection) -> "Dataset":
+        """Return the same data in tiles; weights, mixing and balance, which are for training, do not count."""
+        other = copy.copy(self)
+        other.settings = self.settings.model_copy(update={"tiles": tiles, "mix": "size", "balance": None})
+        other.configs = [dataclasses.replace(c, weight=1.0) for c in self.configs]
+        return other
+
     def sampler(
         self,
         *,
@@ -521,10 +529,8 @@ def open_in_order(
 
     Augmentation, weights, mixing and balance, which are for training, do not count.
     """
-    tiles = data.tiles or TilesSection()
-    plain = {"augment": Augment(), "tiles": tiles, "mix": "size", "balance": None}
-    alike = [dataclasses.replace(c, weight=1.0) for c in configs]
-    dataset = Dataset(alike, crop, where=where, settings=data.model_copy(update=plain))
+    settings = data.model_copy(update={"augment": Augment()})
+    dataset = Dataset(configs, crop, where=where, settings=settings).tiled(data.tiles or TilesSection())
     order = dataset.sampler(seed=0, lanes=1, reuse=1)
     assert isinstance(order, Tiles)
     return dataset, InOrder(order)
