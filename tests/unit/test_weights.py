@@ -162,7 +162,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 def test_what_is_not_recognised_is_refused_with_the_adapters() -> None:
     message = refusal(vit(), {"conv1.weight": torch.zeros(3)})
     assert "no known kind" in message
-    assert "vitrail, timm, mae, hf, dit, monai" in message
+    assert "vitrail, timm, mae, hf, dit, sit, diffusers, monai, ucf, torchditan, torchtitan-mae" in message
     assert "adapter: 'tim' is unknown" in refusal(vit(), timm_state(), adapter="tim")
     both = timm_state() | {"encoder.blocks.0.attn.qkv.weight": torch.zeros(3)}
     assert "it could be vitrail or timm" in refusal(vit(), both)
