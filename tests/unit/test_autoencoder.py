@@ -140,7 +140,7 @@ def test_the_objective(tmp_path):
     found = objective.summarise({name: float(v) for name, v in sums.items()})
     assert math.isnan(found["psnr"])
     assert math.isnan(found["ssim"])
-    caption = objective.draw(tmp_path / "a.png", other, output[:1], targets, step=7, held_out=True)
+    caption = objective.draw(tmp_path / "a.png", objective.rows(other, output[:1], targets), step=7, held_out=True)
     assert caption == "step 7: 4 x 4 voxels to 3 numbers and back; held-out samples"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     own = Batch([4], values[:1], statistics=(torch.full((1, 2), 1.0), torch.full((1, 2), 3.0)))

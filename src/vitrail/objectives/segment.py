@@ -139,22 +139,28 @@ class Segment(VoxelObjective):
             **{f"iou_{self.names[i]}": iou for i, iou in ious.items()},
         }
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
-        from vitrail.report.panels import segmentation_panel
-
+    def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
         predicted = self.logits(output, targets).argmax(dim=1)
         arrays = (t.cpu().numpy() for t in (batch.values, targets.labels, predicted))
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"image": image, "truth": truth, "prediction": guess} for image, truth, guess in zip(*arrays, strict=True)
         ]
-        metrics = self.summarise({name: float(value) for name, value in self.measure(output, targets).items()})
+        rows[0]["sums"] = {name: float(value) for name, value in self.measure(output, targets).items()}
+        return rows
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.panels import segmentation_panel
+
+        measured = [row["sums"] for row in rows if "sums" in row]
+        metrics = self.summarise({name: sum(sums[name] for sums in measured) for name in measured[0]})
         counted = [name for number, name in enumerate(self.names) if self.config.counts(number)]
         dices = [f"{name} {metrics[f'dice_{name}']:.2f}" for name in counted if metrics[f"dice_{name}"] >= 0]
         which = "held-out" if held_out else "training"
         shown = ", ".join(dices[:6]) + (", ..." if len(dices) > 6 else "")
         caption = f"step {step}: {which} samples; Dice of these: {shown or 'none'}"
         title = f"Segmentation at step {step}"
-        segmentation_panel(path, rows, names=self.names, ignore=self.config.ignore, title=title, caption=caption)
+        options: Any = {"ignore": self.config.ignore, "slices": slices}
+        segmentation_panel(path, rows, names=self.names, title=title, caption=caption, **options)
         return caption
 
 

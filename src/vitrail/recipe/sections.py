@@ -328,9 +328,20 @@ class Init(Section):
     """Weights that a new run starts from."""
 
     path: str = Field(min_length=1, description="a run folder, a checkpoint, or a .safetensors, .pt or .bin file")
-    adapter: Literal["auto", "vitrail", "timm", "mae", "hf", "dit", "monai"] = Field(
-        default="auto", description="where the weights come from; auto finds out by their names"
-    )
+    adapter: Literal[
+        "auto",
+        "vitrail",
+        "timm",
+        "mae",
+        "hf",
+        "dit",
+        "sit",
+        "diffusers",
+        "monai",
+        "ucf",
+        "torchditan",
+        "torchtitan-mae",
+    ] = Field(default="auto", description="where the weights come from; auto finds out by their names")
     only: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="parts of the model to load, such as encoder; all that fit if empty"
     )
@@ -462,6 +473,7 @@ class Log(Section):
 
     every: Every = 10
     pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
+    slices: PositiveInt = Field(default=8, description="of each volume in a picture, beside its three middle planes")
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
     to: Any = Field(
         default="auto",

@@ -8,6 +8,7 @@ Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,21 +116,47 @@ class Evaluator:
         return Voxels(*(torch.cat(parts, dim=-1) for parts in zip(nothing, *found, strict=True)))
 
     @torch.no_grad()
-    def example(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> tuple[Batch, torch.Tensor, Any]:
-        """Return some samples with what the objective makes of them, for a picture; the same on every rank."""
-        if self.shown is None:
-            alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
-            self.shown = self.objective.choose(alike, self._label)
-        batch = self.loader.load(self.shown, whole=True)
-        with flow.evaluating():
+    def example(
+        self,
+        flow: Flow,
+        *,
+        keep: bool = True,
+        tick: Callable[[], None] = lambda: None,
+        attempt: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+    ) -> list[Any]:
+        """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
+
+        As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
+        might fail at, so that none goes on to a forward, which is collective, without the others.
+        """
+        rows: list[Any] = []
+
+        def make(batch: Batch, first: int) -> None:
             output, targets = self.objective.example(
                 batch,
                 Draws(self.seed, batch.counters),
                 lambda inputs: flow.split.run(self.objective.axes, flow, inputs),
+                first=first,
                 size=self.batch,
                 tick=tick,
             )
-        return batch, output, targets
+            if keep:
+                rows.extend(self.objective.rows(batch, output, targets))
+
+        with flow.evaluating():
+            shown = attempt(self._choose)
+            for first in range(0, len(shown), self.batch):
+                some = shown[first : first + self.batch]
+                batch = attempt(partial(self.loader.load, some, whole=True))
+                attempt(partial(make, batch, first))
+        return rows
+
+    def _choose(self) -> list[int]:
+        """Return the counters of what a picture shows."""
+        if self.shown is None:
+            alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
+            self.shown = self.objective.choose(alike, self._label)
+        return self.shown
 
     def _label(self, counter: int) -> int | None:
         """Return the class of the item that a sample is of."""

@@ -255,9 +255,10 @@ def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *
                 f"codec: {recipe.codec.kind!r} turns samples into pixels, but objective {recipe.objective.kind!r} "
                 "makes none; leave it out (codec=null), and encode data with `vitrail data encode`"
             )
-        parts = [data.train] if data.valid is None else [data.train, data.valid]
-        first, *others = [source.describe() for part in parts for source in part.sources]
-        decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
+        if recipe.log.pictures != "off":  # for which alone it is
+            parts = [data.train] if data.valid is None else [data.train, data.valid]
+            first, *others = [source.describe() for part in parts for source in part.sources]
+            decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
     value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
     objective.equip(value_range=value_range, decode=decode)
 
