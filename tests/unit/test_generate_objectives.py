@@ -505,9 +505,10 @@ def test_pictures_use_the_greys_that_there_are(tmp_path: Path, dtype: str) -> No
     batch = Batch(list(range(4)), values)
     objective.equip(value_range=range_of(np.dtype(dtype)))
     shown = objective.example(batch, Draws(0, range(4)), lambda inputs: torch.zeros_like(inputs["x"]))[1]
-    objective.draw(tmp_path / "picture.png", batch, values, shown, step=0, held_out=True)
+    objective.draw(tmp_path / "picture.png", objective.rows(batch, values, shown), step=0, held_out=True)
     assert shades(tmp_path / "picture.png") > 128
-    objective.draw(tmp_path / "dark.png", replace(batch, values=values / 4), values / 4, shown, step=0, held_out=True)
+    rows = objective.rows(replace(batch, values=values / 4), values / 4, shown)
+    objective.draw(tmp_path / "dark.png", rows, step=0, held_out=True)
     assert (shades(tmp_path / "dark.png") < 100) == (dtype == "uint8")
 
 
@@ -536,6 +537,6 @@ def test_the_example_is_sampled_in_small_batches(config: Any, tmp_path: Path) ->
     again, _ = objective.example(batch, Draws(0, batch.counters), Oracle(objective), size=100)
     assert torch.allclose(made, again, atol=1e-4)
     objective.decode = lambda values: values.repeat(1, 1, 2, 2)
-    caption = objective.draw(tmp_path / "picture.png", batch, made, shown, step=7, held_out=True)
+    caption = objective.draw(tmp_path / "picture.png", objective.rows(batch, made, shown), step=7, held_out=True)
     assert caption.startswith("step 7: samples of")
     assert (tmp_path / "picture.png").stat().st_size > 1000

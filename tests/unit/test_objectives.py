@@ -161,7 +161,7 @@ def test_classify_learns(tmp_path: Path) -> None:
             objective.summarise({k: float(v) for k, v in objective.measure(output, targets).items()})["accuracy"] == 1
         )
         path = tmp_path / f"{ndim}.png"
-        caption = objective.draw(path, batch, output, targets, step=20, held_out=True)
+        caption = objective.draw(path, objective.rows(batch, output, targets), step=20, held_out=True)
         assert caption == "step 20: 8 of these 8 held-out samples right"
         assert Image.open(path).width > 400
 
@@ -281,7 +281,7 @@ def test_an_ignored_class_is_not_scored(background: bool, tmp_path: Path) -> Non
     assert metrics["mean_dice"] == pytest.approx((1 + 6 / 7) / 2 if background else 6 / 7)
     assert metrics["accuracy"] == pytest.approx(5 / 6)
     batch = Batch([0], numbers(0, 1, 1, 1, 8), labels)
-    caption = objective.draw(tmp_path / "a.png", batch, logits, targets, step=1, held_out=True)
+    caption = objective.draw(tmp_path / "a.png", objective.rows(batch, logits, targets), step=1, held_out=True)
     assert "cell 0.86" in caption
     assert "void" not in caption
 
@@ -320,7 +320,7 @@ def test_segment_learns(ndim: int, adaptive: bool, tmp_path: Path) -> None:
     metrics = objective.summarise({k: float(v) for k, v in objective.measure(output, targets).items()})
     assert metrics["mean_dice"] > 0.9
     path = tmp_path / "a.png"
-    caption = objective.draw(path, batch, output, targets, step=25, held_out=False)
+    caption = objective.draw(path, objective.rows(batch, output, targets), step=25, held_out=False)
     assert caption.startswith("step 25: training samples; Dice of these: bright ")
     assert Image.open(path).width > 400
 

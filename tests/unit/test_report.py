@@ -617,7 +617,8 @@ def make_row(shape=(8, 8), channels=None, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("shape", "channels"), [((8, 8), None), ((8, 8), 1), ((8, 8), 3), ((3, 8, 8), None), ((4, 8, 6), 1), ((4, 8, 6), 3)]
+    ("shape", "channels"),
+    [((8, 8), None), ((8, 8), 1), ((8, 8), 2), ((8, 8), 3), ((3, 8, 8), None), ((4, 8, 6), 1), ((4, 8, 6), 2)],
 )
 def test_panel_takes_every_shape(tmp_path, shape, channels):
     path = reconstruction_panel(tmp_path / "a/p.png", [make_row(shape, channels)] * 2, title="t", caption="c")
@@ -681,8 +682,8 @@ def test_constant_and_empty_panels(tmp_path):
     assert reconstruction_panel(tmp_path / "p.png", [lost]).is_file()
     with pytest.raises(ValueError, match="at least one row"):
         reconstruction_panel(tmp_path / "p.png", [])
-    with pytest.raises(ValueError, match="1 or 3 channels"):
-        reconstruction_panel(tmp_path / "p.png", [make_row((4, 4), 2)])
+    with pytest.raises(ValueError, match="2-D or 3-D"):
+        reconstruction_panel(tmp_path / "p.png", [make_row((4, 4, 4, 4), 2)])
 
 
 # Units

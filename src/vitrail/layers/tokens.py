@@ -19,7 +19,7 @@ from torch import Tensor
 from vitrail.errors import UserError
 from vitrail.layers import trees
 from vitrail.layers.patches import Slab, gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
-from vitrail.layers.scores import CannyScore, GradientScore, VarianceScore
+from vitrail.layers.scores import CannyScore, GradientScore, Span, VarianceScore
 from vitrail.layers.trees import Tree
 from vitrail.recipe import config, kinds
 
@@ -47,8 +47,8 @@ class RegisteredScore:
     def num_draws(self) -> int:
         return getattr(self.made, "num_draws", 0)
 
-    def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.made.score(images, noise)
+    def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
+        return self.made.score(images, noise)  # as they were read
 
 
 ScoreConfig = Annotated[CannyScore | GradientScore | VarianceScore | RegisteredScore, Field(discriminator="kind")]
@@ -203,13 +203,15 @@ def tokenize(
     *,
     separate: bool = False,
     scored: Tensor | None = None,
+    span: Span | None = None,
     draws: "Draws | None" = None,
     slab: Slab | None = None,
 ) -> Tokens:
     """Tokens of images [B, C, *S].
 
-    Trees grow on `scored` (the data as they were read, default the images themselves); `draws` vary them. Where the
-    images are a slab of larger ones (or of as large ones, that are shared), there are coordinates of all tokens.
+    Trees grow on `scored` (the data as they were read, default the images themselves), of which the values in `span`
+    are black and white; `draws` vary them. Where the images are a slab of larger ones (or of as large ones, that are
+    shared), there are coordinates of all tokens.
     """
     size, channels = tuple(images.shape[2:]), images.shape[1]
     if slab is not None:
@@ -229,8 +231,9 @@ def tokenize(
     noise = draws.uniform("tree", c.score.num_draws) if draws is not None and c.score.num_draws else None
     if c.per_variable:
         scored = scored.flatten(0, 1).unsqueeze(1)
+        span = None if span is None else (span[0].reshape(-1, 1), span[1].reshape(-1, 1))
         noise = None if noise is None else noise.repeat_interleave(parts, dim=0)
-    score = c.score.score(scored, noise)
+    score = c.score.score(scored, noise, span)
     tree = trees.build_trees(score, length=c.length, patch=patch[0], min_leaf=c.min_leaf, fill=c.fill)
     if not separate:
         values = tree.serialise(images, resample=c.resample)

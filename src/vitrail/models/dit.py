@@ -48,6 +48,7 @@ DITAN: dict[str, Any] = {
     "norm": "rms",
     "eps": 1e-5,
     "bias": False,
+    "patch": 2,
     "positions": "rope",
     "theta": 10000.0,
     "final": "plain",

@@ -18,6 +18,7 @@ from vitrail.draws import Draws
 from vitrail.layers.attention import WHOLE, TokenSequence
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Slab, per_axis
+from vitrail.layers.scores import Span
 from vitrail.layers.tokens import Tokens, tokenize
 from vitrail.recipe.kinds import nearest
 
@@ -58,12 +59,14 @@ def make_inputs(
     *,
     variables: Sequence[str] | None = None,
     scored: Tensor | None = None,
+    span: Span | None = None,
     draws: Draws | None = None,
     slab: Slab | None = None,
 ) -> tuple[dict[str, Any], Tokens]:
     """Keyword inputs of a model for normalised images [B, C, *S], and their tokens (the way back to voxels).
 
-    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read) and vary with `draws`.
+    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read, in which
+    the values in `span` are black and white) and vary with `draws`.
     Where the images are a `slab` of larger ones, the inputs are of the larger ones, with Rows in the place of values.
     """
     if images.ndim != config.ndim + 2:
@@ -80,7 +83,8 @@ def make_inputs(
     ids = variable_ids(config, variables, images.shape[1])
     separate = ids is not None and encoder.variables.aggregate == "none"
     patch = per_axis(encoder.patch, config.ndim)
-    tokens = tokenize(images, encoder.tokens, patch, separate=separate, scored=scored, draws=draws, slab=slab)
+    grown: dict[str, Any] = {"scored": scored, "span": span, "draws": draws}
+    tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=slab, **grown)
     inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates}
     if tokens.tree is not None:
         inputs |= {"sizes": tokens.sizes, "valid": tokens.valid}

@@ -317,6 +317,7 @@ class Generate(Objective):
         draws: Draws,
         run: Callable[[dict[str, Any]], Tensor],
         *,
+        first: int = 0,
         size: int = 1,
         tick: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Shown]:
@@ -329,12 +330,12 @@ class Generate(Objective):
         doubled = self.config.sampling.guidance not in (0.0, 1.0)
         size = max(1, size // 2 if doubled else size)
         made = []
-        for first in range(0, len(batch), size):
-            part_of_batch = slice(first, min(first + size, len(batch)))
+        for start in range(0, len(batch), size):
+            part_of_batch = slice(start, min(start + size, len(batch)))
             made.append(
                 self.generate(
                     run,
-                    counters=range(part_of_batch.start, part_of_batch.stop),
+                    counters=range(first + part_of_batch.start, first + part_of_batch.stop),
                     seed=draws.seed,
                     labels=None if labels is None else labels[part_of_batch],
                     condition=None if given is None else given[part_of_batch],
@@ -348,26 +349,35 @@ class Generate(Objective):
             whole = whole[:, [self.made.index(name) for name in batch.variables if name in self.made]]
         return whole, Shown(labels, self.split(batch.values.float())[1])
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Shown, *, step: int, held_out: bool) -> str:
-        from vitrail.report.panels import sample_grid
-
+    def rows(self, batch: Batch, output: Tensor, targets: Shown) -> list[dict[str, Any]]:
         real = batch.values[:, self.made_at] if self.config.condition else batch.values
         made, truth = (self.pixels(values) for values in (output, real))
-        given, alike = None, bool(self.config.coarse)
+        given: Any = [None] * len(made)
         if targets.given is not None:
-            given = self.pixels(targets.given[:, : real.shape[1]]) if alike else targets.given.float().cpu().numpy()
-        labels = None if targets.labels is None else targets.labels.tolist()
+            coarse = bool(self.config.coarse)
+            given = self.pixels(targets.given[:, : real.shape[1]]) if coarse else targets.given.float().cpu().numpy()
+        labels = [None] * len(made) if targets.labels is None else targets.labels.tolist()
+        names = [None if label is None else self.names[label] for label in labels]
+        return [
+            {"made": one, "real": other, "given": condition, "name": name}
+            for one, other, condition, name in zip(made, truth, given, names, strict=True)
+        ]
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.panels import sample_grid
+
         s = self.config.sampling
         which = "held-out" if held_out else "training"
         guided_by = f", guidance {s.guidance:g}" if s.guidance != 1 else ""
         caption = f"step {step}: samples of {s.steps} steps{guided_by}, beside {which} data"
         sample_grid(
             path,
-            made,
-            truth,
-            given=given,
-            alike=alike,
-            names=None if labels is None else [self.names[label] for label in labels],
+            [row["made"] for row in rows],
+            [row["real"] for row in rows],
+            given=None if rows[0]["given"] is None else [row["given"] for row in rows],
+            alike=bool(self.config.coarse),
+            names=None if rows[0]["name"] is None else [row["name"] for row in rows],
+            slices=slices,
             title=f"Samples at step {step}",
             caption=caption,
             value_range=self.shown_range(),

@@ -20,7 +20,7 @@ from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
 from vitrail.models.model import encoder_of
-from vitrail.objectives.objective import Loss, Objective, by_slabs, check_labels, check_names, inputs_of
+from vitrail.objectives.objective import Loss, VoxelObjective, by_slabs, check_labels, check_names, inputs_of
 from vitrail.recipe import config
 
 
@@ -69,7 +69,7 @@ class Targets:
     tokens: Tokens  # the way from a model's tokens to voxels
 
 
-class Segment(Objective):
+class Segment(VoxelObjective):
     best_metric = "mean_dice"
 
     def __init__(self, c: SegmentConfig, model: Any, statistics: Statistics):
@@ -90,7 +90,6 @@ class Segment(Objective):
         return inputs, Targets(labels, tokens)
 
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
-        """[B, classes, *S] of what the model gives."""
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
@@ -103,10 +102,12 @@ class Segment(Objective):
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         loss = self.loss(output, targets)
-        table = confusion(
-            self.logits(output, targets).argmax(dim=1), targets.labels, self.model.classes, self.config.ignore
-        )
-        sums = {"loss": loss.sum, "samples": loss.count, "voxels": table.sum()}
+        sums = {"loss": loss.sum.double(), "samples": loss.count.double()}
+        return sums | self.score(self.logits(output, targets), targets.labels)
+
+    def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        table = confusion(logits.argmax(dim=1), labels, self.model.classes, self.config.ignore)
+        sums = {"voxels": table.sum()}
         for number in range(self.model.classes):
             sums[f"both_{number}"] = table[number, number]
             sums[f"either_{number}"] = table[number].sum() + table[:, number].sum()  # true voxels and predicted ones
@@ -127,22 +128,28 @@ class Segment(Objective):
             **{f"dice_{self.names[i]}": dice for i, dice in dices.items()},
         }
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
-        from vitrail.report.panels import segmentation_panel
-
+    def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
         predicted = self.logits(output, targets).argmax(dim=1)
         arrays = (t.cpu().numpy() for t in (batch.values, targets.labels, predicted))
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"image": image, "truth": truth, "prediction": guess} for image, truth, guess in zip(*arrays, strict=True)
         ]
-        metrics = self.summarise({name: float(value) for name, value in self.measure(output, targets).items()})
+        rows[0]["sums"] = {name: float(value) for name, value in self.measure(output, targets).items()}
+        return rows
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.panels import segmentation_panel
+
+        measured = [row["sums"] for row in rows if "sums" in row]
+        metrics = self.summarise({name: sum(sums[name] for sums in measured) for name in measured[0]})
         counted = [name for number, name in enumerate(self.names) if self.config.counts(number)]
         dices = [f"{name} {metrics[f'dice_{name}']:.2f}" for name in counted if metrics[f"dice_{name}"] >= 0]
         which = "held-out" if held_out else "training"
         shown = ", ".join(dices[:6]) + (", ..." if len(dices) > 6 else "")
         caption = f"step {step}: {which} samples; Dice of these: {shown or 'none'}"
         title = f"Segmentation at step {step}"
-        segmentation_panel(path, rows, names=self.names, ignore=self.config.ignore, title=title, caption=caption)
+        options: Any = {"ignore": self.config.ignore, "slices": slices}
+        segmentation_panel(path, rows, names=self.names, title=title, caption=caption, **options)
         return caption
 
 
