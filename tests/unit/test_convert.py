@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,11 @@ def tiny_data(folder: Path, kind: str) -> dict[str, Any]:
         return {"path": str(folder)}
     if kind == "nifti":
         nibabel = pytest.importorskip("nibabel")
-        for name in ("imagesTr", "labelsTr"):
-            (folder / name).mkdir(parents=True)
+        folder.mkdir()
+        for name, most in (("image", 255), ("label", 5)):  # Basic_CT's names and labels
             for number in range(2):
-                most = 5 if name == "labelsTr" else 255
                 voxels = noise.integers(1, most, (32, 32, 32), dtype=np.uint8)
-                nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), folder / name / f"{number}.nii")
+                nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), folder / f"{name}{number}.nii")
         return {"path": str(folder)}
     if kind == "latents":
         return {"kind": "dummy", "path": "dummy", "shape": [8, 8], "channels": 16, "classes": 10, "items": 100}
@@ -282,3 +282,95 @@ def test_the_verb_writes_a_recipe_and_never_over_another_file(tmp_path: Path, ca
     assert done.value.code == 2
     assert "not as vitrail would have written it" in capsys.readouterr().err
     assert out.read_text() == "mine"
+
+
+# ------------------------------------------------------------ the pages for people who come from there
+
+PAGES = sorted((ROOT / "docs/coming-from").glob("*.md"))
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def rows_of(page: Path) -> list[tuple[Path, list[str], list[str], str]]:
+    """The rows of the tables of a page: the file that they change, its words, those of the recipe, and why."""
+    found = []
+    for name, table in re.findall(r"<!-- rows: (\S+) -->\n((?:\|.*\n)+)", page.read_text(encoding="utf-8")):
+        for line in table.splitlines()[2:]:
+            there, here, why = (cell.strip() for cell in line.strip("|").split("|"))
+            assert here == "nothing" or SPAN.search(here), line
+            found.append((SEEDS / name, SPAN.findall(there), SPAN.findall(here), why))
+    return found
+
+
+def changed(path: Path, words: list[str], folder: Path) -> tuple[Converted, list[str]]:
+    """What becomes of a file with keys set, and the names of these."""
+    if words and words[0].startswith("--"):
+        flags = words[0].split()
+        return convert(path, words=flags), [flag for flag in flags if flag.startswith("--")]
+    if not words or "(" in words[0]:  # it is in the code there
+        return convert(path), []
+    text = path.read_text()
+    if path.suffix == ".toml":
+        tree = tomllib.loads(text)
+        for word in words:
+            (section, values), *_ = tomllib.loads(word).items()
+            tree.setdefault(section, {}).update(values)
+        lines = (f"[{name}]\n" + "\n".join(_toml(k, v) for k, v in part.items()) for name, part in tree.items())
+        names = [word.partition(" = ")[0] for word in words]
+        return convert(write(folder, "\n".join(lines), path.name)), names
+    tree = yaml.parse(text)
+    names = []
+    for word in words:
+        key, item = next(iter(yaml.parse(word).items()))
+        *above, last = key.split(".")
+        place = tree
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = item
+        names.append(key)
+    return convert(write(folder, json.dumps(tree), path.name), task=path.parent.name), names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_row_of_a_page_is_what_the_converter_does(page: Path, tmp_path: Path) -> None:
+    rows = rows_of(page)
+    assert len(rows) > 15
+    for path, there, here, why in rows:
+        found, names = changed(path, there, tmp_path)
+        for word in here:
+            key, wanted = next(iter(yaml.parse(word).items()))
+            got = value(found, key)
+            assert got == wanted or _holds(got, wanted), (there, key, got, wanted)
+        told = statuses(found)
+        for name in names:
+            assert told[name] != UNKNOWN, (there, name)
+            assert (told[name] == DROPPED) <= bool(why or here), there
+            assert here or told[name] == DROPPED, there
+            assert why or told[name] != CHANGED, there
+
+
+def _holds(got: Any, wanted: Any) -> bool:
+    """Whether a mapping or a list has what is wanted, and more."""
+    if isinstance(wanted, dict):
+        return isinstance(got, dict) and all(key in got and _holds(got[key], item) for key, item in wanted.items())
+    if isinstance(wanted, list) and isinstance(got, list) and len(got) == len(wanted):
+        return all(_holds(a, b) for a, b in zip(got, wanted, strict=True))
+    return bool(got == wanted)
+
+
+def test_every_key_of_a_file_has_a_row_on_a_page() -> None:
+    """What people find in their files, they find on the page of their system."""
+    for folder, pages in PAGES_OF.items():
+        text = "".join((ROOT / f"docs/coming-from/{page}.md").read_text(encoding="utf-8") for page in pages)
+        for path in FILES:
+            if path.relative_to(SEEDS).parts[0] == folder:
+                keys = {row.old for row in convert(path).rows if row.value and "(default)" not in row.value}
+                keys = {key for key in keys if not key.startswith(("(", "#SBATCH"))}
+                assert not (missing := sorted(key for key in keys if key not in text)), (path.name, missing)
+
+
+PAGES_OF = {
+    "ucf-vit": ["ucf-vit"],
+    "torchtitan-mae": ["torchtitan-mae"],
+    "torchditan": ["torchditan", "torchtitan-mae"],
+    "vit-fsdp-study": ["vit-fsdp-study"],
+}

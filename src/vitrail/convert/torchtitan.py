@@ -158,8 +158,8 @@ def lines(steps: int, warmup: int, shard: int, **more: Any) -> tuple[Line, ...]:
         Line("checkpoint.keep_latest_k", keep, 0),
         Line("checkpoint.async_mode", lambda v, g: ({"checkpoint.background": v != "disabled"}, "")),
         Line("checkpoint.folder", drop("checkpoints lie in the run's folder")),
-        Line("checkpoint.model_weights_only", drop("`vitrail weights export` writes weights alone")),
-        Line("checkpoint.export_dtype", drop("of exported weights alone")),
+        Line("checkpoint.model_weights_only", drop("checkpoints are whole; `vitrail.load` takes the weights out")),
+        Line("checkpoint.export_dtype", drop("checkpoints are whole; `vitrail.load` takes the weights out")),
         Line("checkpoint.create_seed_checkpoint", drop("every layout starts from the same weights")),
         # what is told
         Line("metrics.log_freq", to("log.every"), 10),
@@ -204,7 +204,8 @@ def mae_flavor(value: Any, given: Given) -> Made:
 
 def volumes(value: Any, given: Given) -> Made:
     folder, inner = str(given("training.data_dir")).rstrip("/"), str(given("training.subdir_name")).strip("/")
-    return {"data.train.0.path": f"{folder}/*/*.zarr/{inner}/{given('training.resolution')}"}, ""
+    path = f"{folder}/*/*.zarr/{inner}/{given('training.resolution')}"
+    return {"data.train.0.kind": "zarr", "data.train.0.path": path}, ""
 
 
 MAE = Table(
@@ -334,7 +335,7 @@ DITAN = Table(
         code("labels hidden from 5 %", has("model.label_dropout", 0.05)),
         code("rectified flow", has("objective.kind", "flow")),
         code("times", has("objective.times", "uniform")),
-        code("times told as 0 to 1", drop("told as 0 to 1000: sines of times below 1 hardly differ")),
+        code("times told as 0 to 1", has("model.time_scale", 0.001)),
         code("sampler", has("objective.sampling.sampler", "euler")),
         code("steps of the sampler", has("objective.sampling.steps", 32)),
         code("guidance", has("objective.sampling.guidance", 3.0)),
