@@ -170,7 +170,7 @@ def tiny(found: Converted, folder: Path) -> dict[str, Any]:
     if model["kind"] == "mae":
         model["mask"]["ratio"] = 0.5
     if "fit" in tree["data"]:
-        tree["data"]["fit"]["resize"] = 32
+        tree["data"]["fit"]["resize"] = [32, 32]
     if model.get("classes") in (1000, 2):
         model["classes"] = {"image_folder": 2}.get(entry["kind"], 10)
     patch = encoder.get("patch", 14 if model["kind"] == "study_vit" else 4)
