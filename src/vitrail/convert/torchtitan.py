@@ -257,6 +257,10 @@ def dit_flavor(value: Any, given: Given) -> Made:
     return {"model.kind": "dit"} | {f"model.{key}": item for key, item in made.items()}, why
 
 
+def input_channels(value: Any, given: Given) -> Made:
+    return ({"model.channels": value}, "") if "model.input_channels" in given else None
+
+
 def size_of(given: Given) -> list[int]:
     return [int(side) for side in given("dataset.image_size")]
 
@@ -335,7 +339,7 @@ DITAN = Table(
         Line("model.flavor", dit_flavor, "DiT-L"),
         Line("model.patch_size", drop("in model.size"), 2),
         Line("model.norm_type", to("model.norm", rmsnorm="rms", fused_rmsnorm="rms", layernorm="layer"), "rmsnorm"),
-        Line("model.input_channels", drop("the data tell"), 3),
+        Line("model.input_channels", input_channels, 3),
         code("weights start smaller in deeper blocks", has("model.init", "depth_scaled")),
         code("labels hidden from 5 %", has("model.label_dropout", 0.05)),
         code("rectified flow", has("objective.kind", "flow")),

@@ -270,6 +270,13 @@ def channels_used(value: Any, given: Given) -> Made:
     return {}, "as many as the data have"
 
 
+def channels(value: Any, given: Given) -> Made:
+    """The number of channels, so that the recipe can be planned where the data are not."""
+    made = (in_variables(given("data.dict_in_variables"), given) or ({}, ""))[0]
+    counts = {len(names) for names in made.values()}
+    return None if given(NET + "use_varemb") or len(counts) != 1 else ({"model.channels": counts.pop()}, "")
+
+
 def tiles(value: Any, given: Given) -> Made:
     if given("data.dataset") in ("imagenet", "catsdogs"):
         return {}, "images are resized to the tile, so each is one tile"
@@ -464,6 +471,7 @@ LINES = (
     Line("data.num_channels_available", drop("the data tell"), many=True),
     Line("data.num_channels_used", channels_used, many=True),
     Line("data.dict_in_variables", in_variables, many=True),
+    code("number of channels", channels),
     Line("data.single_channel", single_channel),
     code("labels of voxels", labels),
     Line("data.tile_overlap", tiles),
