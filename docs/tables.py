@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from vitrail.data.grid import GridConfig
 from vitrail.data.source import ItemsConfig
 from vitrail.data.sources.image_folder import ImagesConfig
+from vitrail.layers import scores
 from vitrail.recipe import json_schema, kinds, sections
 from vitrail.recipe.schema import Recipe
 
@@ -125,7 +126,8 @@ def comment(name: str, key: str, field: dict[str, Any]) -> str:
 
 @cache
 def classes() -> dict[str, type]:
-    found = {name: value for name, value in vars(sections).items() if isinstance(value, type)}
+    both = vars(scores) | vars(sections)
+    found = {name: value for name, value in both.items() if isinstance(value, type)}
     found |= {cls.__name__: cls for cls in (Recipe, GridConfig, ItemsConfig, ImagesConfig)}
     for slot, names in kinds.BUILT_IN.items():
         for cls in (kinds.find(slot, name) for name in names):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.cli.words import end
 from vitrail.layers.init import local_shard
 from vitrail.objectives.generate import Generate
 from vitrail.recipe import Recipe, load_recipe
@@ -106,7 +107,7 @@ def take_steps(recipe: Recipe, place: Place, data: DataParts, objective: Any, pa
         evaluator = make_evaluator(recipe, place, data, objective, parts.flow)
         metrics = evaluator.metrics(parts.flow)
         found["metrics"] = np.array([metrics[name] for name in objective.metrics])
-        found["example"] = evaluator.example(parts.flow)[1].numpy()
+        found["example"] = np.stack([row["made"] for row in evaluator.example(parts.flow)])
     return found
 
 
@@ -117,3 +118,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -95,6 +95,42 @@ def test_entries_with_other_variables_are_held_out_and_keep_their_statistics(
     vitrail.train(merge(tree, {"run.steps": 3}), quiet=True, other_data=True)
 
 
+def test_trees_see_values_by_the_statistics_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared ones, those of each entry, of bytes 0 and 255; and where nothing is known, that is said."""
+    rng, seen = np.random.default_rng(0), []
+    np.save(tmp_path / "ct.npy", rng.normal(100, 10, (32, 32)).astype(np.int16))
+    np.save(tmp_path / "xrd.npy", rng.normal(0, 0.001, (32, 32)).astype(np.float32))
+    np.save(tmp_path / "bytes.npy", rng.integers(90, 110, (32, 32)).astype(np.uint8))
+    files = {name: {"path": str(tmp_path / f"{name}.npy"), "variables": ["a"]} for name in ("ct", "xrd", "bytes")}
+    tree = tiny_recipe(tmp_path, tmp_path / "run", run__steps=1, model__ndim=2, log__pictures="off")
+    tree["model"]["encoder"] |= {"tokens": {"kind": "adaptive", "length": 13, "min_leaf": 1}}
+    prepare = Reconstruct.prepare
+
+    def watched(self: Any, batch: Any, *given: Any, **options: Any) -> Any:
+        seen.append(tuple(part.flatten().tolist() for part in batch.span))
+        return prepare(self, batch, *given, **options)
+
+    monkeypatch.setattr(Reconstruct, "prepare", watched)
+    cases: list[tuple[str, dict[str, Any], list[tuple[float, float]]]] = [
+        ("ct", {}, [(70, 130)]),
+        ("bytes", {"augment": {"noise": 0.1}}, [(0, 255)]),
+        ("ct xrd", {"statistics": "each"}, [(70, 130), (-0.003, 0.003)]),
+        ("ct", {"normalize": {"percentiles": [0, 100]}}, [(65, 135)]),
+        ("bytes", {"normalize": "none"}, [(0, 255)]),
+    ]
+    for number, (names, keys, expected) in enumerate(cases):
+        data = {"train": [files[name] for name in names.split()], "valid": [], "crop": 8, "batch": 8, **keys}
+        vitrail.train(merge(tree, {"data": data, "run.dir": str(tmp_path / f"run{number}")}), quiet=True)
+        found = {pair for batch in seen for pair in zip(*batch, strict=True)}
+        seen.clear()
+        for low, high in expected:
+            width = high - low
+            assert any(abs(a - low) < 0.2 * width and abs(b - high) < 0.2 * width for a, b in found), (names, found)
+    data = {"train": [files["ct"]], "valid": [], "crop": 8, "batch": 8, "normalize": "none"}
+    with pytest.raises(UserError, match=r"data\.normalize is none, so nothing is known of what is dark and bright"):
+        vitrail.train(merge(tree, {"data": data, "run.dir": str(tmp_path / "none")}), quiet=True)
+
+
 def test_held_out_entries_are_normalised_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With data.statistics: each, of entries at other places: not by the training entries in their order."""
     means = {"train": (0, 100), "valid": (50, 200)}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from vitrail.parallel import private
+from vitrail.parallel import private, station
 
 ROOM = Path(private.__file__).parent
 
@@ -97,10 +97,10 @@ def test_a_stage_of_a_pipeline_has_memory_only_while_it_receives(alone: None) ->
             return torch.empty(2, device=device, requires_grad=True)
 
     begun: list[bool] = []
-    shell = private.Shell(lambda number, *carried: carried)
+    shell = station.Shell(lambda number, *carried: carried)
     device = torch.device("cpu")
-    station = private.Station(shell, 0, 1, device, dist.group.WORLD, [Made()], [Made()], begun.append)
+    made = station.Station(shell, 0, 1, device, dist.group.WORLD, [Made()], [Made()], begun.append)
     info = SimpleNamespace(buffer=torch.ones(2))
-    station._release([info])
-    assert info.buffer is station.nothing
-    assert {"args_recv_info", "grad_recv_info"} <= vars(station).keys()
+    made._release([info])
+    assert info.buffer is made.nothing
+    assert {"args_recv_info", "grad_recv_info"} <= vars(made).keys()

@@ -1,5 +1,8 @@
 """PyTorch's private names that the layers lean on still are what the code takes them for."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,3 +64,25 @@ def test_where_a_shard_begins() -> None:
         assert (tuple(local), tuple(offset)) == ((3, 3), (4, 0))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_compiled_code_takes_a_marked_result_for_a_constant() -> None:
+    calls: list[int] = []
+    known = private.constant_when_compiled(lambda: calls.append(1) or len(calls))
+    compiled = torch.compile(lambda x: x + known(), backend="eager", fullgraph=True)
+    assert [compiled(torch.zeros(())).item() for _ in range(2)] == [1, 1]
+
+
+def test_the_compiler_stops_at_a_function_that_is_not_to_be_compiled() -> None:
+    seen: list[bool] = []
+    plain = private.not_compiled(lambda x: seen.append(torch.compiler.is_compiling()) or 2 * x)
+    compiled = torch.compile(lambda x: plain(x) + 1, backend="eager")
+    assert compiled(torch.ones(())).item() == 3
+    assert seen == [False]
+
+
+def test_a_start_does_not_import_the_compiler() -> None:
+    """It costs each process a second."""
+    code = "import sys, vitrail.training.run, vitrail.training.session; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -720,6 +720,15 @@ def test_another_kind_drops_the_parents_keys(folder):
     assert load_recipe(path / "default.yaml").optimizer == SGD()  # the parent's lr was adamw's
 
 
+def test_another_kind_inside_a_model_keeps_what_it_knows(fakes):
+    model = {"kind": "one", "mask": {"kind": "block", "ratio": 0.9, "block": 4}}
+    for override in ("model.mask.kind=random", "model.mask={kind: random}"):
+        assert load(override, model=model).model.mask == RandomMask(ratio=0.9)
+        assert "block: unknown key" in refusal(override, "model.mask.block=3", model=model)
+    assert "model.mask.blok: unknown key" in refusal("model.mask={kind: random, blok: 2}", model=model)
+    assert "model.mask.blok: unknown key" in refusal(model={"kind": "one", "mask": {"kind": "random", "blok": 2}})
+
+
 def test_extends_follows_files(folder):
     path = folder(
         middle="extends: ../base.yaml\nrun: {seed: 4}\n",

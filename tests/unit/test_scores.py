@@ -240,9 +240,39 @@ def test_images_that_are_not_bytes_are_stretched() -> None:
     assert torch.equal(CannyScore().score(holes), CannyScore().score(filled.byte()))
 
 
+def test_noise_in_a_flat_crop_is_no_edge() -> None:
+    """Of a volume of int16 with structures 1,000 high; by the crop's own range, its noise is all edges."""
+    noise = torch.randint(-3, 4, (1, 1, 64, 64), generator=torch.Generator().manual_seed(0)).short()
+    span = torch.full((1, 1), -1500.0), torch.full((1, 1), 1500.0)
+    assert CannyScore(scale="crop").score(noise, span=span).sum() > 300
+    assert torch.equal(CannyScore(scale="crop").score(noise), CannyScore().score(noise))  # where nothing is known
+    assert not CannyScore().score(noise, span=span).any()
+    step = noise.clone()
+    step[..., 32:] += 1000
+    assert CannyScore().score(step, span=span).sum() == 64
+    assert CannyScore(scale=(-1500, 1500)).score(step).equal(CannyScore().score(step, span=span))
+    as_bytes = torch.randint(0, 256, (1, 2, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for kind in KINDS:  # bytes are taken as they are
+        both = torch.zeros(1, 2), torch.ones(1, 2)
+        assert kind.score(as_bytes, span=both).equal(kind.score(as_bytes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variables_of_small_units_have_edges(kind: CannyScore) -> None:
+    """A step of a specific humidity beside a pressure: each is seen by the spread of its own."""
+    images = torch.zeros(1, 2, 32, 32)
+    images[:, 0] = 1e5 + torch.linspace(-50, 50, 32)
+    images[:, 1, 16:] = 0.01
+    span = torch.tensor([[97000.0, -0.015]]), torch.tensor([[103000.0, 0.015]])
+    score = kind.score(images, span=span)[0]
+    assert score[15:17, 1:-1].amax(0).min() > 10 * score[2:14].max()
+    assert not type(kind)(scale="crop").score(images)[0, 15:17].amax() > 10 * kind.score(images)[0, 2:14].max()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"scale": (1, 1)}, r"scale \[1, 1\] must be data, crop, or two values that rise"),
         ({"smooth": 2}, "smooth 2 must be"),
         ({"low": 100, "high": 50}, "low <= high"),
         ({"low": -1}, "low <= high"),

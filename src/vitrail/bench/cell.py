@@ -227,6 +227,7 @@ def repeat(batch: Any, size: int) -> Any:
         labels=take(batch.labels),
         statistics=None if batch.statistics is None else tuple(map(take, batch.statistics)),
         soft=take(batch.soft),
+        span=None if batch.span is None else tuple(map(take, batch.span)),
     )
 
 

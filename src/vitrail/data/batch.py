@@ -20,6 +20,7 @@ class Batch:
     slab: Slab | None = None  # what the values are of each crop, where other ranks hold the rest; labels are whole
     statistics: tuple[Tensor, Tensor] | None = None  # [B, C] mean and std, where sources have their own
     soft: Tensor | None = None  # [B, classes]: how much of each class a mixed sample is
+    span: tuple[Tensor, Tensor] | None = None  # [B, C] values that scores of trees take for black and white
 
     def narrow(self, start: int, stop: int) -> "Batch":
         part = slice(start, stop)
@@ -30,6 +31,7 @@ class Batch:
             labels=None if self.labels is None else self.labels[part],
             statistics=None if self.statistics is None else (self.statistics[0][part], self.statistics[1][part]),
             soft=None if self.soft is None else self.soft[part],
+            span=None if self.span is None else (self.span[0][part], self.span[1][part]),
         )
 
     def __len__(self) -> int:

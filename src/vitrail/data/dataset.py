@@ -4,6 +4,7 @@
 - training draws samples from an order; what is encoded or predicted as a whole goes through every tile of each item
 """
 
+import copy
 import dataclasses
 import logging
 import math
@@ -23,7 +24,7 @@ from vitrail.data.order.sampler import Extent, Order, Sample, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.pool import Policy
 from vitrail.data.reading.reader import Reader
-from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names
+from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names, notes_of
 from vitrail.draws import key
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment, Data, Fit
@@ -43,12 +44,18 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
         )
     if fit is not None and len(source.axes) != 2:
         raise UserError(f"data.fit: is for images, and {name} has {len(source.axes)} axes; leave it out")
-    if fit is not None and fit.resize < max(crop):
-        raise UserError(f"data.fit.resize: {fit.resize} is less than data.crop {by(crop)}; resize to as much or more")
+    if fit is not None:
+        sides, least = (fit.resize, crop) if isinstance(fit.resize, tuple) else ((fit.resize,), (max(crop),))
+        if any(side < size for side, size in zip(sides, least, strict=True)):
+            raise UserError(
+                f"data.fit.resize: {by(sides)} is less than data.crop {by(crop)}; resize to as much or more"
+            )
     if labels == "item" and not (isinstance(source, ClassifiedSource) and source.class_names):
         raise UserError(
             f"{name}: the objective needs the class of every image, but {c.path} has none; "
             "put the images into one folder a class, such as cat/1.png and dog/1.png"
+            + (", or say where classes are with class_pattern or class_table" if hasattr(c, "class_table") else "")
+            + "".join(f"; {note}" for note in notes_of(source))
         )
     if labels == "voxel" and not isinstance(source, LabelledSource):
         said = f"{name}: the objective needs the class of every voxel"
@@ -58,6 +65,8 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
             f"{said}, which data of kind {c.kind} cannot have; use one that can, such as ome_zarr, nifti or tiff"
         )
     if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
+        if notes := notes_of(source):
+            raise UserError(f"{name}: the objective needs the class of every voxel; {'; '.join(notes)}")
         found = source.describe().get("labels")
         have = f"it has {', '.join(found)}" if found else "it has none"
         raise UserError(
@@ -188,6 +197,11 @@ class Dataset:
             log.warning("bad data, left out of %s: %d items in all", self.where, len(told))
 
     @property
+    def notes(self) -> list[str]:
+        """Return what the sources have to say of how they took the data."""
+        return [f"{self.where}.{n}: {note}" for n, source in enumerate(self.sources) for note in notes_of(source)]
+
+    @property
     def sample_axes(self) -> tuple[str, ...]:
         """Return the names of a sample's axes."""
         return without(self.axes, self._item(self.extents[0]).slices)
@@ -266,6 +280,14 @@ class Dataset:
             found.append(extent._replace(window=known[alike]))
         return found
 
+    def tiled(self, tiles: TilesSection) -> "Dataset":
+        """Return the same data in tiles; weights, mixing and balance, which are for training, do not count."""
+        other = copy.copy(self)
+        other.settings = self.settings.model_copy(update={"tiles": tiles, "mix": "size", "balance": None})
+        plain = ({"weight": 1.0} | ({"draw": "voxels"} if hasattr(c, "draw") else {}) for c in self.configs)
+        other.configs = [dataclasses.replace(c, **keys) for c, keys in zip(self.configs, plain, strict=True)]
+        return other
+
     def sampler(
         self,
         *,
@@ -283,10 +305,11 @@ class Dataset:
         have different variables, samples are those of the first set of them.
         """
         settings, weights = self.settings, [c.weight for c in self.configs]
-        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0}):
+        drawn = {getattr(c, "draw", "voxels") for c in self.configs}
+        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0} or drawn != {"voxels"}):
             raise UserError(
-                "data.tiles: every tile comes once an epoch, so entries have no other shares; leave out data.mix and "
-                "the entries' weight, or use data.balance"
+                "data.tiles: every tile comes once an epoch, so entries and items have no other shares; leave out "
+                "data.mix and the entries' weight and draw, or use data.balance"
             )
         options = {
             "lanes": lanes,
@@ -340,7 +363,8 @@ class Dataset:
         order: Sampler | Tiles
         try:
             if tiles is None:
-                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, **common)
+                even = {n for n in wanted if getattr(self.configs[n], "draw", "voxels") == "items"}
+                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **common)
             else:
                 order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
         except NothingLeft:
@@ -514,10 +538,8 @@ def open_in_order(
 
     Augmentation, weights, mixing and balance, which are for training, do not count.
     """
-    tiles = data.tiles or TilesSection()
-    plain = {"augment": Augment(), "tiles": tiles, "mix": "size", "balance": None}
-    alike = [dataclasses.replace(c, weight=1.0) for c in configs]
-    dataset = Dataset(alike, crop, where=where, settings=data.model_copy(update=plain))
+    settings = data.model_copy(update={"augment": Augment()})
+    dataset = Dataset(configs, crop, where=where, settings=settings).tiled(data.tiles or TilesSection())
     order = dataset.sampler(seed=0, lanes=1, reuse=1)
     assert isinstance(order, Tiles)
     return dataset, InOrder(order)

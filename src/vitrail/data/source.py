@@ -120,6 +120,11 @@ def label_names(source: Source) -> dict[int, str]:
     return getattr(source, "label_names", {})
 
 
+def notes_of(source: Source) -> list[str]:
+    """Return what a source has to say of how it took the data, such as by which names it found labels."""
+    return list(getattr(source, "notes", ()))
+
+
 def resolve_region(
     axes: Sequence[str], shape: Sequence[int], region: Mapping[str, Sequence[float]] | None
 ) -> tuple[slice, ...]:
@@ -213,6 +218,7 @@ class ItemsConfig:
     start: float = 0.0  # first of the sorted items, as a share of them
     end: float = 1.0  # and the last
     weight: float = 1.0  # times its size (items here, crops in volumes): its share of the samples
+    draw: Literal["voxels", "items"] = "voxels"  # whether items are drawn in proportion to their voxels, or all alike
     statistics: dict[Literal["mean", "std"], list[float]] | None = None  # of this entry alone
     stage: bool = True  # copy it to the node's own disk where data.stage says so
 

@@ -5,8 +5,10 @@
   torch code below. 3-D edges are of the volume, never of its slices: Sobel gradients along all three axes,
   suppression along the nearest of 13 directions, hysteresis over 26 neighbours
 - on a GPU with Triton, edges and gradients come from a few kernels (kernels/edges.py): the same numbers
-- thresholds are in grey levels of 0 ... 255. Bytes are taken as they are; every other image is stretched from its
-  smallest to its largest finite value, all channels together, and what is not finite counts as the smallest
+- scores see grey levels of 0 ... 255, in which Canny's thresholds are. Bytes are taken as they are. Of other data each
+  variable has two values, a `span`, that are black and white; what is not finite is black. By `scale` these are
+  "data": those that the normalisation of the data gives, so that noise in a flat crop is no edge; two numbers: the same
+  for all; "crop": the smallest and largest of each crop, all variables together, as also where nothing is known
 - nothing is drawn here: random settings come from uniform numbers passed in
 
 Shapes: B batch, C channels, S spatial sizes.
@@ -23,6 +25,9 @@ from torch import Tensor
 
 from vitrail.layers.kernels import adaptive_kernels
 from vitrail.recipe import config
+
+Scale = Literal["data", "crop"] | tuple[float, float]
+Span = tuple[Tensor, Tensor]  # [B, C] values that are black and white, of each sample and variable
 
 SMOOTHING = (0, 1, 3, 5)  # of random settings: no image at all but noise, no blur, a blur over 3 or 5 voxels
 _TAN = 13573  # tan(22.5 degrees) in units of 2^-15, OpenCV's
@@ -45,10 +50,12 @@ class CannyScore:
     low: float = 50.0  # an edge goes on above it ...
     high: float = 100.0  # ... if it rises above this somewhere
     random: bool = False
+    scale: Scale = "data"  # what is black and white of data that are no bytes: data, crop, or two values
 
     num_draws: ClassVar[int] = 3  # uniform numbers a sample
 
     def __post_init__(self) -> None:
+        _check_scale(self.scale)
         if self.smooth not in (1, 3, 5):
             raise ValueError(f"smooth {self.smooth} must be 1 (no blur), 3 or 5 voxels")
         if not 0 <= self.low <= self.high < 1000:
@@ -57,14 +64,14 @@ class CannyScore:
                 f"gradients: a step of 25 has 100)"
             )
 
-    def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
         """Images [B, C, *S] and, for `random`, uniforms [B, 3] (on the CPU, where they are looked at) -> [B, *S]."""
         ndim = _check_images(images)
         if ndim not in (2, 3):
             raise ValueError(f"canny knows images of 2 and 3 dimensions, not {ndim}; choose gradient or variance")
         settings = self._settings(images.shape[0], noise)
         out = torch.empty(images.shape[0], *images.shape[2:], dtype=torch.float32, device=images.device)
-        as_bytes = _to_bytes(images)
+        as_bytes = _to_bytes(images, _span_of(self.scale, span, images))
         for smooth, low, high in dict.fromkeys(setting[:3] for setting in settings):
             same = [i for i, setting in enumerate(settings) if setting[:3] == (smooth, low, high)]
             if smooth == 0:
@@ -96,12 +103,17 @@ class GradientScore:
     """Length of the gradient by central differences (borders repeated), of the channel where it is longest."""
 
     kind: Literal["gradient"] = "gradient"
+    scale: Scale = "data"  # as of canny; crop leaves values as they are
 
     num_draws: ClassVar[int] = 0
 
-    def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def __post_init__(self) -> None:
+        _check_scale(self.scale)
+
+    def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
         """Images [B, C, *S] -> [B, *S]; noise is not used."""
         ndim = _check_images(images)
+        images = _in_levels(images, _span_of(self.scale, span, images))
         kernels = adaptive_kernels("edges", images)
         if kernels is not None and ndim <= 3:
             return kernels.gradient(images)
@@ -123,12 +135,17 @@ class VarianceScore:
     """Variance among the 3^ndim voxels around each (borders repeated), summed over channels."""
 
     kind: Literal["variance"] = "variance"
+    scale: Scale = "data"  # as of canny; crop leaves values as they are
 
     num_draws: ClassVar[int] = 0
 
-    def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def __post_init__(self) -> None:
+        _check_scale(self.scale)
+
+    def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
         """Images [B, C, *S] -> [B, *S]; noise is not used."""
         ndim = _check_images(images)
+        images = _in_levels(images, _span_of(self.scale, span, images))
         out = torch.empty(images.shape[0], *images.shape[2:], dtype=torch.float32, device=images.device)
         # Differences to the mean of the image, so that little is lost where squares are subtracted.
         middle = _finite(images).mean(dim=tuple(range(2, images.ndim)), keepdim=True)
@@ -372,10 +389,36 @@ def _finite(x: Tensor) -> Tensor:
     return x.float().nan_to_num(0, 0, 0) if x.is_floating_point() else x.float()
 
 
-def _to_bytes(images: Tensor) -> Tensor:
+def _check_scale(scale: Scale) -> None:
+    if not isinstance(scale, str) and not -math.inf < scale[0] < scale[1] < math.inf:
+        raise ValueError(f"scale {list(scale)} must be data, crop, or two values that rise: black and white")
+
+
+def _span_of(scale: Scale, span: Span | None, images: Tensor) -> Span | None:
+    """What is black and white [B, C]; None for bytes, and where each crop tells by itself."""
+    if images.dtype == torch.uint8 or scale == "crop":
+        return None
+    if isinstance(scale, str):
+        return span
+    low, high = (torch.full(images.shape[:2], value, device=images.device) for value in scale)
+    return low, high
+
+
+def _in_levels(images: Tensor, span: Span | None) -> Tensor:
+    """Grey levels fp32, also below 0 and above 255; images as they are where there is no span."""
+    if span is None:
+        return images
+    low, high = (t.to(images.device).float()[..., *[None] * (images.ndim - 2)] for t in span)
+    return (images.float() - low) * (255 / (high - low))
+
+
+def _to_bytes(images: Tensor, span: Span | None) -> Tensor:
     """Grey levels 0 ... 255: see the top of the file."""
     if images.dtype == torch.uint8:
         return images
+    if span is not None:
+        grey = _in_levels(images, span)
+        return grey.where(grey.isfinite(), 0).round_().clamp_(0, 255).byte()
     values = images.float()
     dims = tuple(range(1, images.ndim))
     finite = values.isfinite()

@@ -10,7 +10,7 @@ of whole crops all the same: in the place of values they hold Rows, which say ho
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.layers import trees
+from vitrail.layers.init import constants
 from vitrail.layers.patches import Slab, gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
-from vitrail.layers.scores import CannyScore, GradientScore, VarianceScore
+from vitrail.layers.scores import CannyScore, GradientScore, Span, VarianceScore
 from vitrail.layers.trees import Tree
 from vitrail.recipe import config, kinds
 
@@ -47,8 +48,8 @@ class RegisteredScore:
     def num_draws(self) -> int:
         return getattr(self.made, "num_draws", 0)
 
-    def score(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        return self.made.score(images, noise)
+    def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
+        return self.made.score(images, noise)  # as they were read
 
 
 ScoreConfig = Annotated[CannyScore | GradientScore | VarianceScore | RegisteredScore, Field(discriminator="kind")]
@@ -59,6 +60,7 @@ class UniformTokens:
     """Patches of one size on a grid."""
 
     kind: Literal["uniform"] = "uniform"
+    told: ClassVar[str] = "place"  # what encoders are told of a token
 
     def count(self, size: tuple[int, ...], patch: tuple[int, ...]) -> int:
         return math.prod(grid_of(size, patch))
@@ -75,6 +77,7 @@ class AdaptiveTokens:
     fill: bool = True  # spend the whole length; false: cells without any score stay whole, and the rest is padding
     resample: Literal["mean", "linear"] = "mean"
     per_variable: bool = False  # a tree for each variable; needs variables.aggregate: none
+    told: Literal["place", "number"] = "place"  # encoders are told place and size of a token, or its number in the tree
 
     def __post_init__(self) -> None:
         if self.min_leaf < 1 or self.min_leaf & (self.min_leaf - 1):
@@ -173,6 +176,13 @@ class Tokens:
         images = images.unflatten(0, (-1, self.separate))  # B V K *S
         return images.mean(dim=1) if merge else images.flatten(1, 2)
 
+    def numbered(self) -> Tensor:
+        """Coordinates [B, N, ndim] as if the tokens stood in a row along the first axis, in their order."""
+        patch = constants(self.patch, self.coordinates)
+        row = torch.arange(self.number // self.separate, device=patch.device).repeat(self.separate)
+        places = torch.nn.functional.pad(row[:, None], (0, len(self.patch) - 1))
+        return ((places + 0.5) * patch).expand_as(self.coordinates)
+
     def physical(self, spacing: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """Centres and sizes [B, N, ndim] in the unit of the voxels' spacing."""
         scale = torch.tensor(spacing, dtype=torch.float32, device=self.coordinates.device)
@@ -203,13 +213,15 @@ def tokenize(
     *,
     separate: bool = False,
     scored: Tensor | None = None,
+    span: Span | None = None,
     draws: "Draws | None" = None,
     slab: Slab | None = None,
 ) -> Tokens:
     """Tokens of images [B, C, *S].
 
-    Trees grow on `scored` (the data as they were read, default the images themselves); `draws` vary them. Where the
-    images are a slab of larger ones (or of as large ones, that are shared), there are coordinates of all tokens.
+    Trees grow on `scored` (the data as they were read, default the images themselves), of which the values in `span`
+    are black and white; `draws` vary them. Where the images are a slab of larger ones (or of as large ones, that are
+    shared), there are coordinates of all tokens.
     """
     size, channels = tuple(images.shape[2:]), images.shape[1]
     if slab is not None:
@@ -229,8 +241,9 @@ def tokenize(
     noise = draws.uniform("tree", c.score.num_draws) if draws is not None and c.score.num_draws else None
     if c.per_variable:
         scored = scored.flatten(0, 1).unsqueeze(1)
+        span = None if span is None else (span[0].reshape(-1, 1), span[1].reshape(-1, 1))
         noise = None if noise is None else noise.repeat_interleave(parts, dim=0)
-    score = c.score.score(scored, noise)
+    score = c.score.score(scored, noise, span)
     tree = trees.build_trees(score, length=c.length, patch=patch[0], min_leaf=c.min_leaf, fill=c.fill)
     if not separate:
         values = tree.serialise(images, resample=c.resample)

@@ -9,7 +9,7 @@ Parameter names are timm's where timm has them (patch_embed.proj, blocks.0.attn.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.layers.attention import WHOLE, TokenSequence
-from vitrail.layers.block import Block, BlockConfig, ModulatedBlock, make_norm, swiglu_hidden
+from vitrail.layers.block import Block, BlockConfig, ModulatedBlock, make_norm, scale_by_depth, swiglu_hidden
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import Constant, Normal, Table, constants, mark
 from vitrail.layers.patches import (
@@ -37,7 +37,12 @@ from vitrail.recipe import config
 
 Positions = Literal["sincos", "learned", "rope", "none"]
 
-# The keys that a named size stands for; "B/16" is B with 16-voxel patches.
+# The make of an encoder, where neither the recipe nor its size says another.
+MAKE: dict[str, Any] = {"mlp": "gelu", "norm": "layer", "bias": True, "positions": "sincos", "theta": 100.0}
+LLAMA: dict[str, Any] = {"mlp": "swiglu", "norm": "rms", "bias": False, "positions": "rope", "theta": 500_000.0}
+
+# The keys that a named size stands for; "B/16" is B with 16-voxel patches. UCF-B is UCF-VIT's, 2B and 8B are
+# torchtitan-mae's.
 SIZES: dict[str, dict[str, Any]] = {
     "Ti": {"width": 192, "depth": 12, "heads": 3},
     "S": {"width": 384, "depth": 12, "heads": 6},
@@ -46,6 +51,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "H": {"width": 1280, "depth": 32, "heads": 16},
     "g": {"width": 1408, "depth": 40, "heads": 16, "hidden": 6144},
     "G": {"width": 1664, "depth": 48, "heads": 16, "hidden": 8192},
+    "UCF-B": {"width": 768, "depth": 12, "heads": 12, "positions": "learned"},
+    "2B": {"width": 3072, "depth": 16, "heads": 32, "kv_heads": 8, "hidden": 11264, "patch": 8, **LLAMA},
+    "8B": {"width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "patch": 8, **LLAMA},
 }
 
 # Parameters of the encoder that are tables and tokens, not weight matrices; and the tokenizers of variables: decay
@@ -61,9 +69,13 @@ SPARED = [
 ]
 
 
+SIZED: Any = None  # the default of keys that follow the size, or else MAKE
+
+
 @config
 class EncoderConfig:
     sizes: ClassVar[dict[str, dict[str, Any]]] = SIZES
+    make: ClassVar[dict[str, Any]] = MAKE
 
     size: str | None = None  # "B" or "B/16"; the keys below override it
     width: int | None = None
@@ -71,17 +83,18 @@ class EncoderConfig:
     heads: int | None = None
     patch: int | tuple[int, ...] | None = None  # voxels: one number or one per axis
     kv_heads: int | None = None  # fewer than heads: grouped-query attention
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "swiglu"] = SIZED
     mlp_ratio: float | None = None  # hidden over width; default 4 for gelu, Llama's two thirds of it for swiglu
     hidden: int | None = None  # the hidden width itself
-    norm: Literal["layer", "rms"] = "layer"
+    norm: Literal["layer", "rms"] = SIZED
     eps: float = 1e-6
-    bias: bool = True  # in the linear layers
+    bias: bool = SIZED  # in the linear layers
     qk_norm: bool = False
     layer_scale: float | None = None  # its starting value
     drop_path: float = 0.0  # of the last block; earlier ones less
-    positions: Positions = "sincos"
-    theta: float = 100.0  # longest wavelength of rope over 2 pi, in patches
+    init: Literal["xavier", "depth_scaled"] = "xavier"  # Xavier's; or torchtitan's, see layers/block.py
+    positions: Positions = SIZED
+    theta: float = SIZED  # longest wavelength of rope over 2 pi, in patches
     rope: Literal["axial", "superposed"] = "axial"  # superposed: as with one axis fewer, and learned turns on the first
     rope_scale: float = 1.0  # of coordinates; DINOv3's weights want 4 pi over the patches along an axis
     rope_origin: Literal["first", "centre"] = "first"  # where tokens before the patches stand: first patch, or centre
@@ -95,7 +108,11 @@ class EncoderConfig:
     variables: VariablesConfig | None = None  # channels known by name; null: all channels together
 
     def __post_init__(self) -> None:
-        fill_size(self, self.sizes, {"hidden": None} if self.mlp_ratio is None else {})
+        adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
+        known = {"kv_heads": None, **({"hidden": None} if self.mlp_ratio is None else {}), **self.make}
+        placed = adaptive is not None and adaptive.told == "place"
+        unfit = ("positions",) if placed else ()  # a size's learned ones have no table for trees
+        fill_size(self, self.sizes, known, unfit=unfit)
         check_heads(self.width, self.heads, self.kv_heads)
         check_mlp(self.width, self.mlp_ratio, self.hidden)
         check_drop_path(self.drop_path)
@@ -115,9 +132,11 @@ class EncoderConfig:
             raise ValueError(f"rope: superposed belongs to positions: rope, not {self.positions}")
         if self.registers < 0:
             raise ValueError(f"registers {self.registers} must be at least 0")
-        adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
-        if adaptive is not None and self.positions == "learned":
-            raise ValueError("positions: learned has no table for adaptive tokens; use sincos or rope")
+        if placed and self.positions == "learned":
+            raise ValueError(
+                "positions: learned has no table for the places of adaptive tokens; use sincos or rope, or set "
+                "tokens.told: number"
+            )
         if adaptive is not None and adaptive.per_variable and not self.separate:
             raise ValueError(
                 "tokens.per_variable: a tree for each variable gives tokens that hold one variable each; "
@@ -144,6 +163,12 @@ class EncoderConfig:
     def count_tokens(self, size: tuple[int, ...]) -> int:
         """Tokens of one sample of this size, with all known variables."""
         return self.tokens.count(size, self.patch_on(len(size))) * self.parts
+
+    def grid(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the places on a grid that tokens of an image of this size are told, for a table of them."""
+        if isinstance(self.tokens, AdaptiveTokens):
+            return (self.tokens.length, *(1 for _ in size[1:]))
+        return grid_of(size, self.patch_on(len(size)))
 
     def check_size(self, ndim: int, size: tuple[int, ...] | None) -> None:
         """Refuse widths and sizes that cannot work, once these are known."""
@@ -174,17 +199,20 @@ class EncoderConfig:
         return BlockConfig(**given)
 
 
-def fill_size(c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any]) -> None:
+def fill_size(
+    c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any], *, unfit: Sequence[str] = ()
+) -> None:
     """Give a config the keys that its named size stands for, where it does not say them itself.
 
-    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too.
+    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too; `unfit` ones
+    have no other.
     """
     known, like = dict(optional), "XL/2" if "XL" in sizes else "B/16" if "B" in sizes else next(iter(sizes), "...")
     if c.size is not None:
         name, _, patch = c.size.partition("/")
         if name not in sizes or ("/" in c.size and not (patch.isdigit() and int(patch))):
             raise ValueError(f"size {c.size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {like}'")
-        known |= sizes[name] | ({"patch": int(patch)} if patch else {})
+        known |= sizes[name] | ({"patch": int(patch)} if patch else {}) | {key: optional[key] for key in unfit}
     for key in ("width", "depth", "heads", "patch", *optional):
         if getattr(c, key) is None:
             if key not in known:
@@ -293,11 +321,11 @@ class Encoder(nn.Module):
         ndim: int,
         channels: int,
         shape: tuple[int, ...] | None = None,
-        block: type[nn.Module] = Block,
+        block: Callable[[BlockConfig], nn.Module] = Block,
         norm: bool = True,
         embed_bias: bool | None = None,
     ):
-        """`block` is the class of the repeated blocks; `embed_bias` None: as in the other linear layers."""
+        """`block` makes the repeated blocks; `embed_bias` None: as in the other linear layers."""
         super().__init__()
         assert c.depth is not None
         self.config = c
@@ -314,11 +342,12 @@ class Encoder(nn.Module):
         else:
             self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=width, heads=heads, bias=bias)
         # How large an adaptive token is, in powers of two of a patch.
-        self.size_embed = nn.Linear(ndim, width) if isinstance(c.tokens, AdaptiveTokens) else None
+        sized = isinstance(c.tokens, AdaptiveTokens) and c.tokens.told == "place"
+        self.size_embed = nn.Linear(ndim, width) if sized else None
         self.prefix = int(c.cls_token) + c.registers  # tokens that stand before the patches
         self.prefix_tokens = mark(nn.Parameter(torch.empty(self.prefix, width)), Normal(0.02)) if self.prefix else None
         learned, has_cls = c.positions == "learned", c.cls_token and c.cls_position
-        self.pos_embed = LearnedPositions(width, self.patch, shape, cls=has_cls) if learned else None
+        self.pos_embed = LearnedPositions(width, c, shape, cls=has_cls) if learned else None
         self.rope_turns = rope_turns(c, ndim, width // heads)
         if c.rope_origin == "centre" and shape is None:
             raise ValueError("rope_origin: centre needs the size of the input: set model.shape")
@@ -328,12 +357,16 @@ class Encoder(nn.Module):
             self.origin = [(s / p - 1) / 2 for s, p in zip(shape, self.patch, strict=True)]
         self.input_norm = make_norm(c.norm, width, c.eps) if c.input_norm else None
         self.blocks = nn.ModuleList(block(made) for _ in range(c.depth))
+        if c.init == "depth_scaled":
+            scale_by_depth(self.blocks)
         self.norm = make_norm(c.norm, width, c.eps) if norm else None
 
-    def rope(self, coordinates: Tensor, *, prefix: int, head_width: int, turns: Tensor | None) -> Tensor | None:
+    def rope(
+        self, coordinates: Tensor, *, prefix: int, head_width: int, turns: Tensor | None, theta: float | None = None
+    ) -> Tensor | None:
         """Rotation table for patches at these coordinates (voxels), after `prefix` tokens that are not turned.
 
-        `turns` are the learned ones of superposed rotations, None for axial ones.
+        `turns` are the learned ones of superposed rotations, None for axial ones; `theta` None is the encoder's.
         """
         if self.config.positions != "rope":
             return None
@@ -341,9 +374,10 @@ class Encoder(nn.Module):
         if any(self.origin):
             patches = patches - constants(tuple(self.origin), patches)
         patches = nn.functional.pad(patches * self.config.rope_scale, (0, 0, prefix, 0))
+        theta = self.config.theta if theta is None else theta
         if turns is None:
-            return rope_table(patches, head_width, self.config.theta)
-        return inflated_rope_table(patches, head_width, self.config.theta, turns)
+            return rope_table(patches, head_width, theta)
+        return inflated_rope_table(patches, head_width, theta, turns)
 
     def to_patches(self, coordinates: Tensor) -> Tensor:
         """Coordinates in voxels to units of patches, the first patch at 0."""
@@ -461,14 +495,14 @@ class EncodedModel(Model):
 class LearnedPositions(nn.Module):
     """A trainable table over the grid, looked up by the tokens' own coordinates; it starts as the sin-cos table."""
 
-    def __init__(self, width: int, patch: tuple[int, ...], shape: tuple[int, ...] | None, *, cls: bool = False):
+    def __init__(self, width: int, c: EncoderConfig, shape: tuple[int, ...] | None, *, cls: bool = False):
         super().__init__()
         if shape is None:
             raise ValueError("learned positions need the size of the input: set model.shape")
-        self.grid = grid_of(shape, patch)
+        self.grid = c.grid(shape)
 
         def start() -> Tensor:
-            return sincos(grid_coordinates(self.grid, (1,) * len(patch)) - 0.5, width)
+            return sincos(grid_coordinates(self.grid, (1,) * len(self.grid)) - 0.5, width)
 
         self.table = mark(nn.Parameter(torch.empty(math.prod(self.grid), width)), Table(start))
         self.cls = mark(nn.Parameter(torch.empty(1, width)), Constant(0.0)) if cls else None

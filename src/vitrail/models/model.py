@@ -18,6 +18,7 @@ from vitrail.draws import Draws
 from vitrail.layers.attention import WHOLE, TokenSequence
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Slab, per_axis
+from vitrail.layers.scores import Span
 from vitrail.layers.tokens import Tokens, tokenize
 from vitrail.recipe.kinds import nearest
 
@@ -58,12 +59,14 @@ def make_inputs(
     *,
     variables: Sequence[str] | None = None,
     scored: Tensor | None = None,
+    span: Span | None = None,
     draws: Draws | None = None,
     slab: Slab | None = None,
 ) -> tuple[dict[str, Any], Tokens]:
     """Keyword inputs of a model for normalised images [B, C, *S], and their tokens (the way back to voxels).
 
-    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read) and vary with `draws`.
+    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read, in which
+    the values in `span` are black and white) and vary with `draws`.
     Where the images are a `slab` of larger ones, the inputs are of the larger ones, with Rows in the place of values.
     """
     if images.ndim != config.ndim + 2:
@@ -72,7 +75,13 @@ def make_inputs(
         raise ValueError(f"images have shape {list(images.shape)}; a model of {config.ndim} axes takes {expected}")
     encoder = encoder_of(config)
     size = tuple(images.shape[2:]) if slab is None else slab.size
-    if encoder.positions == "learned" and config.shape is not None and size != per_axis(config.shape, config.ndim):
+    placed = encoder.tokens.told == "place"
+    if (
+        placed
+        and encoder.positions == "learned"
+        and config.shape is not None
+        and size != per_axis(config.shape, config.ndim)
+    ):
         raise ValueError(
             f"images of {list(size)} do not fit learned positions for {list(per_axis(config.shape, config.ndim))}; "
             "resize the images, or use positions sincos or rope"
@@ -80,8 +89,9 @@ def make_inputs(
     ids = variable_ids(config, variables, images.shape[1])
     separate = ids is not None and encoder.variables.aggregate == "none"
     patch = per_axis(encoder.patch, config.ndim)
-    tokens = tokenize(images, encoder.tokens, patch, separate=separate, scored=scored, draws=draws, slab=slab)
-    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates}
+    grown: dict[str, Any] = {"scored": scored, "span": span, "draws": draws}
+    tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=slab, **grown)
+    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates if placed else tokens.numbered()}
     if tokens.tree is not None:
         inputs |= {"sizes": tokens.sizes, "valid": tokens.valid}
     if ids is not None:

@@ -25,14 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
 from vitrail.errors import UserError
 from vitrail.layers.flops import Flops
 from vitrail.models.model import Model, Stage
 from vitrail.parallel import shard
 from vitrail.parallel.mesh import Mesh, layout_of
-from vitrail.parallel.private import Shell, Station
 from vitrail.recipe.sections import Parallel
 
 Inputs = dict[str, Any]
@@ -430,6 +428,10 @@ class Pipeline:
         return self._total[0], self._total[1]
 
     def _make_schedule(self, shapes: list[tuple[list[Spec], list[Spec]]], micro_batches: int) -> Any:
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+
+        from vitrail.parallel.station import Shell, Station
+
         stations = [
             Station(
                 Shell(partial(self._train, part, incoming, outgoing)),

@@ -168,11 +168,11 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # of sections, of
 
 
 class Problem(NamedTuple):
-    """One problem: where, in words, and whether the value there is null."""
+    """One problem: where, in words, and whether it goes away with a value that is not the recipe's own."""
 
     key: Key
     sentence: str
-    is_null: bool
+    removable: bool  # null where null is no value; or another value, at a key that is not known there
 
 
 class _Fault(NamedTuple):
@@ -199,8 +199,8 @@ def explain(error: ValidationError, tree: Any, cls: type[Recipe]) -> list[Proble
     problems = []
     for key, group in grouped.items():
         unknown = any(fault.type in _UNKNOWN for fault in group)
-        is_null = not unknown and at(tree, key, missing=...) is None
-        problems.append(Problem(key, _sentence(key, group, tree, schema), is_null))
+        is_null = at(tree, key, missing=...) is None
+        problems.append(Problem(key, _sentence(key, group, tree, schema), removable=is_null != unknown))
     return problems
 
 

@@ -99,7 +99,8 @@ def _with(section: type[S], **types: Any) -> type[S]:
 def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
     """Return the recipe in a plain tree, or raise one UserError with a sentence for each problem.
 
-    A key in `cleared` that is null goes back to its default where null is no value of it.
+    A key in `cleared` goes back to its default: one that is null where null is no value of it, and one that has a
+    value where it is not known (of the kind that was there before).
     """
     whole = hide_credentials(plain(tree))
     problems = non_finite(whole)
@@ -118,8 +119,8 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
             break
         except ValidationError as error:
             explained = explain(error, whole, made)
-        nulls = {problem.key for problem in explained if problem.is_null and problem.key in cleared}
-        reset = {key for key in nulls if isinstance(key[-1], str)}  # an item of a list has no default
+        goes = {problem.key for problem in explained if problem.removable and problem.key in cleared}
+        reset = {key for key in goes if isinstance(key[-1], str)}  # an item of a list has no default
         if not reset:
             told = [problem.sentence for problem in explained]
             raise _refusal([*found, *(sentence for sentence in told if sentence not in found)])

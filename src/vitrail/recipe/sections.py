@@ -79,7 +79,6 @@ Attention = Literal[
     "ck",
     "flex",
     "varlen",
-    "flash3",
     "flash4",
     "xformers",
     "reference",
@@ -241,7 +240,9 @@ class Tiles(Section):
 class Fit(Section):
     """Images of many sizes, brought to one by a rule that draws nothing."""
 
-    resize: PositiveInt = Field(description="pixels of the shorter side")
+    resize: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(
+        description="pixels of the shorter side; or y and x, to which images are squashed or stretched"
+    )
     crop: Literal["centre"] = Field(default="centre", description="which part of it is taken")
 
 
@@ -329,9 +330,20 @@ class Init(Section):
     """Weights that a new run starts from."""
 
     path: str = Field(min_length=1, description="a run folder, a checkpoint, or a .safetensors, .pt or .bin file")
-    adapter: Literal["auto", "vitrail", "timm", "mae", "hf", "dit", "monai"] = Field(
-        default="auto", description="where the weights come from; auto finds out by their names"
-    )
+    adapter: Literal[
+        "auto",
+        "vitrail",
+        "timm",
+        "mae",
+        "hf",
+        "dit",
+        "sit",
+        "diffusers",
+        "monai",
+        "ucf",
+        "torchditan",
+        "torchtitan-mae",
+    ] = Field(default="auto", description="where the weights come from; auto finds out by their names")
     only: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="parts of the model to load, such as encoder; all that fit if empty"
     )
@@ -450,6 +462,12 @@ class Eval(Section):
 
     every: Every = "10%"
     samples: PositiveInt = 64
+    tiles: Tiles | None = Field(
+        default=None, description="tiles that cover held-out data, instead of data.tiles or crops at random places"
+    )
+    blend: Literal["gaussian", "constant"] = Field(
+        default="gaussian", description="what voxels of overlapping tiles count: most in a tile's middle, or the same"
+    )
 
 
 class Log(Section):
@@ -457,6 +475,7 @@ class Log(Section):
 
     every: Every = 10
     pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
+    slices: PositiveInt = Field(default=8, description="of each volume in a picture, beside its three middle planes")
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
     to: Any = Field(
         default="auto",

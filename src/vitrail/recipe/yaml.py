@@ -82,20 +82,20 @@ def non_finite(value: Any, key: Key = ()) -> list[str]:
 def merge(parent: Any, child: Any, cleared: set[Key], key: Key = ()) -> Any:
     """Put `child` over `parent`: mappings merge key by key, all else replaces.
 
-    A child that names another `kind` of model, objective, source, optimizer, schedule or logger starts that mapping
-    afresh; the kinds further in (of a mask or a decoder, say) share most keys, so theirs stay and unknown ones are
-    named. The keys that the child sets to null are added to `cleared`: they go back to their default where null is no
-    value of theirs.
+    A child that names another `kind` of model, objective, source, optimizer, schedule, sampler or logger starts that
+    mapping afresh. The kinds further in (of a mask or a decoder, say) share most keys: theirs stay where the new kind
+    knows them. Those are added to `cleared`, and so are the keys that the child sets to null: they go back to their
+    default where null is no value of theirs.
     """
-    if child is None:
-        cleared.add(key)
+    cleared.discard(key) if child is not None else cleared.add(key)
     if not isinstance(child, dict):
         return child
     base = parent if isinstance(parent, dict) else {}
-    if "kind" in child and base and (len(key) == 1 or key[:1] in (("data",), ("log",))):
-        default = DEFAULT_KINDS.get(str(key[0])) if len(key) == 1 else None
-        if base.get("kind", default) not in (None, child["kind"]):
-            base = {}
+    default = DEFAULT_KINDS.get(str(key[0])) if len(key) == 1 else None
+    if "kind" in child and base.get("kind", default) not in (None, child["kind"]):
+        afresh = len(key) == 1 or key[:1] in (("data",), ("log",)) or key[-1:] == ("sampler",)
+        base = {} if afresh else {name: value for name, value in base.items() if value is not None}
+        cleared |= {(*key, name) for name in base}
     merged = dict(base)
     for name, value in child.items():
         merged[name] = merge(base.get(name), value, cleared, (*key, name))

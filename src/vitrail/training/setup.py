@@ -22,6 +22,7 @@ from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.chunks import decoded as chunks
 from vitrail.data.dataset import Dataset
 from vitrail.data.files.stage import as_opened
+from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Order
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
@@ -80,7 +81,8 @@ def find_place(recipe: Recipe, **call: Any) -> Place:
         torch.cuda.set_device(device)
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(recipe.run.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != recipe.run.deterministic:  # the call imports the compiler
+        torch.use_deterministic_algorithms(recipe.run.deterministic)
     record_collectives()
     store, root_store = connect(world, device.type, timeout=FIRST_TIMEOUT)
     asked = os.environ.get("OMP_NUM_THREADS", "") if world.launcher != "torchrun" else ""  # it sets 1 unasked
@@ -253,9 +255,10 @@ def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *
                 f"codec: {recipe.codec.kind!r} turns samples into pixels, but objective {recipe.objective.kind!r} "
                 "makes none; leave it out (codec=null), and encode data with `vitrail data encode`"
             )
-        parts = [data.train] if data.valid is None else [data.train, data.valid]
-        first, *others = [source.describe() for part in parts for source in part.sources]
-        decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
+        if recipe.log.pictures != "off":  # for which alone it is
+            parts = [data.train] if data.valid is None else [data.train, data.valid]
+            first, *others = [source.describe() for part in parts for source in part.sources]
+            decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
     value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
     objective.equip(value_range=value_range, decode=decode)
 
@@ -315,6 +318,21 @@ def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
                 "give them the same meaning, or name the classes in objective.names"
             )
     return names
+
+
+def values_of(recipe: Recipe, data: DataParts, dataset: Dataset) -> Values | None:
+    """Return what adaptive trees must know of a dataset's values; None where no trees grow on them."""
+    score = getattr(getattr(encoder_of(recipe.model), "tokens", None), "score", None)
+    if getattr(score, "scale", None) != "data":
+        return None
+    dtypes = [source.dtype for source in dataset.sources]
+    known = Values(recipe.data.normalize, data.train.variables, data.statistics, dtypes)
+    if known.ends is None and not known.are_bytes.all():
+        raise UserError(
+            "model.encoder.tokens.score.scale: data.normalize is none, so nothing is known of what is dark and bright; "
+            "give two values of the data, such as scale: [0, 1], or let data.normalize measure them"
+        )
+    return known
 
 
 def labelling_of(recipe: Recipe, dataset: Dataset) -> Labelling | None:
@@ -390,6 +408,7 @@ def make_loader(
         slab=flow.split.slab(objective, reader.crop),
         augmenter=make_augmenter(recipe, data),
         statistics=data.train_entries,
+        values=values_of(recipe, data, data.train),
         policy=policy_of(recipe, place, flow.layout),
     )
 
@@ -410,8 +429,10 @@ def make_evaluator(
     dataset, number = data.valid or data.train, samples or recipe.eval.samples
     if number * sizes.LEAST > memory_bytes():
         raise UserError(f"eval.samples: {number} samples cannot even be listed in the memory here; ask for fewer")
+    if recipe.eval.tiles is not None and dataset is data.valid:
+        dataset = dataset.tiled(recipe.eval.tiles)
     # Entries with different variables take turns sample by sample, so that which ones are measured depends on nothing.
-    turns = 1 if dataset is data.valid and len(dataset.groups) > 1 else None
+    turns = 1 if data.valid is not None and len(dataset.groups) > 1 else None
     sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1, batch=turns)
     reader = dataset.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, dataset))
     workers = reading_threads(recipe, place)
@@ -425,11 +446,13 @@ def make_evaluator(
             prefetch=1,
             slab=flow.split.slab(objective, reader.crop),
             statistics=data.train_entries if data.valid is None else data.valid_entries,
+            values=values_of(recipe, data, dataset),
             policy=policy_of(recipe, place, flow.layout),
         ),
         seed=recipe.run.seed,
         samples=number,
         batch=micro_batch(recipe, data, flow.layout),
+        blend=recipe.eval.blend,
     )
 
 
@@ -521,6 +544,7 @@ def cut_pipeline(
             workers=0,
             prefetch=1,
             statistics=data.train_entries,
+            values=values_of(recipe, data, data.train),
             policy=policy_of(recipe, place, layout),
         )
         batch = loader.load(range(size))

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.layers.init import local_shard
-from vitrail.weights.adapters import ADAPTERS, recognise, translate
+from vitrail.weights.adapters import translate
 from vitrail.weights.files import Weights, open_weights
+from vitrail.weights.names import ADAPTERS, recognise
 from vitrail.weights.pieces import Entry, Made, Piece, Report, Target, Translation
 
 NOT_THERE, NO_PLACE = "the file does not have it", "the model has no place for it"
+VELOCITY = "velocities from noise to data"
+LEARNED = {"dit": "noise", "diffusers": "noise", "sit": VELOCITY, "torchditan": VELOCITY}  # what models predict
 # Parts of an encoder that files of plain images cannot have, and that may start anew.
 NEW = r"(encoder|decoder)\.(size_embed|rope_turns|patch_embed\.(variable|aggregate|group_aggregate))\b.*"
 
@@ -83,11 +86,16 @@ def load_weights(
 
 
 def load_initial(
-    model: nn.Module, init: Any, names: Sequence[str] | None = None, whole: nn.Module | None = None
+    model: nn.Module,
+    init: Any,
+    names: Sequence[str] | None = None,
+    whole: nn.Module | None = None,
+    *,
+    objective: Any = None,
 ) -> Report:
-    """Load what the section `init` of a recipe asks for; `names` are the classes of its objective."""
+    """Load what the section `init` of a recipe asks for; `names` are the classes of its `objective`."""
     try:
-        return load_weights(
+        report = load_weights(
             model,
             init.path,
             adapter=init.adapter,
@@ -99,6 +107,20 @@ def load_initial(
         )
     except UserError as error:
         raise UserError(f"init: {error}") from None
+    learned, asked = LEARNED.get(report.adapter), _predicted(objective)
+    if init.strict and learned and asked and learned != asked:
+        same = "; SiT's have the same names: for such a one set init.adapter: sit and model.time_scale: 0.001"
+        raise UserError(
+            f"init: {init.path} ({report.adapter}): its model predicts {learned}, the objective wants {asked}"
+            f"{same if report.adapter == 'dit' else ''}; strict: false starts from it all the same"
+        )
+    return report
+
+
+def _predicted(objective: Any) -> str | None:
+    """Return what an objective wants of a model that denoises; None for other objectives."""
+    kind = getattr(objective, "kind", None)
+    return {"flow": VELOCITY, "denoise": getattr(objective, "predict", None)}.get(str(kind))
 
 
 def _choose(weights: Weights, adapter: str) -> str:

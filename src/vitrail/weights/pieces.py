@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.layers.patches import grid_coordinates, grid_of, per_axis, sincos
+from vitrail.layers.patches import grid_coordinates, per_axis, sincos
 
 Action = Literal["copied", "permuted", "resized", "inflated", "skipped", "unused"]
 
@@ -114,28 +114,45 @@ class Piece:
 # ---------------------------------------------------------------- attention
 
 
-def head_major(q: Tensor, k: Tensor, v: Tensor, *, head_width: int, halves: bool = False) -> Made:
-    """Reorder rows of q, k and v, each (head; head width), to (head; q, k, v; head width).
+# Which channels of a head are turned together: (2i, 2i + 1) as here, or (i, i + K/2) as DINOv3's, or as here but with
+# the last axis first, as TorchDiTan's.
+Pairs = Literal["neighbours", "halves", "columns first"]
 
-    `halves`: rotations that pair channel i with i + K/2 become rotations of neighbours, (2i, 2i + 1), as here.
-    """
-    if q.shape[0] % head_width or q.shape != k.shape:
+
+def head_major(q: Tensor, k: Tensor, v: Tensor, *, head_width: int, pairs: Pairs | None = None) -> Made:
+    """Reorder rows of q, k and v, each (head; head width), to (group; q of its heads, k, v; head width)."""
+    if k.shape[0] % head_width or q.shape[0] % k.shape[0] or k.shape != v.shape:
         raise ValueError(
             f"queries have {q.shape[0]} rows and keys {k.shape[0]}, the model's heads are {head_width} wide"
         )
-    if halves:
-        order = torch.arange(head_width, device=q.device).view(2, -1).T.flatten()
-        q, k = (t.unflatten(0, (-1, head_width))[:, order].flatten(0, 1) for t in (q, k))
-    rows = [t.unflatten(0, (-1, head_width)) for t in (q, k, v)]
-    return Made(torch.stack(rows, dim=1).flatten(0, 2), "permuted", "rows to (head; q, k, v)")
+    order = torch.arange(head_width, device=q.device)
+    if pairs == "halves":
+        order = order.view(2, -1).T.flatten()
+    elif pairs == "columns first":
+        order = order.view(2, -1).flip(0).flatten()
+    q, k = (t.unflatten(0, (-1, head_width))[:, order] for t in (q, k))
+    rows = [q.unflatten(0, (len(k), -1)), k.unsqueeze(1), v.unflatten(0, (-1, 1, head_width))]
+    return Made(torch.cat(rows, dim=1).flatten(0, 2), "permuted", "rows to (head; q, k, v)")
 
 
-def fused_head_major(qkv: Tensor, *, head_width: int, halves: bool = False, masked_keys: bool = False) -> Made:
+def fused_head_major(qkv: Tensor, *, head_width: int, pairs: Pairs | None = None, masked_keys: bool = False) -> Made:
     """Reorder one tensor of rows (q, k, v; head; head width) in the same way."""
     if qkv.shape[0] % 3:
         raise ValueError(f"fused queries, keys and values have {qkv.shape[0]} rows, not a multiple of 3")
     q, k, v = qkv.chunk(3)
-    return head_major(q, torch.zeros_like(k) if masked_keys else k, v, head_width=head_width, halves=halves)
+    return head_major(q, torch.zeros_like(k) if masked_keys else k, v, head_width=head_width, pairs=pairs)
+
+
+def keys_and_values(kv: Tensor, *, head_width: int) -> Made:
+    """Reorder rows (k, v; head; head width) to (head; k, v; head width)."""
+    rows = kv.unflatten(0, (2, -1, head_width)).transpose(0, 1)
+    return Made(rows.flatten(0, 2), "permuted", "rows to (head; k, v)")
+
+
+def first_channels(rows: Tensor, *, voxels: int) -> Made:
+    """Return the first half of the channels of each voxel: what is denoised, without its variance."""
+    kept = rows.unflatten(0, (voxels, 2, -1))[:, 0].flatten(0, 1)
+    return Made(kept, note="without the rows of variances, which SiT does not use")
 
 
 # ---------------------------------------------------------------- patches
@@ -150,11 +167,11 @@ def patch_kernel(kernel: Tensor, *, patch: tuple[int, ...], channels: int) -> Ma
     old, notes = tuple(kernel.shape[2:]), []
     new_axes = len(patch) - len(old)
     if new_axes < 0 or old != patch[new_axes:]:
-        raise ValueError(f"patches of the file are {_times(old)} voxels, the model's {_times(patch)}")
+        raise ValueError(f"patches of the file are {times(old)} voxels, the model's {times(patch)}")
     if new_axes:
         depth = patch[:new_axes]
         kernel = kernel.reshape(*kernel.shape[:2], *(1,) * new_axes, *old).expand(-1, -1, *patch) / math.prod(depth)
-        notes.append(f"kernel {_times(old)} repeated over depth {_times(depth)}")
+        notes.append(f"kernel {times(old)} repeated over depth {times(depth)}")
     if kernel.shape[1] != channels:
         notes.append(f"{kernel.shape[1]} channels shared by {channels}")
         kernel = kernel.sum(dim=1, keepdim=True).expand(-1, channels, *patch) / channels
@@ -180,7 +197,7 @@ def voxel_rows(rows: Tensor, *, old: tuple[int, ...], new: tuple[int, ...]) -> M
         return Made(rows)
     new_axes = len(new) - len(old)
     if new_axes < 0 or new[new_axes:] != old or rows.shape[0] % math.prod(old):
-        raise ValueError(f"patches of the file are {_times(old)} voxels, the model's {_times(new)}")
+        raise ValueError(f"patches of the file are {times(old)} voxels, the model's {times(new)}")
     depth = math.prod(new[:new_axes])
     return Made(rows.repeat(depth, *(1,) * (rows.ndim - 1)), "inflated", f"rows repeated over depth {depth}")
 
@@ -188,15 +205,9 @@ def voxel_rows(rows: Tensor, *, old: tuple[int, ...], new: tuple[int, ...]) -> M
 # ---------------------------------------------------------------- positions
 
 
-def square_grid(tokens: int, ndim: int, known: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
-    """Return the grid of a table of so many rows: equal sides, or else the known one where it fits."""
-    side = round(tokens ** (1 / ndim))
-    if side**ndim == tokens:
-        return (side,) * ndim
-    return known if known is not None and math.prod(known) == tokens else None
-
-
-def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...], skip: int = 0) -> Made:
+def position_table(
+    table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...], skip: int = 0, smooth: bool = True
+) -> Made:
     """Fit rows of a table [(1,) skip + N, D] over the old grid to the new one; new axes repeat them."""
     rows = table.reshape(-1, table.shape[-1])[skip:]
     new_axes = len(new) - len(old)
@@ -204,8 +215,8 @@ def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...],
         raise ValueError(f"positions over {len(old)} axes cannot serve a model of {len(new)}")
     notes = []
     if old != new[new_axes:]:
-        rows = resize(rows.float(), old, new[new_axes:])
-        notes.append(f"grid {_times(old)} to {_times(new[new_axes:])}")
+        rows = resize(rows.float(), old, new[new_axes:], smooth=smooth)
+        notes.append(f"grid {times(old)} to {times(new[new_axes:])}")
     if new_axes:
         depth = math.prod(new[:new_axes])
         rows = rows.repeat(depth, 1)
@@ -214,13 +225,16 @@ def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...],
     return Made(rows, action, ", ".join(notes))
 
 
-def resize(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor:
-    """Resize [N, D] over one grid to another: cubic in two dimensions, else linear; smoothed where it shrinks."""
+def resize(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...], *, smooth: bool = True) -> Tensor:
+    """Resize [N, D] over one grid to another: cubic in two dimensions, else linear.
+
+    `smooth`: filtered where it shrinks, as timm does; PyTorch's cubic kernel is another one without.
+    """
     if len(old) > 3:
-        raise ValueError(f"positions over {len(old)} axes cannot be resized; keep the grid {_times(old)}")
+        raise ValueError(f"positions over {len(old)} axes cannot be resized; keep the grid {times(old)}")
     image = rows.T.reshape(1, -1, *old)
     if len(old) == 2:
-        image = F.interpolate(image, new, mode="bicubic", antialias=True, align_corners=False)
+        image = F.interpolate(image, new, mode="bicubic", antialias=smooth, align_corners=False)
     else:
         image = F.interpolate(image, new, mode="linear" if len(old) == 1 else "trilinear", align_corners=False)
     return image.flatten(2)[0].T
@@ -264,7 +278,8 @@ def zeros(*shape: int) -> Callable[..., Made]:
     return make
 
 
-def _times(sizes: tuple[Any, ...]) -> str:
+def times(sizes: tuple[Any, ...]) -> str:
+    """Write sizes as people do: 4 x 4."""
     return " x ".join(map(str, sizes))
 
 
@@ -286,7 +301,7 @@ class Target:
         config: Any = model.config
         self.channels: int = getattr(config, "channels_in", None) or config.channels
         shape = getattr(config, "shape", None)
-        self.grid = None if shape is None else grid_of(per_axis(shape, self.ndim), self.patch)
+        self.grid = None if shape is None else self.config.grid(per_axis(shape, self.ndim))
         self.positions: str = self.config.positions
 
     def by_class(self, name: str) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from vitrail.data.augment import Augmenter, Raw, window
 from vitrail.data.batch import Batch, Statistics
+from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Order, Sample, choose
 from vitrail.data.reading.pool import PATIENCE, Buffers, Job, Policy, Pool, Several, SlowRead, Stopped, Tally
 from vitrail.data.reading.reader import Place, Reader
@@ -57,6 +58,7 @@ class Loader:
         slab: Slab | None = None,
         augmenter: Augmenter | None = None,
         statistics: Sequence[Statistics] | None = None,
+        values: Values | None = None,
         policy: Policy | None = None,
     ):
         self.sampler, self.reader, self.counters = sampler, reader, counters
@@ -65,6 +67,7 @@ class Loader:
         of = None if reader.labelling is None else reader.labelling.of
         self.augmenter = augmenter or Augmenter(Augment(), reader.crop, seed=0, labels=of)
         self.statistics = None if statistics is None else [s.tensors() for s in statistics]  # of each source
+        self.known = values  # of which scores need to know what is black and white
         reader.whole_images = getattr(self.augmenter, "settings", Augment()).resized_crop is not None
         self.bad = Tally()
         self.obey(policy or Policy())
@@ -113,7 +116,8 @@ class Loader:
                 if made is not None:
                     # Made on the feeder's stream: wait for that, and keep the memory until this stream is done.
                     torch.cuda.current_stream().wait_event(made)
-                    for tensor in (batch.values, batch.labels, batch.soft, *(batch.statistics or ())):
+                    small = (*(batch.statistics or ()), *(batch.span or ()))
+                    for tensor in (batch.values, batch.labels, batch.soft, *small):
                         if tensor is not None:
                             tensor.record_stream(torch.cuda.current_stream())
                 yield batch
@@ -290,7 +294,10 @@ class Loader:
             slab=pending.slab,
             statistics=statistics,
         )
-        return self.augmenter(raw)
+        batch = self.augmenter(raw)
+        if self.known is not None:
+            batch.span = self.known.span(sources, pending.variables, statistics, self.device)
+        return batch
 
 
 def count_bad(*loaders: Loader) -> tuple[int, int]:
