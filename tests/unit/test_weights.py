@@ -927,10 +927,18 @@ def test_a_run_that_cannot_start_leaves_nothing(trained: Path, volume: Path, tmp
     assert not (tmp_path / "run").exists()
 
 
+WORKER = """
+import json, sys, vitrail
+from vitrail.cli.words import end
+vitrail.train(json.load(open(sys.argv[1])), quiet=True)
+end(0)
+"""
+
+
 def test_every_rank_takes_its_shard(trained: Path, volume: Path, tmp_path: Path) -> None:
     """Two ranks in shards start from what one rank starts from."""
     program = tmp_path / "worker.py"
-    program.write_text("import json, sys, vitrail\nvitrail.train(json.load(open(sys.argv[1])), quiet=True)\n")
+    program.write_text(WORKER)
     tree = tiny_recipe(
         volume,
         tmp_path / "run",

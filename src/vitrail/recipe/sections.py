@@ -240,7 +240,9 @@ class Tiles(Section):
 class Fit(Section):
     """Images of many sizes, brought to one by a rule that draws nothing."""
 
-    resize: PositiveInt = Field(description="pixels of the shorter side")
+    resize: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(
+        description="pixels of the shorter side; or y and x, to which images are squashed or stretched"
+    )
     crop: Literal["centre"] = Field(default="centre", description="which part of it is taken")
 
 
