@@ -259,6 +259,8 @@ def test_files_are_opened_with_care(tmp_path: Path) -> None:
         convert(write(tmp_path, "#" * 2**20 + "#", "d.toml"))
     with pytest.raises(UserError, match="not valid TOML"):
         convert(write(tmp_path, "a = = b", "e.toml"))
+    with pytest.raises(UserError, match="does not call main_training"):
+        convert(write(tmp_path, "echo hello", "f.sh"), system="vit-fsdp-study")
     with pytest.raises(UserError, match="whose configuration"):
         convert(write(tmp_path, "echo hello", "f.sh"))
 
