@@ -617,6 +617,24 @@ def test_keys_that_do_not_go_together(fakes):
             "data.normalize=fitt",
             "data.normalize: expected 'fit' or 'none' or a mapping, got 'fitt'; did you mean 'fit'?",
         ),
+        (
+            "data.normalize={kind: windw, window: [0, 1]}",
+            "data.normalize.kind: expected 'standard', 'none', 'given', 'percentiles', 'minmax', 'window', 'log' or "
+            "'variables', got 'windw'; did you mean 'window'?",
+        ),
+        (
+            "data.normalize={kind: window, window: [400, -1000]}",
+            "data.normalize: window: [400.0, -1000.0] must rise; give the smaller number first",
+        ),
+        ("data.normalize={kind: log, scale: 0}", "data.normalize.scale: expected a number above 0, got 0"),
+        (
+            "data.normalize={percentiles: [99, 1]}",
+            "data.normalize: percentiles: [99.0, 1.0] must rise from 0 or more to 100 or less",
+        ),
+        (
+            "data.normalize={kind: variables, of: {t: {kind: given, mean: [1, 2], std: [1, 2]}}}",
+            "data.normalize: t: give one mean and one std, [...] of one number each",
+        ),
         ("model=one", "model: expected a mapping such as {kind: one}, got 'one'"),
         ("model.kind=3", "model.kind: expected one of one, two, got 3"),
         ("optimizer=sgd", "optimizer: expected a mapping such as {kind: adamw}, got 'sgd'"),

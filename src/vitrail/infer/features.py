@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.batch import Statistics
+from vitrail.data.normalize import Values
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
@@ -36,6 +37,7 @@ from vitrail.models.model import Model
 from vitrail.models.vit import ViT
 from vitrail.objectives.objective import normalise
 from vitrail.recipe.kinds import remedy
+from vitrail.recipe.normalize import ByVariable
 from vitrail.weights.runs import find_checkpoint, load, stored_recipe
 
 ROWS = 1000  # of a table of distances or kernels that are computed at once
@@ -81,7 +83,9 @@ class RunNetwork:
                 "such as one of configs/digits/vit.yaml"
             )
         self.statistics: Statistics = stored_statistics(manifest["statistics"])
-        if len(self.statistics.mean) != model.config.channels:
+        names = [f"channel {number}" for number in range(len(self.statistics.mean))]
+        self.values = Values(recipe.data.normalize, names, self.statistics)
+        if len(names) != model.config.channels or isinstance(recipe.data.normalize, ByVariable):
             raise UserError(f"{run}: its entries have variables of their own, so samples cannot be told apart by it")
         self.model: Model = model.to(self.device)
         self.head: nn.Module | None = None
@@ -112,7 +116,7 @@ class RunNetwork:
     @torch.no_grad()
     def __call__(self, values: Tensor) -> Seen:
         values = values.to(self.device)
-        images = normalise(values, self.statistics)
+        images = normalise(self.values.change(values), self.statistics)
         if isinstance(self.model, MAE):
             return Seen(encode(self.model, images), None)
         features = self.model(**self.model.inputs(images)).float()
