@@ -628,7 +628,7 @@ def test_keys_that_do_not_go_together(fakes):
         ),
         ("data.normalize={kind: log, scale: 0}", "data.normalize.scale: expected a number above 0, got 0"),
         (
-            "data.normalize={percentiles: [99, 1]}",
+            "data.normalize={kind: percentiles, percentiles: [99, 1]}",
             "data.normalize: percentiles: [99.0, 1.0] must rise from 0 or more to 100 or less",
         ),
         (
