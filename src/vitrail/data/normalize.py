@@ -52,7 +52,7 @@ class Values:
         if not any(self.changing[i] for i in at):
             return values
         mean, std = self.tables(at, len(values), own, values.device)
-        values = values.float().clone()
+        values = values.to(torch.float32, copy=True)
         for channel, kind in enumerate(self.kinds[i] for i in at):
             changed = kind.change(values[:, channel])
             if kind.clips:
