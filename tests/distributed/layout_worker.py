@@ -106,7 +106,7 @@ def take_steps(recipe: Recipe, place: Place, data: DataParts, objective: Any, pa
         evaluator = make_evaluator(recipe, place, data, objective, parts.flow)
         metrics = evaluator.metrics(parts.flow)
         found["metrics"] = np.array([metrics[name] for name in objective.metrics])
-        found["example"] = evaluator.example(parts.flow)[1].numpy()
+        found["example"] = np.stack([row["made"] for row in evaluator.example(parts.flow)])
     return found
 
 

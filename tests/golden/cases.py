@@ -46,6 +46,13 @@ _DIFFUSION = [
     "objective.sampling={sampler: ddim, steps: 2}",
 ]
 
+_MAE = [
+    *_model("width=48", "depth=2", "heads=6", "kv_heads=2", "hidden=64", "patch=4", inside="model.encoder"),
+    *_model("width=32", "depth=1", "heads=4", "hidden=32", inside="model.decoder"),
+    "data.train=[{path: data/em.zarr}]",
+    *_VOLUME,
+]
+
 RECIPES: dict[str, list[str]] = {
     "ablate/dit_toy": ["data.batch=4"],
     "cifar10/classifier": [*_model(*_WIDTHS), *_PARQUET],
@@ -83,12 +90,7 @@ RECIPES: dict[str, list[str]] = {
         "data.crop=4",
         "data.batch=8",
     ],
-    "mae3d/2b": [
-        *_model("width=48", "depth=2", "heads=6", "kv_heads=2", "hidden=64", "patch=4", inside="model.encoder"),
-        *_model("width=32", "depth=1", "heads=4", "hidden=32", inside="model.decoder"),
-        "data.train=[{path: data/em.zarr}]",
-        *_VOLUME,
-    ],
+    **{f"mae3d/{name}": _MAE for name in ("2b", "torchtitan_2b", "torchtitan_8b")},
     "orbit/113b": [
         *_model("width=32", "depth=2", "heads=4", "hidden=64", "channels=5"),
         *_dummy((16, 32), 5),

@@ -50,6 +50,39 @@ def test_vit(tmp_path: Path, sizes: dict[str, int], size: int, patch: int) -> No
 
 
 @torch.no_grad()
+def test_an_oblong_vit() -> None:
+    """Without a config.json, 4 x 9 patches are no 6 x 6: the model's own grid decides."""
+    config = transformers.ViTConfig(**SMALL, image_size=(32, 72), patch_size=8)
+    theirs = scramble(transformers.ViTModel(config, add_pooling_layer=False), std=0.2)
+    ours = empty(ViTConfig(**encoder_of(SMALL, 8, positions="learned"), shape=(32, 72), channels=3, pool="tokens"))
+    report = load_weights(ours, theirs.state_dict())
+    assert any("4 x 9 after 1 of other tokens or 6 x 6" in note for note in report.notes)
+    images = torch.randn(2, 3, 32, 72, generator=torch.Generator().manual_seed(1))
+    expected = theirs(pixel_values=images).last_hidden_state[:, 1:]
+    torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(48, 48), (24, 40)], ids=["larger", "smaller"])
+@pytest.mark.parametrize("kind", ["ViT", "Dinov2", "Dinov2WithRegisters"])
+@torch.no_grad()
+def test_positions_are_resized_as_their_own_code_does(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
+    """With registers they are smoothed, without they are not: another cubic kernel, even where the table grows."""
+    sizes = {key: value for key, value in SMALL.items() if kind == "ViT" or key != "intermediate_size"}
+    config = getattr(transformers, f"{kind}Config")(**sizes, image_size=32, patch_size=8)
+    theirs = scramble(getattr(transformers, f"{kind}Model")(config), std=0.2)
+    theirs.save_pretrained(tmp_path)
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    resized = {"interpolate_pos_encoding": True} if kind == "ViT" else {}
+    registers = getattr(config, "num_register_tokens", 0)
+    make = encoder_of(SMALL, 8, positions="learned", registers=registers, hidden=128)
+    make |= {"eps": config.layer_norm_eps} | ({} if kind == "ViT" else {"layer_scale": 1.0})
+    ours = empty(ViTConfig(**make, channels=3, shape=size, pool="tokens"))
+    load_weights(ours, tmp_path)
+    expected = theirs(pixel_values=images, **resized).last_hidden_state[:, 1 + registers :]
+    torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_vitmae(tmp_path: Path) -> None:
     config = transformers.ViTMAEConfig(
         **SMALL,

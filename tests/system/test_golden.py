@@ -28,14 +28,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_every_shipped_recipe_is_among_them() -> None:
     shipped = {str(path.relative_to(ROOT / "configs"))[:-5] for path in (ROOT / "configs").rglob("*.yaml")}
     assert shipped == set(cases.RECIPES)
-    assert all(set(recipes) == shipped for recipes in KNOWN.values())
+    assert shipped == {name for recipes in KNOWN.values() for name in recipes}
 
 
 @pytest.mark.parametrize("name", cases.RECIPES)
 def test_first_batches_and_losses(found: dict[str, dict[str, Any]], name: str) -> None:
     machine = cases.machine()
-    expected = KNOWN.get(machine, next(iter(KNOWN.values())))[name]
-    same = machine in KNOWN
+    same = name in KNOWN.get(machine, {})  # else it was computed on other machines alone
+    expected = KNOWN[machine if same else next(other for other in KNOWN if name in KNOWN[other])][name]
     if same or name not in cases.RESAMPLED | cases.COMPUTED:
         assert found[name]["batches"] == expected["batches"]
     if same:

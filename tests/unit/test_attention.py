@@ -157,23 +157,15 @@ def test_flash4_is_one_op_with_a_backward(monkeypatch: pytest.MonkeyPatch, compi
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("pair", [False, True])
-def test_flash3_and_xformers_are_called_as_they_want(monkeypatch: pytest.MonkeyPatch, pair: bool) -> None:
-    def flash3(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor | tuple[Tensor, Tensor]:
-        assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
-        out = attend_reference(q, k, v)
-        return (out, out) if pair else out
-
+def test_xformers_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     def xformers(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         assert q.shape[2] == k.shape[2]
         return attend_reference(q, k, v)
 
-    stand_in(monkeypatch, "flash_attn_interface", flash_attn_func=flash3)
     stand_in(monkeypatch, "xformers")
     stand_in(monkeypatch, "xformers.ops", memory_efficient_attention=xformers)
     tensors = draw(groups=2)
-    for name in ("flash3", "xformers"):
-        assert torch.allclose(kernels.run((name,), *tensors, None), attend_reference(*tensors), atol=1e-6)
+    assert torch.allclose(kernels.run(("xformers",), *tensors, None), attend_reference(*tensors), atol=1e-6)
 
 
 def test_varlen_packs_and_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +347,7 @@ def test_a_mask_passes_through_inductor() -> None:
 # ---------------------------------------------------------------- the choice
 
 EVERY = frozenset(NAMES) - {"ck"}
-PLAIN = EVERY - {"flash3", "flash4", "xformers"}  # what PyTorch alone has
+PLAIN = EVERY - {"flash4", "xformers"}  # what PyTorch alone has
 
 
 def hopper(**changes: object) -> Call:
@@ -386,7 +378,7 @@ def hopper(**changes: object) -> Call:
         (hopper(dtype=FP32, masked=True), EVERY, "efficient"),
         (hopper(dtype=torch.float64), EVERY, "math"),
         (hopper(capability=(10, 0)), EVERY, "cudnn"),
-        (hopper(capability=(8, 0)), EVERY - {"flash3", "flash4"}, "flash"),
+        (hopper(capability=(8, 0)), EVERY - {"flash4"}, "flash"),
         (hopper(capability=(7, 5)), {"auto", "efficient", "math", "flex", "reference"}, "efficient"),
         (hopper(device="rocm", capability=(0, 0)), {"flash", "ck", "efficient", "math", "flex"}, "flash"),
         (hopper(device="rocm", capability=(0, 0), masked=True), {"flash", "efficient", "math", "flex"}, "flex"),
@@ -450,7 +442,6 @@ def test_missing_packages_are_named_with_what_to_install(monkeypatch: pytest.Mon
     assert "pip install" in (backends.missing("flash4", "cuda", (9, 0)) or "")
     assert "flash" in (backends.missing("flash4", "cuda", (9, 0)) or "")
     assert (backends.missing("xformers", "cuda", (9, 0)) or "").endswith("pip install xformers")
-    assert "hopper folder" in (backends.missing("flash3", "cuda", (9, 0)) or "")
     assert "compute capability 9.0" in (backends.missing("flash4", "cuda", (8, 6)) or "")
     assert "compute capability 8.0" in (backends.missing("cudnn", "cuda", (7, 5)) or "")
     assert backends.missing("cudnn", "cuda", (9, 0)) is None

@@ -134,7 +134,7 @@ def test_the_objective(tmp_path):
     targets = objective.prepare(other, Draws(0, [4]))[1]
     sums = objective.measure(output[:1], targets)
     assert math.isnan(objective.summarise({name: float(v) for name, v in sums.items()})["psnr"])
-    caption = objective.draw(tmp_path / "a.png", other, output[:1], targets, step=7, held_out=True)
+    caption = objective.draw(tmp_path / "a.png", objective.rows(other, output[:1], targets), step=7, held_out=True)
     assert caption == "step 7: 4 x 4 voxels to 3 numbers and back; held-out samples"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     own = Batch([4], values[:1], statistics=(torch.full((1, 2), 1.0), torch.full((1, 2), 3.0)))

@@ -4,11 +4,12 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from support import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.errors import UserError
@@ -31,6 +32,7 @@ from vitrail.models import (
     ViTConfig,
 )
 from vitrail.models.catalog import describe, entries, find, measure
+from vitrail.recipe import load_recipe
 
 GOLDEN = {
     ("vit", "UCF-B/16"): 86_613_736,
@@ -73,12 +75,54 @@ def test_one_in_detail() -> None:
     assert "adaptive" in found["about"]
     assert found["keys"]["encoder.positions"] == "sincos"
     assert found["keys"]["features"] == 256
-    assert [row["size"] for row in found["sizes"]] == ["UCF-B/16", "UCF-B/4-3d"]
+    assert [row["size"] for row in found["sizes"]] == ["UCF-B/16", "UCF-B/4"]
     assert [entry.size for entry in find("dit:XL/2")] == ["XL/2"]
     with pytest.raises(UserError, match="did you mean 'unetr'"):
         find("untr")
     with pytest.raises(UserError, match="'B/14' is not a size of dit; there are S/2"):
         find("dit:B/14")
+
+
+def test_a_size_in_detail_has_its_own_values() -> None:
+    keys = describe("mae:2B")["keys"]
+    expected = {"width": 3072, "depth": 16, "heads": 32, "kv_heads": 8, "patch": 8, "hidden": 11264, "theta": 500_000}
+    assert {name: keys[f"encoder.{name}"] for name in expected} == expected
+    assert (keys["decoder.width"], keys["decoder.hidden"], keys["mask.ratio"], keys["shape"]) == (512, 1536, 0.95, 512)
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.model}:{entry.size}")
+def test_every_listed_size_can_be_named_in_a_recipe(entry) -> None:
+    from vitrail.models.model import encoder_of
+
+    inside = "size" not in {field.name for field in fields(entry.config)}
+    size: dict[str, Any] = {"encoder": {"size": entry.size}} if inside else {"size": entry.size}
+    if entry.model == "sap":
+        size["encoder"]["tokens"] = {"kind": "adaptive", "length": entry.config.encoder.tokens.length}
+    model = {"kind": entry.model, "ndim": entry.config.ndim, **size}
+    tree = {"run": {"name": "sized", "steps": 1}, "data": {"train": [{"path": "a.zarr"}], "crop": 64, "batch": 1}}
+    named, listed = encoder_of(load_recipe(tree | {"model": model}).model), encoder_of(entry.config)
+    for key in ("width", "depth", "heads", "kv_heads", "patch", "hidden", "mlp", "norm", "bias", "theta"):
+        assert getattr(named, key) == getattr(listed, key), key
+
+
+@pytest.mark.parametrize("size", ["2B", "8B"])
+def test_the_recipes_of_torchtitan_mae_are_its_models(size: str) -> None:
+    recipe = load_recipe(ROOT / f"configs/mae3d/torchtitan_{size.lower()}.yaml")
+    made = replace(recipe.model, channels=1, shape=recipe.data.crop)
+    assert made == replace(find(f"mae:{size}")[0].config, encoder=made.encoder)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in made.build().parameters()) == GOLDEN["mae", size]
+
+
+def test_pages_say_which_decoder_their_numbers_are_of() -> None:
+    counts = []
+    for name, ratio in (("torchtitan_2b", 1.0), ("2b", 0.25), ("2b", 1.0)):
+        recipe = load_recipe(ROOT / f"configs/mae3d/{name}.yaml", [f"model.decoder.decode_ratio={ratio}"])
+        with torch.device("meta"):
+            counts.append(replace(recipe.model, channels=1, shape=512).build().flops().training / 1e12)
+    words = "{:,.0f} TFLOP a step, where this one computes {:.0f} (a quarter of the hidden tokens decoded) or {:.0f}"
+    assert words.format(*counts) in " ".join((ROOT / "benchmarks/mae3d_2b.md").read_text().split())
+    assert f"{counts[0]:,.0f} TFLOP a step" in (ROOT / "README.md").read_text()
 
 
 def small(**more: object) -> ViTConfig:

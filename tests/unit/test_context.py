@@ -111,7 +111,7 @@ def test_a_single_key_is_not_given_to_cudnn() -> None:
 
 def test_backends_without_a_log_sum_exp_are_refused() -> None:
     call = Call("cuda", (9, 0), torch.bfloat16, 1, 4, 4, 8192, 8192, 64, False, True, partial=True)
-    for name in ("flex", "flash3", "xformers"):
+    for name in ("flex", "xformers"):
         assert "ring attention" in (refusal(name, call) or "")
         with pytest.raises(UserError, match=f"attention: '{name}' cannot .* ring attention.* choose one of cudnn"):
             choose(call, (name, "cudnn", "math"), name)

@@ -4,6 +4,7 @@ import builtins
 import errno
 import gzip
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vitrail.data.dataset import Dataset
 from vitrail.data.files.handles import Handles, Whole, decoding
 from vitrail.data.grid import GridSource
 from vitrail.data.sources import guess_kind
@@ -350,8 +352,79 @@ def test_images_and_labels_side_by_side(tmp_path: Path) -> None:
     source = opened("nifti", tmp_path)
     assert (source.variables, source.label_names) == (("CT",), {0: "none", 1: "lung"})
     (tmp_path / "labelsTr" / "ct_1.nii.gz").rename(tmp_path / "labelsTr" / "ct_2.nii.gz")
-    with pytest.raises(UserError, match="holds no labels of ct_1"):
-        opened("nifti", tmp_path)
+    assert len(opened("nifti", tmp_path).items) == 1  # no labels are asked for until an objective needs them
+    with pytest.raises(UserError, match=r"needs the class of every voxel; .*holds no labels of ct_1; add ct_1"):
+        dataset_of("nifti", tmp_path, labels="voxel")
+
+
+def dataset_of(kind: str, path: Path, labels: Any = None, **keys: Any) -> Dataset:
+    config = kinds.find("source", kind)(path=str(path), **keys)
+    return Dataset([config], (4, 8, 8), where="data.train", labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("image", "labels"),
+    [
+        ("imagesTr/image{}.nii", "labelsTr/label{}.nii"),  # UCF-VIT's Basic_CT
+        ("imagesTr/a{}_0000.nii.gz", "labelsTr/a{}.nii.gz"),
+        ("image{}.nii", "label{}.nii"),
+        ("a{}_img.nii", "a{}_seg.nii"),
+        ("volume-{}.nii", "segmentation-{}.nii"),
+        ("CT_{}.nii.gz", "CT_{}_mask.nii.gz"),
+        ("s{}.nii", "s{}-labels.nii"),
+    ],
+)
+def test_images_and_labels_go_by_usual_names(tmp_path: Path, image: str, labels: str) -> None:
+    for number in (2, 10):
+        save_nifti(tmp_path / image.format(number), VALUES // number)
+        save_nifti(tmp_path / labels.format(number), VALUES // 64 + number)
+    source = opened("nifti", tmp_path)
+    assert len(source.items) == 2
+    for item, number in enumerate((2, 10)):
+        assert np.array_equal(whole(source, item)[0], VALUES // number)
+        assert np.array_equal(whole_labels(source, item), VALUES // 64 + number)
+    if "0000" not in image:
+        (note,) = dataset_of("nifti", tmp_path, labels="voxel").notes
+        told = rf"data\.train\.0: labels go by name: .*{labels.format(2)} is taken for those of .*{image.format(2)}"
+        assert re.match(told, note)
+    assert len(opened("nifti", tmp_path / image.format(2)).items) == 1
+    (tmp_path / labels.format(10)).unlink()
+    source = dataset_of("nifti", tmp_path).sources[0]
+    assert (len(source.items), source.label_dtype) == (2, None)
+    with pytest.raises(UserError, match="1 of 2 items have labels"):
+        dataset_of("nifti", tmp_path, labels="voxel")
+
+
+def test_files_named_like_labels_that_fit_no_image_are_images(tmp_path: Path) -> None:
+    for name in ("a_img.nii", "a_seg.nii", "b_seg.nii"):
+        save_nifti(tmp_path / name, VALUES)
+    assert [item.name for item in opened("nifti", tmp_path).items] == ["a_img.nii", "a_seg.nii", "b_seg.nii"]
+    save_nifti(tmp_path / "b_img.nii", VALUES)
+    save_nifti(tmp_path / "b_img.nii.gz", VALUES)  # two images of one name
+    assert len(opened("nifti", tmp_path).items) == 5
+
+
+def test_stars_say_which_labels_are_whose(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_nifti(tmp_path / f"p{number}" / "t1.nii", VALUES // number)
+        save_nifti(tmp_path / "drawn" / f"p{number}-t1.by-hand.nii", VALUES // 64)
+        save_nifti(tmp_path / "ct" / f"x{number}.nii", VALUES)
+        save_nifti(tmp_path / "ct_organs" / f"x{number}_organs.nii", VALUES // 32)
+    assert guess_kind(f"{tmp_path}/p*/t1.nii") == "nifti"
+    source = opened("nifti", tmp_path / "*" / "t1.nii", labels=f"{tmp_path}/drawn/*-t1.by-hand.nii")
+    assert [item.name for item in source.items] == ["p1/t1.nii", "p2/t1.nii"]
+    assert np.array_equal(whole(source, 1)[0], VALUES // 2)
+    assert np.array_equal(whole_labels(source, 1), VALUES // 64)
+    source = opened("nifti", tmp_path / "ct", labels=f"{tmp_path}/ct_organs/*_organs.nii")
+    assert np.array_equal(whole_labels(source, 1), VALUES // 32)
+    with pytest.raises(UserError, match=r"labels = .*/lost/x1\.nii for .*/ct/x1\.nii, which does not exist"):
+        opened("nifti", tmp_path / "ct", labels=f"{tmp_path}/lost/*.nii")
+    with pytest.raises(UserError, match=r"has 2 stars, but `path` stands for 1; write as many"):
+        opened("nifti", tmp_path / "ct", labels=f"{tmp_path}/*/*.nii")
+    with pytest.raises(
+        UserError, match=r"holds no labels of .*x1\.nii; expected a file named x1, or say .* with stars"
+    ):
+        opened("nifti", tmp_path / "ct", labels=str(tmp_path / "ct_organs"))
 
 
 def test_nifti_labels_of_one_moment_and_of_large_numbers(tmp_path: Path) -> None:
@@ -603,7 +676,7 @@ def test_tiff_labels_beside(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "label.tif", VALUES // 64)
     for path in (tmp_path, tmp_path / "image.tif"):
         source = opened("tiff", path)
-        assert (len(source.items), source.describe()["labels"]) == (1, ["label.tif"])
+        assert (len(source.items), source.describe()["labels"]) == (1, [str(tmp_path / "label.tif")])
         assert np.array_equal(whole_labels(source), VALUES // 64)
     tifffile.imwrite(tmp_path / "image2.tif", VALUES)
     source = opened("tiff", tmp_path)

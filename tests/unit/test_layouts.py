@@ -229,9 +229,9 @@ IMPOSSIBLE: dict[str, tuple[Recipe, int, str]] = {
         "parallel.attention: 'flex' cannot attend to keys part by part, as rings do",
     ),
     "a kernel without rings, where heads are too few": (
-        recipe_of(parallel={"context": 4, "attention": "flash3"}),
+        recipe_of(parallel={"context": 4, "attention": "xformers"}),
         4,
-        "parallel.attention: 'flash3' cannot attend",
+        "parallel.attention: 'xformers' cannot attend",
     ),
     "visible tokens": (
         recipe_of(parallel__context=32, data__batch=32),

@@ -211,7 +211,7 @@ def test_adaptive_pictures_are_drawn_in_pixels(tmp_path) -> None:
     batch = Batch([0, 1], picture(), variables=("a", "b"))
     inputs, targets = objective.prepare(batch, Draws(0, [0, 1]), evaluating=True)
     output = MAE(config)(**inputs).detach()
-    objective.draw(tmp_path / "p.png", batch, output, targets, step=3, held_out=True)
+    objective.draw(tmp_path / "p.png", objective.rows(batch, output, targets), step=3, held_out=True)
     assert (tmp_path / "p.png").stat().st_size > 5000
     assert isinstance(targets.tokens, Tokens)
 

@@ -30,8 +30,8 @@ from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.recipe.sections import Init
 from vitrail.weights import Report, load_initial, load_weights
-from vitrail.weights.adapters import ADAPTERS
 from vitrail.weights.files import open_weights
+from vitrail.weights.names import ADAPTERS
 from vitrail.weights.pieces import head_major, patch_kernel, position_table, resize, sincos_rows
 
 MAKE: dict[str, Any] = {"width": 24, "depth": 2, "heads": 2, "patch": 4}
@@ -227,7 +227,76 @@ def test_loads_that_would_be_wrong_are_refused() -> None:
     assert "holds no positions" in refusal(vit(), without)
     assert "encoder.blocks.0.attn.qkv.weight" in refusal(vit(kv_heads=1), state)
     pooled = {name.replace("norm.", "fc_norm.") if name.startswith("norm.") else name: v for name, v in state.items()}
-    assert "no place for fc_norm" in refusal(vit(), pooled)
+    assert "has fc_norm.weight: a norm after pooling (fc_norm)" in refusal(vit(), pooled)
+
+
+def with_table(height: int, width: int, *, cls: bool = True) -> dict[str, Tensor]:
+    table = torch.randn(1, height * width + cls, 24, generator=torch.Generator().manual_seed(2))
+    return timm_state() | {"pos_embed": table}
+
+
+def test_a_table_that_may_be_of_several_grids(tmp_path: Path) -> None:
+    """14 x 16 patches and a class token are as many rows as 15 x 15: the model's own grid decides, or nothing does."""
+    state = with_table(14, 16)
+    model = vit(shape=(56, 64))
+    (note,) = [note for note in load_weights(model, state).notes if "positions" in note]
+    assert "its 225 positions may be 14 x 16 after 1 of other tokens or 15 x 15" in note
+    assert torch.equal(model.encoder.pos_embed.table, state["pos_embed"][0, 1:])
+    square = vit(shape=60)
+    assert any("the model's own grid was taken, 15 x 15" in note for note in load_weights(square, state).notes)
+    assert torch.equal(square.encoder.pos_embed.table, state["pos_embed"][0])
+    for shape in (16, (28, 32)):
+        assert "its 225 positions may be" in refusal(vit(shape=shape), state)
+    save_file(state, tmp_path / "model.safetensors")
+    settings = {"architecture": "vit", "pretrained_cfg": {"input_size": [3, 56, 64]}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    told = vit()
+    report = load_weights(told, tmp_path)
+    assert [entry.note for entry in report["resized"]] == ["grid 14 x 16 to 4 x 4"]
+    assert not any("positions" in note for note in report.notes)
+    # 6 x 6 or 4 x 9: proportions of the model's own grid count, also where it is of another size.
+    assert "may be 8 x 18 after 1 of other tokens or 12 x 12" in refusal(vit(shape=(16, 36)), with_table(8, 18))
+    oblong = load_weights(vit(shape=(16, 32)), with_table(7, 14))
+    assert [entry.note for entry in oblong["resized"]] == ["grid 7 x 14 to 4 x 8"]
+    assert "its 98 positions are no square grid" in refusal(vit(), with_table(7, 14, cls=False))
+
+
+def test_own_names_do_not_tell_a_grid() -> None:
+    state = scramble(vit()).state_dict()
+    report = load_weights(vit(shape=(8, 32)), state)
+    assert any("may be 2 x 8 or 4 x 4; the model's own grid was taken" in note for note in report.notes)
+    assert not any("may be" in note for note in load_weights(vit(), state).notes)
+    assert "may be 2 x 8 or 4 x 4; use the run itself" in refusal(vit(shape=(12, 48)), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("blocks.0.gamma_1", "vit_*_rope_ape_*"),
+        ("rope.freqs", "frequencies were learned"),
+        ("blocks.1.attn.norm.weight", "a norm of what attention gives"),
+        ("blocks.1.mlp.norm.weight", "a norm inside its MLPs"),
+        ("attn_pool.latent", "pooling by attention"),
+        ("dist_token", "token of distillation"),
+        ("blocks.0.attn.rel_pos.mlp.fc1.weight", "biases by distance"),
+        ("rel_pos_bias.relative_position_bias_table", "biases by distance"),
+        ("blocks.0.attn.lambda_q1", "differential attention"),
+        ("blocks.0.attn.q_norm.weight", "no place for"),
+        ("patch_embed.backbone.stem.conv.weight", "patches that other layers make first"),
+        ("patch_embed.norm.weight", "patches that other layers make first"),
+        ("neck.0.weight", "no place for"),
+    ],
+)
+def test_names_of_other_mathematics(name: str, said: str) -> None:
+    """What a file computes besides is refused in words, where all that the model has would fit."""
+    state = timm_state() | {name: torch.ones(24)}
+    if "gamma" in name:
+        state |= {f"blocks.{i}.gamma_{j}": torch.ones(24) for i in range(2) for j in (1, 2)}
+        state["pos_embed"] = state["pos_embed"][:, 1:]
+        assert said in refusal(vit(layer_scale=1.0), state)
+        load_weights(vit(layer_scale=1.0), state, strict=False)
+        return
+    assert said in refusal(vit(), state)
 
 
 def test_values_that_are_not_finite_are_refused() -> None:

@@ -74,11 +74,13 @@ def models(
     \b
     vitrail models
     vitrail models unetr                          what it is, its sizes, and the keys of its config
+    vitrail models mae:2B                         the values of a size; `model.encoder.size: 2B` in a recipe
     vitrail models dit:XL/2 --json
 
     A multiply-add counts as 2 FLOPs. Nothing is downloaded, and no memory is taken for parameters.
     """
     from vitrail.models import catalog
+    from vitrail.recipe.yaml import show
 
     if name is None:
         rows = [catalog.measure(entry) for entry in catalog.entries()]
@@ -90,9 +92,9 @@ def models(
         return
     print(f"{found['model']}: {found['about']}\n")
     print_rows(found["sizes"], as_json)
-    print("\nkeys of `model` in a recipe, and their defaults:")
+    print(f"\nkeys of `model` in a recipe, and their {f'values in {name}' if ':' in str(name) else 'defaults'}:")
     for key, default in found["keys"].items():
-        print(f"  {key}: {default}")
+        print(f"  {key}: {default if isinstance(default, str) else show(default)}")
 
 
 def doctor(

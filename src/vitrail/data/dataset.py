@@ -4,6 +4,7 @@
 - training draws samples from an order; what is encoded or predicted as a whole goes through every tile of each item
 """
 
+import copy
 import dataclasses
 import logging
 import math
@@ -23,7 +24,7 @@ from vitrail.data.order.sampler import Extent, Order, Sample, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.pool import Policy
 from vitrail.data.reading.reader import Reader
-from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names
+from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names, notes_of
 from vitrail.draws import key
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment, Data, Fit
@@ -58,6 +59,8 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
             f"{said}, which data of kind {c.kind} cannot have; use one that can, such as ome_zarr, nifti or tiff"
         )
     if labels == "voxel" and not (isinstance(source, LabelledSource) and source.label_dtype is not None):
+        if notes := notes_of(source):
+            raise UserError(f"{name}: the objective needs the class of every voxel; {'; '.join(notes)}")
         found = source.describe().get("labels")
         have = f"it has {', '.join(found)}" if found else "it has none"
         raise UserError(
@@ -189,6 +192,11 @@ class Dataset:
             log.warning("bad data, left out of %s: %d items in all", self.where, len(told))
 
     @property
+    def notes(self) -> list[str]:
+        """Return what the sources have to say of how they took the data."""
+        return [f"{self.where}.{n}: {note}" for n, source in enumerate(self.sources) for note in notes_of(source)]
+
+    @property
     def sample_axes(self) -> tuple[str, ...]:
         """Return the names of a sample's axes."""
         return without(self.axes, self._item(self.extents[0]).slices)
@@ -266,6 +274,13 @@ class Dataset:
                 known[alike] = self._window(extent, augmenter)
             found.append(extent._replace(window=known[alike]))
         return found
+
+    def tiled(self, tiles: TilesSection) -> "Dataset":
+        """Return the same data in tiles; weights, mixing and balance, which are for training, do not count."""
+        other = copy.copy(self)
+        other.settings = self.settings.model_copy(update={"tiles": tiles, "mix": "size", "balance": None})
+        other.configs = [dataclasses.replace(c, weight=1.0) for c in self.configs]
+        return other
 
     def sampler(
         self,
@@ -513,10 +528,8 @@ def open_in_order(
 
     Augmentation, weights, mixing and balance, which are for training, do not count.
     """
-    tiles = data.tiles or TilesSection()
-    plain = {"augment": Augment(), "tiles": tiles, "mix": "size", "balance": None}
-    alike = [dataclasses.replace(c, weight=1.0) for c in configs]
-    dataset = Dataset(alike, crop, where=where, settings=data.model_copy(update=plain))
+    settings = data.model_copy(update={"augment": Augment()})
+    dataset = Dataset(configs, crop, where=where, settings=settings).tiled(data.tiles or TilesSection())
     order = dataset.sampler(seed=0, lanes=1, reuse=1)
     assert isinstance(order, Tiles)
     return dataset, InOrder(order)

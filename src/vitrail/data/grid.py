@@ -136,7 +136,7 @@ class GridConfig(ItemsConfig):
     level: int | None = None  # of a pyramid, 0 is the finest; None is 0, or what spacing finds
     spacing: list[float] | None = None  # wanted size of a voxel: picks the level, and the rest is resampled
     slices: str | None = None  # an axis: samples are 2-D slices across it
-    labels: str | None = None  # a name inside the file, or a path
+    labels: str | None = None  # a name inside the file, or a path; with stars, which stand for what those of path do
     label_map: dict[int, int] = field(default_factory=dict)  # stored value: class; other values stay as they are
     time: int = 0  # moment to read, where there is an axis of time
     missing: Literal["error", "fill"] = "error"  # what an absent chunk means: a loss, or the fill value
@@ -148,9 +148,16 @@ class GridSource:
     """Items out of arrays on grids that share axes and variables."""
 
     def __init__(
-        self, settings: GridConfig, entries: Sequence[Entry], *, kind: str, class_names: Sequence[str] = ()
+        self,
+        settings: GridConfig,
+        entries: Sequence[Entry],
+        *,
+        kind: str,
+        class_names: Sequence[str] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         self.config, self.kind, self.class_names = settings, kind, tuple(class_names)
+        self.notes = list(notes)
         kept = self._keep_split(entries)
         # For staging: arrays of all items, as shares count those that are there, and whether they are labels.
         every = ((stored, stored is entry.labels) for entry in entries for stored in (*entry.images, entry.labels))
@@ -193,12 +200,9 @@ class GridSource:
         labelled = [entry.labels for entry in self._different if entry.labels is not None]
         if len(labelled) < len(self._different):
             if labelled:
-                log.warning(
-                    "%s: %d of %d items have labels, such as %s; without those of the others, none is used",
-                    settings.path,
-                    len(labelled),
-                    len(self._different),
-                    labelled[0].name,
+                self.notes.append(
+                    f"{settings.path}: {len(labelled)} of {len(self._different)} items have labels, such as "
+                    f"{labelled[0].name}; without those of the others, none is used"
                 )
             labelled = []
         self.label_dtype = _label_dtype(labelled) if labelled else None

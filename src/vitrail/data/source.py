@@ -120,6 +120,11 @@ def label_names(source: Source) -> dict[int, str]:
     return getattr(source, "label_names", {})
 
 
+def notes_of(source: Source) -> list[str]:
+    """Return what a source has to say of how it took the data, such as by which names it found labels."""
+    return list(getattr(source, "notes", ()))
+
+
 def resolve_region(
     axes: Sequence[str], shape: Sequence[int], region: Mapping[str, Sequence[float]] | None
 ) -> tuple[slice, ...]:

@@ -11,7 +11,7 @@
 | ck | on AMD: its flash kernel from Composable Kernel instead of AOTriton |
 | flex | FlexAttention: compiled, skips blocks of masked keys |
 | varlen | PyTorch's flash kernel over packed keys |
-| flash3, flash4 | the FlashAttention packages |
+| flash4 | the FlashAttention-4 package |
 | xformers | memory-efficient attention of xFormers (Composable Kernel on AMD) |
 | reference | plain steps in PyTorch, for checking; makes the whole matrix |
 """
@@ -31,7 +31,7 @@ from vitrail.layers.private import constant_when_compiled
 from vitrail.recipe.kinds import nearest, remedy
 
 NAMES = (
-    "auto", "cudnn", "flash", "efficient", "math", "ck", "flex", "varlen", "flash3", "flash4", "xformers", "reference",
+    "auto", "cudnn", "flash", "efficient", "math", "ck", "flex", "varlen", "flash4", "xformers", "reference",
 )  # fmt: skip
 HALF = (torch.bfloat16, torch.float16)
 
@@ -106,12 +106,12 @@ def preferred(call: Call) -> tuple[str, ...]:
 # ---------------------------------------------------------------- what can take a call
 
 MULTIPLE = 8  # attend() pads heads to a multiple of this where a kernel wants it
-_WIDEST = {"cudnn": 128, "flash": 256, "ck": 256, "flash3": 256, "flash4": 256, "varlen": 256}
+_WIDEST = {"cudnn": 128, "flash": 256, "ck": 256, "flash4": 256, "varlen": 256}
 # On Hopper, with 4.0.0b36, others fail to compile: 112, for one.
 _FLASH4_WIDTHS = (16, 64, 72, 96, 128)
-_HALF_ONLY = ("cudnn", "flash", "ck", "flash3", "flash4", "varlen")
-_NO_MASK = ("flash", "ck", "flash3", "flash4", "xformers")
-NO_RINGS = ("flex", "flash3", "xformers")  # whose backward cannot be given the log-sum-exp over all keys
+_HALF_ONLY = ("cudnn", "flash", "ck", "flash4", "varlen")
+_NO_MASK = ("flash", "ck", "flash4", "xformers")
+NO_RINGS = ("flex", "xformers")  # whose backward cannot be given the log-sum-exp over all keys
 
 
 def _padded(width: int) -> int:
@@ -201,22 +201,19 @@ def missing(name: str, device: str, capability: tuple[int, int]) -> str | None:
     if module is None:
         return None
     if not _installed(module):
-        cure = remedy(module) if name != "flash3" else "build it from the hopper folder of FlashAttention"
-        return f"needs {module}, which is not installed; {cure}"
+        return f"needs {module}, which is not installed; {remedy(module)}"
     failure = _import_failure(module)
     if failure is not None:
         return f"needs {module}, which is installed but cannot be imported ({failure}); install it again"
     return None
 
 
-_MODULES = {"flex": "triton", "xformers": "xformers.ops", "flash4": "flash_attn.cute", "flash3": "flash_attn_interface"}
+_MODULES = {"flex": "triton", "xformers": "xformers.ops", "flash4": "flash_attn.cute"}
 
 
 def _missing_on_nvidia(name: str, capability: tuple[int, int]) -> str | None:
     if name == "ck":
         return "is for AMD GPUs"
-    if name == "flash3" and capability[0] != 9:
-        return f"needs a Hopper GPU (compute capability 9.0), and this one has {capability[0]}.{capability[1]}"
     least = {"cudnn": 8, "flash": 8, "varlen": 8, "flash4": 9}.get(name, 0)
     if capability[0] < least:
         return f"needs compute capability {least}.0, and this GPU has {capability[0]}.{capability[1]}"
@@ -224,7 +221,7 @@ def _missing_on_nvidia(name: str, capability: tuple[int, int]) -> str | None:
 
 
 def _missing_on_amd(name: str) -> str | None:
-    if name in ("cudnn", "flash3", "flash4", "varlen"):
+    if name in ("cudnn", "flash4", "varlen"):
         return "is for NVIDIA GPUs; flash, ck and xformers are for AMD's"
     if name == "ck":
         built = getattr(torch.backends.cuda, "is_ck_sdpa_available", None)  # newer than PyTorch 2.11

@@ -27,7 +27,7 @@ from vitrail.recipe.kinds import nearest
 class Entry:
     """A named size of a model, as its authors publish it."""
 
-    size: str
+    size: str  # as a recipe names it
     config: Any
     origin: str
 
@@ -41,17 +41,13 @@ def entries() -> list[Entry]:
     return [*_vits(), *_maes(), *_segmenters(), *_denoisers()]
 
 
-def _learned() -> EncoderConfig:
-    return EncoderConfig(size="B/16", positions="learned")
-
-
 def _vits() -> Iterator[Entry]:
     touvron, zhai = "Touvron et al. 2021", "Zhai et al. 2022"
     origins = {"Ti/16": touvron, "S/16": touvron, "g/14": zhai, "G/14": zhai}
     for size in ("Ti/16", "S/16", "B/16", "L/16", "H/14", "g/14", "G/14"):
         origin = origins.get(size, "Dosovitskiy et al. 2020 (timm's names and weights)")
         yield Entry(size, _classifier(size, shape=224), origin)
-    yield Entry("UCF-B/16", _classifier("B/16", shape=256), "UCF-VIT's VIT on 256 x 256")
+    yield Entry("UCF-B/16", _classifier("UCF-B/16", shape=256), "UCF-VIT's VIT on 256 x 256")
     for size in StudyViTConfig.sizes:
         yield Entry(size, StudyViTConfig(size=size, channels=3), StudyViTConfig.origin)
 
@@ -64,35 +60,36 @@ def _maes() -> Iterator[Entry]:
     for size in ("B/16", "L/16", "H/14"):
         encoder = EncoderConfig(size=size, cls_token=True)
         yield Entry(size, MAEConfig(encoder=encoder, channels=3, shape=224), "He et al. 2022 (facebookresearch/mae)")
-    yield Entry("UCF-B/16", MAEConfig(encoder=_learned(), channels=3, shape=256), "UCF-VIT's MAE on 256 x 256")
-    llama: dict[str, Any] = {"mlp": "swiglu", "norm": "rms", "bias": False, "positions": "rope", "theta": 500_000.0}
-    decoder = DecoderConfig(width=512, depth=4, heads=32, hidden=1536)
-    for size, width, depth, hidden in (("2B", 3072, 16, 11264), ("8B", 4096, 32, 14336)):
-        encoder = EncoderConfig(width=width, depth=depth, hidden=hidden, heads=32, kv_heads=8, patch=8, **llama)
-        mask = RandomMask(ratio=0.95)
+    yield Entry(
+        "UCF-B/16",
+        MAEConfig(encoder=EncoderConfig(size="UCF-B/16"), channels=3, shape=256),
+        "UCF-VIT's MAE on 256 x 256",
+    )
+    decoder, mask = DecoderConfig(width=512, depth=4, heads=32, hidden=1536), RandomMask(ratio=0.95)
+    for size in ("2B", "8B"):
+        encoder = EncoderConfig(size=size)
         config = MAEConfig(encoder=encoder, decoder=decoder, mask=mask, ndim=3, channels=1, shape=512)
         yield Entry(size, config, "torchtitan-mae on 512^3, 95 % hidden")
 
 
 def _segmenters() -> Iterator[Entry]:
-    config = UNETRConfig(encoder=_learned(), ndim=3, channels=1, classes=14, shape=96)
+    config = UNETRConfig(
+        encoder=EncoderConfig(size="B/16", positions="learned"), ndim=3, channels=1, classes=14, shape=96
+    )
     yield Entry("B/16", config, "Hatamizadeh et al. 2022 (MONAI) on 96^3")
-    config = UNETRConfig(encoder=_learned(), channels=3, classes=4, shape=256)
+    config = UNETRConfig(encoder=EncoderConfig(size="UCF-B/16"), channels=3, classes=4, shape=256)
     yield Entry("UCF-B/16", config, "UCF-VIT's UNETR on 256 x 256")
-    for size, ndim, patch, length, shape, channels in (
-        ("UCF-B/16", 2, 16, 64, 256, 3),
-        ("UCF-B/4-3d", 3, 4, 512, 64, 1),
-    ):
-        encoder = EncoderConfig(size="B", patch=patch, tokens=AdaptiveTokens(length=length))
+    for size, ndim, length, shape, channels in (("UCF-B/16", 2, 64, 256, 3), ("UCF-B/4", 3, 512, 64, 1)):
+        encoder = EncoderConfig(size=size, tokens=AdaptiveTokens(length=length))
         leaves = SAPConfig(encoder=encoder, ndim=ndim, channels=channels, classes=4, shape=shape)
         yield Entry(size, leaves, f"UCF-VIT's SAP, {length} leaves of {' x '.join([str(shape)] * ndim)}")
 
 
 def _denoisers() -> Iterator[Entry]:
-    plain = DiffusionViTConfig(encoder=_learned(), channels=3, shape=256)
+    plain = DiffusionViTConfig(encoder=EncoderConfig(size="UCF-B/16"), channels=3, shape=256)
     yield Entry("UCF-B/16", plain, "UCF-VIT's DiffusionVIT on 256 x 256")
     linear = dataclasses.replace(plain, decoder=DiffusionDecoderConfig(kind="linear"))
-    yield Entry("UCF-B/16-linear", linear, "the same with its linear decoder")
+    yield Entry("UCF-B/16", linear, "the same with its linear decoder")
     for size in ("S/2", "B/2", "L/2", "XL/2"):
         config = DiTConfig(size=size, channels=4, shape=32, classes=1000, learn_sigma=True)
         yield Entry(size, config, "Peebles & Xie 2023 (facebookresearch/DiT), latents of 32 x 32 x 4")
@@ -137,13 +134,24 @@ def find(name: str) -> list[Entry]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """One model in detail: what it is, its sizes, and the keys of its config with their defaults."""
+    """One model in detail: what it is, its sizes, and its keys with their defaults, or with the values of a size."""
     import inspect
 
     found = find(name)
     config = found[0].config
     about = inspect.getdoc(inspect.getmodule(type(config))) or ""
-    return {"model": config.kind, "about": about, "sizes": [measure(e) for e in found], "keys": keys_of(type(config))}
+    keys = values_of(config) if ":" in name else keys_of(type(config))
+    return {"model": config.kind, "about": about, "sizes": [measure(e) for e in found], "keys": keys}
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The keys of a config with their values; those of a config inside it under its name and a stop."""
+    keys: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        inner = values_of(value) if dataclasses.is_dataclass(value) else None
+        keys |= {field.name: value} if inner is None else {f"{field.name}.{name}": one for name, one in inner.items()}
+    return keys
 
 
 def keys_of(cls: Any) -> dict[str, Any]:
@@ -154,5 +162,6 @@ def keys_of(cls: Any) -> dict[str, Any]:
             keys |= {f"{field.name}.{name}": value for name, value in keys_of(field.type).items()}
         else:
             value = "required" if field.default is dataclasses.MISSING else field.default
+            value = getattr(cls, "make", {}).get(field.name) if value is None else value
             keys[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
     return keys

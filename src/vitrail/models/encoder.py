@@ -9,7 +9,7 @@ Parameter names are timm's where timm has them (patch_embed.proj, blocks.0.attn.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -37,7 +37,12 @@ from vitrail.recipe import config
 
 Positions = Literal["sincos", "learned", "rope", "none"]
 
-# The keys that a named size stands for; "B/16" is B with 16-voxel patches.
+# The make of an encoder, where neither the recipe nor its size says another.
+MAKE: dict[str, Any] = {"mlp": "gelu", "norm": "layer", "bias": True, "positions": "sincos", "theta": 100.0}
+LLAMA: dict[str, Any] = {"mlp": "swiglu", "norm": "rms", "bias": False, "positions": "rope", "theta": 500_000.0}
+
+# The keys that a named size stands for; "B/16" is B with 16-voxel patches. UCF-B is UCF-VIT's, 2B and 8B are
+# torchtitan-mae's.
 SIZES: dict[str, dict[str, Any]] = {
     "Ti": {"width": 192, "depth": 12, "heads": 3},
     "S": {"width": 384, "depth": 12, "heads": 6},
@@ -46,6 +51,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "H": {"width": 1280, "depth": 32, "heads": 16},
     "g": {"width": 1408, "depth": 40, "heads": 16, "hidden": 6144},
     "G": {"width": 1664, "depth": 48, "heads": 16, "hidden": 8192},
+    "UCF-B": {"width": 768, "depth": 12, "heads": 12, "positions": "learned"},
+    "2B": {"width": 3072, "depth": 16, "heads": 32, "kv_heads": 8, "hidden": 11264, "patch": 8, **LLAMA},
+    "8B": {"width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "patch": 8, **LLAMA},
 }
 
 # Parameters of the encoder that are tables and tokens, not weight matrices; and the tokenizers of variables: decay
@@ -61,9 +69,13 @@ SPARED = [
 ]
 
 
+SIZED: Any = None  # the default of keys that follow the size, or else MAKE
+
+
 @config
 class EncoderConfig:
     sizes: ClassVar[dict[str, dict[str, Any]]] = SIZES
+    make: ClassVar[dict[str, Any]] = MAKE
 
     size: str | None = None  # "B" or "B/16"; the keys below override it
     width: int | None = None
@@ -71,17 +83,17 @@ class EncoderConfig:
     heads: int | None = None
     patch: int | tuple[int, ...] | None = None  # voxels: one number or one per axis
     kv_heads: int | None = None  # fewer than heads: grouped-query attention
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "swiglu"] = SIZED
     mlp_ratio: float | None = None  # hidden over width; default 4 for gelu, Llama's two thirds of it for swiglu
     hidden: int | None = None  # the hidden width itself
-    norm: Literal["layer", "rms"] = "layer"
+    norm: Literal["layer", "rms"] = SIZED
     eps: float = 1e-6
-    bias: bool = True  # in the linear layers
+    bias: bool = SIZED  # in the linear layers
     qk_norm: bool = False
     layer_scale: float | None = None  # its starting value
     drop_path: float = 0.0  # of the last block; earlier ones less
-    positions: Positions = "sincos"
-    theta: float = 100.0  # longest wavelength of rope over 2 pi, in patches
+    positions: Positions = SIZED
+    theta: float = SIZED  # longest wavelength of rope over 2 pi, in patches
     rope: Literal["axial", "superposed"] = "axial"  # superposed: as with one axis fewer, and learned turns on the first
     rope_scale: float = 1.0  # of coordinates; DINOv3's weights want 4 pi over the patches along an axis
     rope_origin: Literal["first", "centre"] = "first"  # where tokens before the patches stand: first patch, or centre
@@ -95,7 +107,10 @@ class EncoderConfig:
     variables: VariablesConfig | None = None  # channels known by name; null: all channels together
 
     def __post_init__(self) -> None:
-        fill_size(self, self.sizes, {"hidden": None} if self.mlp_ratio is None else {})
+        adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
+        known = {"kv_heads": None, **({"hidden": None} if self.mlp_ratio is None else {}), **self.make}
+        unfit = ("positions",) if adaptive is not None else ()  # a size's learned ones have no table for trees
+        fill_size(self, self.sizes, known, unfit=unfit)
         check_heads(self.width, self.heads, self.kv_heads)
         check_mlp(self.width, self.mlp_ratio, self.hidden)
         check_drop_path(self.drop_path)
@@ -115,7 +130,6 @@ class EncoderConfig:
             raise ValueError(f"rope: superposed belongs to positions: rope, not {self.positions}")
         if self.registers < 0:
             raise ValueError(f"registers {self.registers} must be at least 0")
-        adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
         if adaptive is not None and self.positions == "learned":
             raise ValueError("positions: learned has no table for adaptive tokens; use sincos or rope")
         if adaptive is not None and adaptive.per_variable and not self.separate:
@@ -174,17 +188,20 @@ class EncoderConfig:
         return BlockConfig(**given)
 
 
-def fill_size(c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any]) -> None:
+def fill_size(
+    c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any], *, unfit: Sequence[str] = ()
+) -> None:
     """Give a config the keys that its named size stands for, where it does not say them itself.
 
-    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too.
+    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too; `unfit` ones
+    have no other.
     """
     known, like = dict(optional), "XL/2" if "XL" in sizes else "B/16" if "B" in sizes else next(iter(sizes), "...")
     if c.size is not None:
         name, _, patch = c.size.partition("/")
         if name not in sizes or ("/" in c.size and not (patch.isdigit() and int(patch))):
             raise ValueError(f"size {c.size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {like}'")
-        known |= sizes[name] | ({"patch": int(patch)} if patch else {})
+        known |= sizes[name] | ({"patch": int(patch)} if patch else {}) | {key: optional[key] for key in unfit}
     for key in ("width", "depth", "heads", "patch", *optional):
         if getattr(c, key) is None:
             if key not in known:

@@ -100,13 +100,16 @@ class Autoencode(Objective):
             "psnr": 10 * math.log10(peaks / error) if peaks and error else float("nan"),
         }
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
+    def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
+        again = (output.float() * targets.std + targets.mean).cpu().numpy()
+        return [{"pair": pair} for pair in zip(batch.values.float().cpu().numpy(), again, strict=True)]
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
         from vitrail.report.panels import pairs_panel
 
-        again = (output.float() * targets.std + targets.mean).cpu().numpy()
         which = "held-out" if held_out else "training"
         factor = " x ".join(map(str, self.model.factors))
         caption = f"step {step}: {factor} voxels to {self.model.latent} numbers and back; {which} samples"
-        pairs = list(zip(batch.values.float().cpu().numpy(), again, strict=True))
-        pairs_panel(path, pairs, title=f"Reconstruction at step {step}", caption=caption)
+        pairs = [row["pair"] for row in rows]
+        pairs_panel(path, pairs, title=f"Reconstruction at step {step}", caption=caption, slices=slices)
         return caption

@@ -89,11 +89,9 @@ class Classify(Objective):
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         return {name: sums[name] / sums["count"] for name in self.metrics}
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Tensor, *, step: int, held_out: bool) -> str:
-        from vitrail.report.panels import classification_panel
-
+    def rows(self, batch: Batch, output: Tensor, targets: Tensor) -> list[dict[str, Any]]:
         likelihood, best = output.float().softmax(dim=1).max(dim=1)
-        rows = [
+        return [
             {
                 "image": image,
                 "truth": self.names[truth],
@@ -105,6 +103,10 @@ class Classify(Objective):
                 batch.values.cpu().numpy(), targets.tolist(), best.tolist(), likelihood.tolist(), strict=True
             )
         ]
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.panels import classification_panel
+
         which = "held-out" if held_out else "training"
         right = sum(row["right"] for row in rows)
         caption = f"step {step}: {right} of these {len(rows)} {which} samples right"

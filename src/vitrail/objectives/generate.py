@@ -8,6 +8,8 @@
   voxels, is given (super-resolution, downscaling). Both come as channels after those that are denoised
 - the loss is the squared error of what is predicted, a mean over voxels, in fp32; validation measures it without
   weights at times spread evenly over the whole way, so that runs can be compared, and of each quarter of the way
+- with model.learn_sigma the second half of a model's channels learns the variance of DDPM's steps, by the variational
+  bound, which is added to the loss (Nichol & Dhariwal 2021). Flow has none: it leaves that half alone, as SiT does
 - samples are in the units of the data: of an entry with statistics of its own, where a sample is made from its data
 """
 
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch, Statistics
-from vitrail.diffusion import Prediction, Process, SamplingConfig, guided, sample
+from vitrail.diffusion import Prediction, Process, SamplingConfig, Steps, guided, sample
+from vitrail.diffusion.variance import Bins, bits
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.block import check_class_ids, drop_labels
@@ -38,10 +41,20 @@ ROWS = 10  # classes in a picture
 
 @dataclass(frozen=True)
 class Targets:
-    values: Tensor  # [B, n, P*C] what the model is to answer
+    values: Tensor  # [B, n, P*C] what the model is to answer; with a bound [B, n, P*2C], the data after it
     weights: Tensor  # [B] of the squared errors
     quarter: Tensor | None  # [B] of the way from noise to data, where validation measures
     valid: Tensor | None  # [B, n] false for padding
+    bound: "Bound | None" = None  # where the model learns variances
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Facts of the samples that the variational bound needs."""
+
+    times: Tensor  # [B]
+    factor: Tensor  # [B] of what is predicted: the data's error for an error of 1
+    bins: Bins  # each [B or 1, 1, C]
 
 
 class Shown(NamedTuple):
@@ -76,6 +89,8 @@ class Generate(Objective):
         self.made = tuple(name for name in known if name not in c.condition)  # variables; empty where not known
         self.made_at = [known.index(name) for name in self.made] or list(range(len(statistics.mean)))
         self.channels = len(self.made) or model.channels  # that are made
+        self.halved = bool(getattr(model, "learn_sigma", False))  # the second half of the channels is of variances
+        self.learned = self.halved and isinstance(process, Steps)
         self.decode: Callable[[Tensor], Tensor] | None = None  # latents to pixels, both in their data's units
         self.value_range: tuple[float, float] | None = None  # of the data, where their type has one
         try:
@@ -158,11 +173,15 @@ class Generate(Objective):
                 labels = drop_labels(labels, hidden, self.model.label_dropout, self.classes)
         noisy = self.process.mix(data, noise, times)
         inputs, like = self.inputs(noisy, given, told, labels, names=batch.variables, slab=batch.slab)
-        wanted = self.process.target(data, noise, times, self.predict)
+        wanted, bound = self.process.target(data, noise, times, self.predict), None
+        if self.learned:
+            factor = self.process.data_error(times, self.predict).float()
+            bound = Bound(times, factor, self.bins(batch.statistics, device))
+            wanted = torch.cat([wanted, data], dim=1)
         encoder = encoder_of(self.model)
         tokens = tokenize(wanted, encoder.tokens, like.patch, separate=like.separate > 1, slab=batch.slab)
         quarter = None if quarter is None else sent(quarter, device)
-        return inputs, Targets(tokens.take(), weights, quarter, inputs.get("valid"))
+        return inputs, Targets(tokens.take(), weights, quarter, inputs.get("valid"), bound)
 
     def inputs(
         self,
@@ -183,15 +202,44 @@ class Generate(Objective):
 
     def squares(self, output: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Squared errors of each sample [B], added up, and of how many values they are."""
-        squared = (output.float() - targets.values).square().sum(dim=2)  # B n
-        number = torch.full_like(squared, float(output.shape[2]))
+        answer, wanted = self.halves(output)[0], targets.values
+        if targets.bound is not None:
+            wanted = self.halves(wanted)[0]
+        squared = (answer.float() - wanted).square().sum(dim=2)  # B n
+        number = torch.full_like(squared, float(answer.shape[2]))
         if targets.valid is not None:
             squared, number = squared.where(targets.valid, 0.0), number.where(targets.valid, 0.0)
         return squared.sum(dim=1), number.sum(dim=1)
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         squares, numbers = self.squares(output, targets)
-        return Loss((squares * targets.weights).sum(), numbers.sum())
+        total = (squares * targets.weights).sum()
+        if (bound := targets.bound) is not None:
+            answer, place = (half.float() for half in self.halves(output))
+            wanted, data = self.halves(targets.values)
+            error = bound.factor.view(-1, 1, 1) * (answer.detach() - wanted)
+            bins = Bins(*(t.repeat(1, 1, data.shape[2] // t.shape[2]) for t in bound.bins))
+            each = bits(self.process, bound.times, error, place, data, bins).sum(dim=2)
+            if targets.valid is not None:
+                each = each.where(targets.valid, 0.0)
+            total = total + each.sum() * (self.config.longest / 1000)  # a thousandth of the sum over all steps
+        return Loss(total, numbers.sum())
+
+    def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both halves [B, n, P*C] of the channels of tokens; where there is one alone, it and nothing."""
+        if not self.halved:
+            return values, values[:, :, :0]
+        both = values.unflatten(2, (-1, 2, self.channels))  # B n P 2 C
+        return both[..., 0, :].flatten(2), both[..., 1, :].flatten(2)
+
+    def bins(self, statistics: tuple[Tensor, Tensor] | None, device: torch.device) -> Bins:
+        """Return the whole numbers that data are, normalised; of others, those of bytes over -1 to 1, without ends."""
+        tables = statistics or self.statistics.tensors()
+        mean, std = (sent(t, device)[..., self.made_at].reshape(-1, 1, self.channels) for t in tables)
+        if self.value_range is None:
+            return Bins(*(torch.full_like(std, value) for value in (1 / 255, -torch.inf, torch.inf)))
+        low, high = self.value_range
+        return Bins(0.5 / std, (low - mean) / std, (high - mean) / std)
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         assert targets.quarter is not None
@@ -252,7 +300,8 @@ class Generate(Objective):
         def answer(x: Tensor, times: Tensor, labels: Tensor | None) -> Tensor:
             given = None if condition is None else condition.to(x).repeat(len(x) // len(condition), *[1] * (x.ndim - 1))
             inputs, tokens = self.inputs(x, given, self.process.told(times), labels, names=self.made)
-            return tokens.paint(run(inputs)).float()
+            made = tokens.paint(run(inputs)).float()
+            return made if self.learned else made[:, : self.channels]
 
         if self.classes is None:
             model = lambda x, times: answer(x, times, None)  # noqa: E731
@@ -273,6 +322,7 @@ class Generate(Objective):
             settings,
             fresh=lambda step: draws.normal(f"sample/{step}", *shape, device=device),
             limits=limits,
+            learned=self.learned,
             tick=tick,
             seen=None if seen is None else lambda step, data: seen(step, data * std + mean),
         )
@@ -317,6 +367,7 @@ class Generate(Objective):
         draws: Draws,
         run: Callable[[dict[str, Any]], Tensor],
         *,
+        first: int = 0,
         size: int = 1,
         tick: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Shown]:
@@ -329,12 +380,12 @@ class Generate(Objective):
         doubled = self.config.sampling.guidance not in (0.0, 1.0)
         size = max(1, size // 2 if doubled else size)
         made = []
-        for first in range(0, len(batch), size):
-            part_of_batch = slice(first, min(first + size, len(batch)))
+        for start in range(0, len(batch), size):
+            part_of_batch = slice(start, min(start + size, len(batch)))
             made.append(
                 self.generate(
                     run,
-                    counters=range(part_of_batch.start, part_of_batch.stop),
+                    counters=range(first + part_of_batch.start, first + part_of_batch.stop),
                     seed=draws.seed,
                     labels=None if labels is None else labels[part_of_batch],
                     condition=None if given is None else given[part_of_batch],
@@ -348,26 +399,35 @@ class Generate(Objective):
             whole = whole[:, [self.made.index(name) for name in batch.variables if name in self.made]]
         return whole, Shown(labels, self.split(batch.values.float())[1])
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Shown, *, step: int, held_out: bool) -> str:
-        from vitrail.report.panels import sample_grid
-
+    def rows(self, batch: Batch, output: Tensor, targets: Shown) -> list[dict[str, Any]]:
         real = batch.values[:, self.made_at] if self.config.condition else batch.values
         made, truth = (self.pixels(values) for values in (output, real))
-        given, alike = None, bool(self.config.coarse)
+        given: Any = [None] * len(made)
         if targets.given is not None:
-            given = self.pixels(targets.given[:, : real.shape[1]]) if alike else targets.given.float().cpu().numpy()
-        labels = None if targets.labels is None else targets.labels.tolist()
+            coarse = bool(self.config.coarse)
+            given = self.pixels(targets.given[:, : real.shape[1]]) if coarse else targets.given.float().cpu().numpy()
+        labels = [None] * len(made) if targets.labels is None else targets.labels.tolist()
+        names = [None if label is None else self.names[label] for label in labels]
+        return [
+            {"made": one, "real": other, "given": condition, "name": name}
+            for one, other, condition, name in zip(made, truth, given, names, strict=True)
+        ]
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.panels import sample_grid
+
         s = self.config.sampling
         which = "held-out" if held_out else "training"
         guided_by = f", guidance {s.guidance:g}" if s.guidance != 1 else ""
         caption = f"step {step}: samples of {s.steps} steps{guided_by}, beside {which} data"
         sample_grid(
             path,
-            made,
-            truth,
-            given=given,
-            alike=alike,
-            names=None if labels is None else [self.names[label] for label in labels],
+            [row["made"] for row in rows],
+            [row["real"] for row in rows],
+            given=None if rows[0]["given"] is None else [row["given"] for row in rows],
+            alike=bool(self.config.coarse),
+            names=None if rows[0]["name"] is None else [row["name"] for row in rows],
+            slices=slices,
             title=f"Samples at step {step}",
             caption=caption,
             value_range=self.shown_range(),
@@ -453,11 +513,6 @@ class GenerateConfig:
         if model.ndim not in (2, 3):
             raise UserError(
                 f"model.ndim: {model.ndim}, but objective {self.kind!r} makes images and volumes; set it to 2 or 3"
-            )
-        if getattr(model, "learn_sigma", False):
-            raise UserError(
-                f"model.learn_sigma: objective {self.kind!r} learns no variances, and would leave half of the output "
-                "untrained; leave learn_sigma out"
             )
         if self.classes and not hasattr(model, "classes"):
             raise UserError(

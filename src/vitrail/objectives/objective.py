@@ -78,13 +78,14 @@ class Objective(ABC):
         draws: Draws,
         run: Callable[[dict[str, Any]], Tensor],
         *,
+        first: int = 0,
         size: int = 1,
         tick: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Any]:
-        """Return what draw() is given; every rank computes it, and gets the same.
+        """Return what rows() is given; every rank computes it, and gets the same.
 
-        `run` gives the output for inputs; `size` is how many samples surely fit at once, and `tick` is called when it
-        has run.
+        `run` gives the output for inputs; `first` is the place in the picture of the first of these samples, `size` how
+        many surely fit at once, and `tick` is called when it has run.
         """
         inputs, targets = self.prepare(batch, draws, evaluating=True)
         output = run(inputs)
@@ -92,8 +93,12 @@ class Objective(ABC):
         return output, targets
 
     @abstractmethod
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Any, *, step: int, held_out: bool) -> str:
-        """Write a picture of what the model does, and return its caption."""
+    def rows(self, batch: Batch, output: Tensor, targets: Any) -> list[dict[str, Any]]:
+        """Return what a picture shows of each sample, as arrays on the host."""
+
+    @abstractmethod
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        """Write a picture of what the model does, with so many slices of volumes, and return its caption."""
 
     def flops(self, model: Model) -> Flops:
         """Forward of one training sample under this objective."""
@@ -106,6 +111,18 @@ class Objective(ABC):
     def tokens_at(self, layer: str) -> int:
         """Count the tokens of a training sample that a linear layer of a block computes with, by the layer's name."""
         return self.tokens_per_sample()
+
+
+class VoxelObjective(Objective):
+    """An objective that gives each voxel a class: overlapping tiles are put together before their voxels are scored."""
+
+    @abstractmethod
+    def logits(self, output: Tensor, targets: Any) -> Tensor:
+        """[B, classes, *S] of what the model gives."""
+
+    @abstractmethod
+    def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Those of the sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
 
 
 def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:

@@ -230,9 +230,7 @@ class Reconstruct(Objective):
         assert isinstance(model, MAE)
         return model.flops(predict_visible=self.config.on == "all")
 
-    def draw(self, path: Path, batch: Batch, output: Tensor, targets: Targets, *, step: int, held_out: bool) -> str:
-        from vitrail.report.panels import reconstruction_panel
-
+    def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
         skip, tokens = targets.num_visible, targets.tokens
         assert tokens is not None
         hidden = targets.index[:, skip:]
@@ -242,15 +240,24 @@ class Reconstruct(Objective):
         pasted = truth.scatter(1, index, output.float()[:, skip:] * std + mean)
         painted = torch.zeros_like(truth).scatter(1, index, 1.0)
         prediction, covered = (tokens.paint(t).cpu().numpy() for t in (pasted, painted))
-        rows = [
-            {"target": target, "prediction": guess, "hidden": hid > 0.5}
+        names = batch.variables or tuple(f"variable {number}" for number in range(batch.values.shape[1]))
+        return [
+            {"target": target, "prediction": guess, "hidden": hid > 0.5, "variables": names}
             for target, guess, hid in zip(batch.values.float().cpu().numpy(), prediction, covered, strict=True)
         ]
+
+    def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.panels import reconstruction_panel
+
         which = "held-out" if held_out else "training"
         caption = f"step {step}: {self.model.mask.ratio:.0%} of the tokens hidden; {which} samples"
         if self.config.target == "patch":
             caption += "; predictions drawn with the true mean and spread of each patch"
-        reconstruction_panel(path, rows, title=f"Reconstruction at step {step}", caption=caption)
+        names = rows[0]["variables"]
+        if len(names) not in (1, 3):
+            caption += f"; {names[0]} is shown, of {len(names)} variables"
+        title, ndim = f"Reconstruction at step {step}", self.model.ndim
+        reconstruction_panel(path, rows, title=title, caption=caption, slices=slices, ndim=ndim)
         return caption
 
 

@@ -162,6 +162,10 @@ class Flow:
         self.model.eval()
         try:
             yield
+        except Exception:
+            for root in self.roots if self.solo is None else ():
+                shard.forget_failed(root)
+            raise
         finally:
             self.model.train()
             self.forget_gathered()

@@ -99,6 +99,12 @@ def forget_gathered(roots: Iterable[nn.Module]) -> None:
         module.reshard()
 
 
+def forget_failed(root: nn.Module) -> None:
+    """Let the next forward begin anew after one that has failed; else it would take itself for a part of it."""
+    if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):  # since PyTorch 2.13
+        root.reset_iter_state()
+
+
 def chains_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Return runs of equal blocks that are listed one after another: these run one after another, too.
 

@@ -80,7 +80,6 @@ Attention = Literal[
     "ck",
     "flex",
     "varlen",
-    "flash3",
     "flash4",
     "xformers",
     "reference",
@@ -435,6 +434,12 @@ class Eval(Section):
 
     every: Every = "10%"
     samples: PositiveInt = 64
+    tiles: Tiles | None = Field(
+        default=None, description="tiles that cover held-out data, instead of data.tiles or crops at random places"
+    )
+    blend: Literal["gaussian", "constant"] = Field(
+        default="gaussian", description="what voxels of overlapping tiles count: most in a tile's middle, or the same"
+    )
 
 
 class Log(Section):
@@ -442,6 +447,7 @@ class Log(Section):
 
     every: Every = 10
     pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
+    slices: PositiveInt = Field(default=8, description="of each volume in a picture, beside its three middle planes")
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
     to: Any = Field(
         default="auto",

@@ -190,6 +190,7 @@ class Sheet:
         self.wide, self.high = wide, high
         self.figure = Figure(figsize=(wide, high), dpi=dpi, facecolor="white")
         self._canvas = FigureCanvasAgg(self.figure)
+        self._ground: Axes | None = None  # under all of it
 
     def axes(self, left: float, top: float, wide: float, high: float) -> Axes:
         """Add axes at a place."""
@@ -208,20 +209,34 @@ class Sheet:
         **more: Any,
     ) -> Axes:
         """Add an image [H, W, 3] of colours from 0 to 1; its pixels show unless it is `smooth`."""
-        import numpy as np
-
         ax = self.axes(left, top, wide, high)
-        ax.imshow(
-            # Whole bytes: matplotlib would cut fractions off, and flat colours would not match their key.
-            np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8),
-            aspect="auto",
-            interpolation="antialiased" if smooth else "nearest",
-            **more,
-        )
+        _show(ax, picture, smooth=smooth, **more)
         ax.set_xticks([])
         ax.set_yticks([])
         ax.spines[:].set_visible(False)
         return ax
+
+    def tile(
+        self,
+        picture: np.ndarray,
+        left: float,
+        top: float,
+        wide: float,
+        high: float,
+        *,
+        smooth: bool = False,
+        frame: Colour | None = None,
+    ) -> None:
+        """Add an image that needs no axes of its own: they take most of the time, where there are a hundred."""
+        from matplotlib.patches import Rectangle
+
+        if self._ground is None:
+            self._ground = self.axes(0, 0, self.wide, self.high)
+            self._ground.set_axis_off()
+        _show(self._ground, picture, smooth=smooth, extent=(left, left + wide, top + high, top))
+        self._ground.set(xlim=(0, self.wide), ylim=(self.high, 0))
+        if frame is not None:
+            self._ground.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=frame, linewidth=1.6))
 
     def text(self, x: float, y: float, words: str, *, size: float = 8, va: str = "center", **style: Any) -> None:
         """Write at a place."""
@@ -253,6 +268,14 @@ class Sheet:
     def put(self, path: str | Path, *, grey: bool = False) -> Path:
         """Write the picture as PNG and return its path; `grey` says that it has few colours."""
         return write_picture(path, encode(self.draw(), grey=grey))
+
+
+def _show(ax: Axes, picture: np.ndarray, *, smooth: bool, **more: Any) -> None:
+    """Put an image into axes, in whole bytes: matplotlib would cut fractions off, and flat colours miss their key."""
+    import numpy as np
+
+    pixels = np.rint(np.clip(picture, 0, 1) * 255).astype(np.uint8)
+    ax.imshow(pixels, aspect="auto", interpolation="antialiased" if smooth else "nearest", **more)
 
 
 def key_width(words: str) -> float:

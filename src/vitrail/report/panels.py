@@ -8,7 +8,7 @@
 - samples: what a model has made beside real data, one row a class
 - tree: the leaves of an adaptive tree over its image, and what its tokens hold of it
 
-All pictures of a panel share one range of values; of a volume the middle slice is shown where nothing else is said.
+All pictures of a panel share one range of values; of a volume the middle planes and some slices are shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.report.figures import EDGE, SOFT, WORDS, Colour, Sheet, key_width, shorten
+from vitrail.report.figures import EDGE, SOFT, WORDS, Colour, Sheet, shorten
+from vitrail.report.views import VIEW, cuts_of, draw_grid, hold_span, lay_out, pad
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,8 +49,6 @@ _MOST_KEYS = 24
 _ACROSS = 4  # samples, and as many of real data, where there are no classes
 _TILE = 1.9  # inches of a reconstruction's picture
 _TREE_TILE = 3.4  # inches along the longer side of a picture
-
-Tile = tuple[np.ndarray, np.ndarray, np.ndarray, str]  # target, prediction, hidden, name
 
 
 # ---------------------------------------------------------------- values as colours
@@ -96,15 +95,9 @@ def overlay(grey: np.ndarray, labels: np.ndarray, colours: np.ndarray, ignore: i
     return mixed
 
 
-def _viewable(image: np.ndarray) -> np.ndarray:
-    """Return three variables as colours, of any other number the first; of a volume the middle slice."""
-    image = image[:, image.shape[1] // 2] if image.ndim == 4 else image
+def _shown(image: np.ndarray) -> np.ndarray:
+    """Return three variables as colours, of any other number the first."""
     return image[: 3 if len(image) == 3 else 1].astype(np.float32)
-
-
-def _span(high: float, wide: float) -> float:
-    """Return the height of a picture over its width, held to a shape that still shows."""
-    return min(max(high / max(wide, 1), 0.25), 2.5)
 
 
 # ---------------------------------------------------------------- reconstruction
@@ -117,29 +110,48 @@ def reconstruction_panel(
     title: str = "",
     caption: str = "",
     value_range: tuple[float, float] | None = None,
-    slices: int = 1,
+    slices: int = 8,
     aspect: float = 1.0,
     ndim: int | None = None,
 ) -> Path:
     """Draw rows of {target, prediction, hidden, name?} to a PNG and return its path.
 
-    `target` and `prediction` are [spatial] or [C, spatial] with C 1 or 3; `hidden` is a boolean [spatial] array, true
-    where the model saw nothing (the key `masked` holds the same where `hidden` is absent). Volumes show `slices`
-    slices along their first axis, the middle one when it is 1. `value_range` None takes the targets' percentiles 0.5
-    and 99.5; `aspect` is the physical height of a pixel over its width; `ndim` settles what the arrays leave open.
+    `target` and `prediction` are [spatial] or [C, spatial] (three variables are colours, of any other number the first
+    is shown); `hidden` is a boolean [spatial] array, true where the model saw nothing (the key `masked` holds the same
+    where `hidden` is absent). Volumes show the middle plane across each axis and `slices` slices along the first.
+    `value_range` None takes the targets' percentiles 0.5 and 99.5; `aspect` is the physical height of a pixel over its
+    width; `ndim` settles what the arrays leave open.
     """
-    samples = [_read_row(row, ndim) for row in rows]
+    from matplotlib import colormaps
+
+    samples = [_read_row(row, ndim) for row in rows[:_MOST_ROWS]]
     if not samples:
         raise ValueError("a panel needs at least one row")
-    span = find_range([target for target, _, _, _ in samples], value_range)
-    tiles = [tile for sample in samples for tile in _cut(*sample, slices)][:_MOST_ROWS]
+    span, cuts = find_range([target for target, _, _, _ in samples], value_range), cuts_of(samples[0][2].shape, slices)
+    tiles = [[(t[at], p[at], h[at]) for _, at in cuts] for t, p, h, _ in samples]
     # The worst hundredth of the voxels may saturate, so that a few outliers do not blacken the rest.
-    errors = np.concatenate([np.abs(p - t).mean(0)[h].ravel() for t, p, h, _ in tiles])
+    errors = np.concatenate([np.abs(p - t).mean(0)[h].ravel() for sample in tiles for t, p, h in sample])
     errors = errors[np.isfinite(errors)]
     top = float(np.percentile(errors, 99)) if errors.size else 0.0
     top = top if top > 0 else (span[1] - span[0]) or 1.0
-    sheet = _draw_reconstruction(tiles, span, top, title, caption, aspect)
-    return sheet.put(path, grey=all(target.shape[0] == 1 for target, _, _, _ in tiles))
+    heat, views = colormaps["magma"], []
+    for sample in tiles:
+        kinds = []
+        for target, prediction, hidden in sample:
+            shown, guess, error = paint(target, span), paint(prediction, span), np.abs(prediction - target).mean(0)
+            heated = heat(np.clip(np.nan_to_num(error) / top, 0, 1))[..., :3]
+            heated[~np.isfinite(error)] = BROKEN
+            heated[~hidden] = NOT_SCORED
+            masked, pasted = (np.where(hidden[..., None], fill, shown) for fill in (np.asarray(HIDDEN), guess))
+            kinds.append((shown, masked, pasted, heated))
+        views.append(list(zip(*kinds, strict=True)))
+    keys: list[tuple[str, Colour]] = [("hidden from the model", HIDDEN)]
+    if any(not (np.isfinite(t).all() and np.isfinite(p).all()) for sample in tiles for t, p, _ in sample):
+        keys.append(("not a finite number", BROKEN))
+    bars = [("value", *span, "gray"), ("absolute error", 0.0, top, "magma")]
+    look = {"tile": _TILE} | lay_out(views, [name for *_, name in samples], _COLUMNS, cuts)
+    sheet = draw_grid(title=title, caption=caption, keys=keys, bars=bars, aspect=aspect, **look)
+    return sheet.put(path, grey=all(target.shape[0] == 1 for target, _, _, _ in samples))
 
 
 def _read_row(row: Mapping[str, Any], ndim: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
@@ -156,76 +168,11 @@ def _read_row(row: Mapping[str, Any], ndim: int | None) -> tuple[np.ndarray, np.
         target, prediction = target[None], prediction[None]
     if hidden.ndim == ndim + 1:
         hidden = hidden.any(0)
-    if (
-        ndim not in (2, 3)
-        or target.ndim != ndim + 1
-        or target.shape[0] not in (1, 3)
-        or hidden.shape != target.shape[1:]
-    ):
+    if ndim not in (2, 3) or target.ndim != ndim + 1 or hidden.shape != target.shape[1:]:
         raise ValueError(
-            f"a panel needs 2-D or 3-D arrays of 1 or 3 channels, got {target.shape}, hidden {hidden.shape}"
+            f"a panel needs 2-D or 3-D arrays, with or without channels, got {target.shape}, hidden {hidden.shape}"
         )
-    return target, prediction, hidden, str(row.get("name") or "")
-
-
-def _cut(
-    target: np.ndarray, prediction: np.ndarray, hidden: np.ndarray, name: str, slices: int
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, str]]:
-    """Cut a sample into tiles [C, H, W]: itself, or slices at the middles of equal parts of its first axis."""
-    if hidden.ndim == 2:
-        return [(target, prediction, hidden, name)]
-    depth, slices = hidden.shape[0], max(1, min(slices, hidden.shape[0]))
-    places = [int((i + 0.5) * depth / slices) for i in range(slices)]
-    return [(target[:, z], prediction[:, z], hidden[z], f"{name}\nslice {z}" if name else f"slice {z}") for z in places]
-
-
-def _draw_reconstruction(
-    tiles: Sequence[Tile], span: tuple[float, float], top: float, title: str, caption: str, aspect: float
-) -> Sheet:
-    """Draw the rows above bars of colours for values and errors."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    rows, (height, width) = len(tiles), tiles[0][2].shape
-    tall = _span(height * aspect, width)
-    head = 0.62 if title else 0.3
-    foot = 0.62 + (0.26 * len(caption.splitlines()) if caption else 0.0)
-    sheet = Sheet(4 * _TILE + 0.9, _TILE * tall * rows + 0.08 * (rows - 1) + 0.08 + head + foot)
-    left, across = 0.55, (sheet.wide - 0.7) / (4 + 3 * 0.05)
-    down = (sheet.high - head - foot) / (rows + (rows - 1) * 0.05 / tall)
-    columns = [left + 1.05 * across * column for column in range(4)]
-    heat = colormaps["magma"]
-    for row, (target, prediction, hidden, name) in enumerate(tiles):
-        shown, guess = paint(target, span), paint(prediction, span)
-        error = np.abs(prediction - target).mean(0)
-        heated = heat(np.clip(np.nan_to_num(error) / top, 0, 1))[..., :3]
-        heated[~np.isfinite(error)] = BROKEN
-        heated[~hidden] = NOT_SCORED
-        masked, pasted = (np.where(hidden[..., None], fill, shown) for fill in (np.asarray(HIDDEN), guess))
-        for column, picture in enumerate((shown, masked, pasted, heated)):
-            place = (columns[column], head + row * down * (1 + 0.05 / tall))
-            ax = sheet.image(picture, *place, across, down, smooth=width > 256)
-            if row == 0:
-                ax.set_title(_COLUMNS[column], fontsize=9, pad=5, **WORDS)
-            if column == 0:
-                ax.set_ylabel(shorten(name, 40), fontsize=8, labelpad=6, **WORDS)
-    under = sheet.high - foot
-    for first, last, scale, colours, words, most in (
-        (0, 2, Normalize(*span), "gray", "value", 7),
-        (3, 3, Normalize(0, top), "magma", "absolute error", 4),
-    ):
-        strip = sheet.axes(columns[first], under + 0.11, columns[last] + across - columns[first], 0.09)
-        bar = sheet.figure.colorbar(ScalarMappable(scale, colours), cax=strip, orientation="horizontal")
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(labelsize=7.5, length=2, color=EDGE, labelcolor=SOFT, pad=2)
-        bar.ax.locator_params(nbins=most)
-        sheet.text(columns[first], under + 0.5, words, size=7.5, color=SOFT)
-    sheet.text(columns[1], under + 0.5, "■ hidden from the model", size=7.5, color=HIDDEN)
-    if any(not (np.isfinite(target).all() and np.isfinite(guess).all()) for target, guess, _, _ in tiles):
-        sheet.text(columns[2], under + 0.5, "■ not a finite number", size=7.5, color=BROKEN)
-    sheet.frame(title, caption, left=left, most=110)
-    return sheet
+    return _shown(target), _shown(prediction), hidden, str(row.get("name") or "")
 
 
 # ---------------------------------------------------------------- grids of pictures
@@ -240,12 +187,13 @@ def segmentation_panel(
     title: str = "",
     caption: str = "",
     value_range: tuple[float, float] | None = None,
+    slices: int = 8,
     aspect: float = 1.0,
 ) -> Path:
     """Draw rows of {image, truth, prediction, name?} to a PNG and return its path.
 
     `image` is [C, spatial] (the first variable is shown, or three as colours), `truth` and `prediction` are numbers of
-    classes [spatial]; volumes show the middle slice of their first axis. Voxels of label `ignore` are not scored.
+    classes [spatial]; volumes show planes and slices. Voxels of label `ignore` are not scored.
     """
     if not rows:
         raise ValueError("a panel needs at least one row")
@@ -257,25 +205,24 @@ def segmentation_panel(
                 f"a panel needs an image [C, spatial] and labels [spatial] of 2 or 3 axes, got {image.shape}, "
                 f"{truth.shape} and {guess.shape}"
             )
-        name = str(row.get("name") or "")
-        if truth.ndim == 3:
-            z = len(truth) // 2
-            truth, guess, name = truth[z], guess[z], f"{name}\nslice {z}".strip()
-        tiles.append((_viewable(image), truth, guess, name))
-    span = find_range([image for image, _, _, _ in tiles], value_range)
+        tiles.append((_shown(image), truth, guess, str(row.get("name") or "")))
+    span, cuts = find_range([image for image, _, _, _ in tiles], value_range), cuts_of(tiles[0][1].shape, slices)
     colours = np.stack([label_colour(number) for number in range(len(names))])
-    cells, seen = [], set()
-    for image, truth, guess, name in tiles:
-        grey = paint(image, span)
-        labelled = (overlay(grey, truth, colours, ignore), overlay(grey, guess, colours, None))
-        cells += [(grey, name), *((picture, "") for picture in labelled)]
-        seen |= {int(value) for value in np.union1d(truth, guess)}
+    views, seen = [], set()
+    for image, truth, guess, _ in tiles:
+        greys, both = [paint(image[at], span) for _, at in cuts], ((truth, ignore), (guess, None))
+        labelled = [
+            [overlay(grey, labels[at], colours, unscored) for grey, (_, at) in zip(greys, cuts, strict=True)]
+            for labels, unscored in both
+        ]
+        views.append([greys, *labelled])
+        seen |= {int(value) for labels, _ in both for _, at in cuts for value in np.unique(labels[at])}
     shown = [number for number in range(1, len(names)) if number in seen][:_MOST_KEYS]
     keys: list[tuple[str, Colour]] = [(shorten(names[number], 24), tuple(colours[number])) for number in shown]
     if ignore is not None and ignore in seen:
         keys.append(("not scored", NOT_SCORED))
-    heads = ("image", "true labels", "prediction")
-    return _draw_grid(cells, title, caption, columns=3, heads=heads, keys=keys, aspect=aspect).put(path)
+    look = lay_out(views, [name for *_, name in tiles], ("image", "true labels", "prediction"), cuts)
+    return draw_grid(title=title, caption=caption, keys=keys, aspect=aspect, **look).put(path)
 
 
 def classification_panel(
@@ -289,124 +236,86 @@ def classification_panel(
 ) -> Path:
     """Draw {image, truth, prediction, likelihood, right} as a grid of images to a PNG and return its path.
 
-    `image` is [C, spatial] (the first variable is shown, or three as colours; of a volume the middle slice), `truth`
-    and `prediction` are names, `likelihood` is the model's own for its prediction.
+    `image` is [C, spatial] (the first variable is shown, or three as colours; of a volume the middle planes, side by
+    side), `truth` and `prediction` are names, `likelihood` is the model's own for its prediction.
     """
     if not rows:
         raise ValueError("a panel needs at least one image")
     rows = rows[:_MOST_IMAGES]
-    images = [_viewable(np.asarray(row["image"])) for row in rows]
-    span = find_range(images, value_range)
+    images = [_shown(np.asarray(row["image"])) for row in rows]
+    span, cuts = find_range(images, value_range), cuts_of(images[0].shape[1:], 0)
     cells = []
     for image, row in zip(images, rows, strict=True):
+        views = pad([paint(image[at], span) for _, at in cuts])
+        gap = np.ones((len(views[0]), -(-views[0].shape[1] // 24), 3))
+        view = np.concatenate([part for view in views for part in (gap, view)][1:], axis=1)
         words = f"{shorten(str(row['prediction']), 20)}  {row['likelihood']:.0%}"
         if not row["right"]:
             words += f"\nis {shorten(str(row['truth']), 20)}"
-        cells.append((paint(image, span), words))
+        cells.append((view, words))
     marks = [RIGHT if row["right"] else WRONG for row in rows]
     keys = [("right", RIGHT), ("wrong", WRONG)]
-    columns = min(len(cells), 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4)
-    sheet = _draw_grid(cells, title, caption, columns=columns, marks=marks, keys=keys, aspect=aspect, tile=1.15)
-    return sheet.put(path)
+    columns = 3 if len(cuts) > 1 else 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4
+    look: Any = {"columns": min(len(cells), columns), "tile": 1.15 if len(cuts) == 1 else 3 * VIEW}
+    return draw_grid(cells, title, caption, marks=marks, keys=keys, aspect=aspect, **look).put(path)
 
 
 def pairs_panel(
-    path: str | Path, pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, title: str = "", caption: str = ""
+    path: str | Path,
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
+    *,
+    title: str = "",
+    caption: str = "",
+    slices: int = 8,
 ) -> Path:
-    """Draw (original, reconstruction) pairs [C, *spatial] to a PNG; of volumes the middle slice.
+    """Draw (original, reconstruction) pairs [C, *spatial] to a PNG; of volumes planes and slices.
 
     Three variables are colours, of any other number the first is shown. Differences are grey where there are none, and
     share the range of the originals.
     """
     if not pairs:
         raise ValueError("a panel needs at least one pair")
-    cut = [[_viewable(each) for each in pair] for pair in pairs]
-    low, high = find_range([original for original, _ in cut], None)
-    cells = []
-    for original, again in cut[:_MOST_ROWS]:
-        difference = again - original + (low + high) / 2
-        cells += [(paint(image, (low, high)), "") for image in (original, again, difference)]
-    sheet = _draw_grid(cells, title, caption, columns=3, heads=("original", "reconstruction", "difference"))
-    return sheet.put(path, grey=all(original.shape[0] == 1 for original, _ in cut))
-
-
-def _draw_grid(
-    cells: Sequence[tuple[np.ndarray, str]],
-    title: str,
-    caption: str,
-    *,
-    columns: int,
-    heads: Sequence[str] = (),
-    marks: Sequence[Colour] = (),
-    keys: Sequence[tuple[str, Colour]] = (),
-    aspect: float = 1.0,
-    tile: float = 2.3,
-) -> Sheet:
-    """Draw pictures [H, W, 3] in rows above a key of colours; with `marks`, each has its words below in that colour."""
-    height, width = cells[0][0].shape[:2]
-    tall = tile * _span(height * aspect, width)
-    rows = -(-len(cells) // columns)
-    named = not marks and any(words for _, words in cells)
-    left, gap, under = 0.15 + 0.3 * named, 0.06, 0.34 if marks else 0.0
-    heading = (0.34 if title else 0.08) + (0.26 if heads else 0.04)
-    lines = _wrap_keys(keys, columns * (tile + gap))
-    footing = 0.1 + 0.22 * len(lines) + (0.24 * len(caption.splitlines()) if caption else 0.0)
-    wide = max(left + columns * tile + (columns - 1) * gap + 0.15, 4.6 if caption or title else 0.0)
-    sheet = Sheet(wide, heading + rows * (tall + under) + (rows - 1) * gap + footing)
-    for number, (picture, words) in enumerate(cells):
-        row, column = divmod(number, columns)
-        top = heading + row * (tall + under + gap)
-        ax = sheet.image(picture, left + column * (tile + gap), top, tile, tall, smooth=width > 256)
-        if heads and row == 0:
-            ax.set_title(heads[column], fontsize=9, pad=5, **WORDS)
-        if marks:
-            ax.spines[:].set(visible=True, color=marks[number], linewidth=1.6)
-            ax.set_xlabel(words, fontsize=7, labelpad=3, linespacing=1.1, **(WORDS | {"color": marks[number]}))
-        elif words:
-            ax.set_ylabel(shorten(words, 40), fontsize=8, labelpad=5, **WORDS)
-    for number, line in enumerate(lines):
-        sheet.key(line, left, sheet.high - footing + 0.16 + 0.22 * number)
-    sheet.frame(title, caption, left=left, most=110)
-    return sheet
-
-
-def _wrap_keys(keys: Sequence[tuple[str, Colour]], wide: float) -> list[list[tuple[str, Colour]]]:
-    """Return the keys in lines that fit."""
-    lines: list[list[tuple[str, Colour]]] = []
-    used = 0.0
-    for key in keys:
-        if not lines or used + key_width(key[0]) > wide:
-            lines.append([])
-            used = 0.0
-        lines[-1].append(key)
-        used += key_width(key[0])
-    return lines
+    shown = [[_shown(each) for each in pair] for pair in pairs[:_MOST_ROWS]]
+    (low, high), cuts = find_range([original for original, _ in shown], None), cuts_of(shown[0][0].shape[1:], slices)
+    views = []
+    for original, again in shown:
+        kinds = (original, again, again - original + (low + high) / 2)
+        views.append([[paint(values[at], (low, high)) for _, at in cuts] for values in kinds])
+    look = lay_out(views, [""] * len(views), ("original", "reconstruction", "difference"), cuts)
+    sheet = draw_grid(title=title, caption=caption, **look)
+    return sheet.put(path, grey=all(original.shape[0] == 1 for original, _ in shown))
 
 
 def sample_grid(
     path: str | Path,
-    made: np.ndarray,
-    real: np.ndarray,
+    made: Sequence[np.ndarray],
+    real: Sequence[np.ndarray],
     *,
-    given: np.ndarray | None = None,
+    given: Sequence[np.ndarray] | None = None,
     alike: bool = False,
     names: Sequence[str] | None = None,
     title: str = "",
     caption: str = "",
     value_range: tuple[float, float] | None = None,
+    slices: int = 8,
 ) -> Path:
     """Draw samples and data [B, C, *S] to a PNG and return its path; both are of the classes `names` [B].
 
     What was given has the units of the samples if it is `alike`; else it may have any, and has shades of its own.
-    Without classes, rows are just filled. Of more than three channels the first three are shown.
+    Without classes, rows are just filled; volumes have a row of planes and slices each. Of more than three channels the
+    first three are shown.
     """
-    span = find_range([flat(image) for image in real], value_range)
-    samples, truths = ([paint(flat(image), span) for image in images] for images in (made, real))
+    span, cuts = find_range([colours_of(image) for image in real], value_range), cuts_of(real[0].shape[1:], slices)
+    own = span if alike or given is None else find_range([colours_of(image) for image in given], None)
+    kinds = ([("given", given, own)] if given is not None else []) + [("sample", made, span), ("data", real, span)]
+    views = [[[paint(colours_of(each[i][at]), r) for _, at in cuts] for _, each, r in kinds] for i in range(len(made))]
+    heads = [kind for kind, _, _ in kinds]
+    if len(cuts) > 1:
+        look = lay_out(views, names or [""] * len(made), heads, cuts)
+        return draw_grid(title=title, caption=caption, **look).put(path)
     if given is not None:
-        own = span if alike else find_range([flat(image) for image in given], None)
-        blocks = {"given": [paint(flat(image), own) for image in given], "sample": samples, "data": truths}
-        rows = [("", [[images[i]] for images in blocks.values()]) for i in range(len(made))]
-        return _draw_blocks(rows, list(blocks), title, caption).put(path)
+        return _draw_blocks([("", sample) for sample in views], heads, title, caption).put(path)
+    samples, truths = ([sample[place][0] for sample in views] for place in (0, 1))
     places: dict[str, list[int]] = {}
     for number in range(len(made)):
         places.setdefault(names[number] if names is not None else f"\n{number // _ACROSS}", []).append(number)
@@ -417,10 +326,14 @@ def sample_grid(
     return _draw_blocks(rows, ["samples", "data"], title, caption).put(path)
 
 
+def colours_of(image: np.ndarray) -> np.ndarray:
+    """Return the first three channels of an image or volume, or the first."""
+    return image[: 3 if len(image) >= 3 else 1].astype(np.float32)
+
+
 def flat(image: np.ndarray) -> np.ndarray:
     """Return an image, or the middle slice of a volume, with one channel or three."""
-    image = image if image.ndim == 3 else image[:, image.shape[1] // 2]
-    return image[: 3 if len(image) >= 3 else 1].astype(np.float32)
+    return colours_of(image if image.ndim == 3 else image[:, image.shape[1] // 2])
 
 
 def _draw_blocks(
@@ -429,7 +342,7 @@ def _draw_blocks(
     """Draw rows of a name and blocks of pictures [H, W, 3], with a gap between blocks."""
     height, width = rows[0][1][0][0].shape[:2]
     counts = [max(len(blocks[b]) for _, blocks in rows) for b in range(len(heads))]
-    shape = _span(height, width)
+    shape = hold_span(height, width)
     tile = max(min(9.0 / sum(counts), 6.0 / len(rows) / shape, 1.6), 0.45)  # inches
     tall, gap, between = tile * shape, 0.04, 0.22
     left = 0.15 + 0.075 * min(max((len(name) for name, _ in rows), default=0), 24)

@@ -1,11 +1,14 @@
 """Validation: fixed samples and fixed masks, shared out over the ranks.
 
+Classes of voxels whose tiles overlap are scored by what all of these say together, each voxel once (stitch.py).
+
 Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model computes.
 """
 
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,20 +22,23 @@ from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
 from vitrail.draws import Draws
 from vitrail.layers.flops import Again, Flops, peak_tflops
-from vitrail.objectives.objective import Objective
+from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
+from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
 
 
 class Evaluator:
     """Measures a model on samples 0..n-1 of the validation data, always the same ones.
 
     Where each item is one labelled crop, all of them are the most: more would count some twice. `note` says so where
-    it happens.
+    it happens, and where tiles are put together but are not all.
     """
 
-    def __init__(self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int):
+    def __init__(
+        self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int, blend: Blend = "gaussian"
+    ):
         self.objective, self.loader, self.seed = objective, loader, seed
-        self.samples, self.batch = samples, batch
+        self.samples, self.batch, self.blend = samples, batch, blend
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
         # Without labels, repeats of an item differ in what is hidden.
@@ -41,6 +47,12 @@ class Evaluator:
         if most is not None and samples > most:
             self.samples = most
             self.note = f"eval.samples: {samples}, but there are {most} held-out items, each one crop: all are measured"
+        self._plans: dict[int, Plan | None] = {}  # of tiles that are put together, by number of ranks
+        if most is not None and self.samples < most and self._plan(1) is not None:
+            self.note = (
+                f"eval.samples: {self.samples} of {most} held-out tiles are measured, and scores are those of the "
+                f"voxels in them; for whole images set eval.samples: {most}"
+            )
 
     @torch.no_grad()
     def metrics(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -48,40 +60,102 @@ class Evaluator:
 
         Ranks that share samples measure parts of them, or all measure the same: metrics are ratios of sums.
         """
-        ranks = flow.layout.data
-        shared = [self.batches(range(rank, self.samples, ranks)) for rank in range(ranks)]
-        batches, rounds = shared[flow.data_rank], max(map(len, shared))
+        ranks, plan = flow.layout.data, self._plan(flow.layout.data)
+        stitch = None if plan is None else Stitch(plan, flow.data_rank, self.blend)
+        shares = [Share(list(range(rank, self.samples, ranks)), []) for rank in range(ranks)]
+        shared = [
+            (self.batches(own), self.batches(others)) for own, others in (shares if plan is None else plan.shares)
+        ]
+        own, others = shared[flow.data_rank]
+        batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
         with flow.evaluating():
             for number in range(rounds):
-                counted = number < len(batches)
-                batch = self.loader.load(batches[number] if counted else [0])
+                counted = number < len(own)
+                batch = self.loader.load(batches[number] if number < len(batches) else [0])
                 draws = Draws(self.seed, batch.counters)
                 inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
-                measured = flow.split.judge(self.objective.measure, flow(**inputs), targets)
+                output = flow(**inputs)
+                measured = flow.split.judge(self.objective.measure, output, targets)
+                once: dict[str, torch.Tensor] = {}
+                if stitch is not None:
+                    assert isinstance(self.objective, VoxelObjective)
+                    logits = flow.split.judge(self.objective.logits, output, targets).float().cpu()
+                    whole = self._complete(stitch, batch if number < len(batches) else None, logits)
+                    once = self.objective.score(whole.logits.unsqueeze(0), whole.labels.unsqueeze(0))
+                    measured |= {name: value.to(output.device) for name, value in once.items()}
                 for name, value in measured.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + (value if counted else 0)
+                    take = counted or name in once  # of the run's own tiles alone, or of all
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
+    def _plan(self, ranks: int) -> Plan | None:
+        """Return how tiles are put together, where voxels are scored and tiles overlap."""
+        if ranks not in self._plans:
+            voxels = isinstance(self.objective, VoxelObjective)
+            self._plans = {ranks: plan_tiles(self.loader.sampler, self.samples, ranks) if voxels else None}
+        return self._plans[ranks]
+
+    def _complete(self, stitch: Stitch, batch: Batch | None, logits: torch.Tensor) -> Voxels:
+        """Return the voxels that are complete with the tiles of a batch."""
+        found: list[Voxels] = []
+        if batch is not None:
+            assert batch.labels is not None
+            labels = batch.labels.long().cpu()
+            for row, counter in enumerate(batch.counters):
+                tile, read = self.loader.sampler(counter), self.loader.samples[row]
+                if read.attempt:  # another sample stands for one that cannot be read
+                    found += stitch.add(tile, None, None)
+                else:
+                    found += stitch.add(tile, *in_voxels(self.loader, tile, logits[row], labels[row]))
+        nothing = Voxels(logits.new_empty(logits.shape[1], 0), torch.empty(0, dtype=torch.int64))
+        return Voxels(*(torch.cat(parts, dim=-1) for parts in zip(nothing, *found, strict=True)))
+
     @torch.no_grad()
-    def example(self, flow: Flow, *, tick: Callable[[], None] = lambda: None) -> tuple[Batch, torch.Tensor, Any]:
-        """Return some samples with what the objective makes of them, for a picture; the same on every rank."""
-        if self.shown is None:
-            alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
-            self.shown = self.objective.choose(alike, self._label)
-        batch = self.loader.load(self.shown, whole=True)
-        with flow.evaluating():
+    def example(
+        self,
+        flow: Flow,
+        *,
+        keep: bool = True,
+        tick: Callable[[], None] = lambda: None,
+        attempt: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+    ) -> list[Any]:
+        """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
+
+        As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
+        might fail at, so that none goes on to a forward, which is collective, without the others.
+        """
+        rows: list[Any] = []
+
+        def make(batch: Batch, first: int) -> None:
             output, targets = self.objective.example(
                 batch,
                 Draws(self.seed, batch.counters),
                 lambda inputs: flow.split.run(self.objective.axes, flow, inputs),
+                first=first,
                 size=self.batch,
                 tick=tick,
             )
-        return batch, output, targets
+            if keep:
+                rows.extend(self.objective.rows(batch, output, targets))
+
+        with flow.evaluating():
+            shown = attempt(self._choose)
+            for first in range(0, len(shown), self.batch):
+                some = shown[first : first + self.batch]
+                batch = attempt(partial(self.loader.load, some, whole=True))
+                attempt(partial(make, batch, first))
+        return rows
+
+    def _choose(self) -> list[int]:
+        """Return the counters of what a picture shows."""
+        if self.shown is None:
+            alike = [c for c in range(self.samples) if self._group(c) == self._group(0)]
+            self.shown = self.objective.choose(alike, self._label)
+        return self.shown
 
     def _label(self, counter: int) -> int | None:
         """Return the class of the item that a sample is of."""

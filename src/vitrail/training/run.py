@@ -76,7 +76,7 @@ def evaluate(
                 "weights": which,
                 "samples": evaluator.samples,
                 "metrics": metrics,
-            }
+            } | ({"note": evaluator.note} if evaluator.note else {})
 
         return with_checkpoint(run, checkpoint, measure, place.control)
 

@@ -4,7 +4,6 @@ The trainer knows one step. The session knows the folder, pictures, validation, 
 """
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
@@ -37,6 +36,7 @@ from vitrail.training.evaluate import Evaluator, Meter
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
+from vitrail.training.pictures import Pictures
 from vitrail.training.runfolder import RunFolder, beside
 from vitrail.training.setup import (
     Place,
@@ -52,7 +52,6 @@ from vitrail.training.trainer import Progressed, Timed, Trainer
 from vitrail.weights import Report, load_initial
 from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLOW_DISK = 100e6  # bytes a second, until a save has been timed
 
 _sittings = itertools.count()  # trainings of this process that asked for a fresh folder
@@ -129,8 +128,12 @@ class Session:
         )
         watchdog.saving = self.checkpoints.is_saving
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
+        look = {"kind": recipe.objective.kind, "held_out": self.data.valid is not None, "slices": recipe.log.slices}
+        self.pictures = Pictures(self.evaluator, place.control, **look)
         self.bad_told = (0, False)  # samples skipped, and whether chunks were filled, as last told
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
+        for part in (self.data.train, self.data.valid):
+            self.notes += [] if part is None else part.notes
         self.notes += self.parts.flow.notes
         if self.objective.wants_average and recipe.ema is None:
             self.notes.append(
@@ -421,32 +424,8 @@ class Session:
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
             if picture:
-                self.watchdog.beat(trainer.done, "drawing")
-                batch, output, targets = self.evaluator.example(
-                    trainer.flow, tick=lambda: self.watchdog.beat(trainer.done, "drawing")
-                )
-                if self.folder is not None:
-                    self.draw(self.folder, batch, output, targets)
-
-    def draw(self, folder: RunFolder, batch: Batch, output: torch.Tensor, targets: Any) -> None:
-        """Draw on rank 0, when all ranks are done with computing."""
-        if not folder.is_there():  # the next save says so
-            return
-        step = self.trainer.done
-        kind = self.recipe.objective.kind
-        path = folder.path / "pictures" / f"{kind}-{step:08d}.png"
-        held_out = self.data.valid is not None
-        try:
-            path.parent.mkdir(exist_ok=True)
-            caption = self.objective.draw(path, batch, output, targets, step=step, held_out=held_out)
-            self.journal.picture(kind, path, step=step, caption=caption)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            self.journal.note(f"the picture of step {step} could not be written: {error.strerror}")
-        except torch.OutOfMemoryError:  # a codec may need more than the model; the others are training on already
-            torch.cuda.empty_cache()
-            self.journal.note(f"the picture of step {step} could not be drawn: the device has no memory left for it")
+                beat = partial(self.watchdog.beat, trainer.done, "drawing")
+                self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat)
 
     # ------------------------------------------------------------ what is kept
 

@@ -256,9 +256,10 @@ def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *
                 f"codec: {recipe.codec.kind!r} turns samples into pixels, but objective {recipe.objective.kind!r} "
                 "makes none; leave it out (codec=null), and encode data with `vitrail data encode`"
             )
-        parts = [data.train] if data.valid is None else [data.train, data.valid]
-        first, *others = [source.describe() for part in parts for source in part.sources]
-        decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
+        if recipe.log.pictures != "off":  # for which alone it is
+            parts = [data.train] if data.valid is None else [data.train, data.valid]
+            first, *others = [source.describe() for part in parts for source in part.sources]
+            decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
     value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
     if any(isinstance(kind, Logarithm) for kind in values_of(recipe, data, data.train).kinds):
         value_range = None  # what the objective sees is no value of the data's type
@@ -439,8 +440,10 @@ def make_evaluator(
     dataset, number = data.valid or data.train, samples or recipe.eval.samples
     if number * sizes.LEAST > memory_bytes():
         raise UserError(f"eval.samples: {number} samples cannot even be listed in the memory here; ask for fewer")
+    if recipe.eval.tiles is not None and dataset is data.valid:
+        dataset = dataset.tiled(recipe.eval.tiles)
     # Entries with different variables take turns sample by sample, so that which ones are measured depends on nothing.
-    turns = 1 if dataset is data.valid and len(dataset.groups) > 1 else None
+    turns = 1 if data.valid is not None and len(dataset.groups) > 1 else None
     sampler = dataset.sampler(seed=key(recipe.run.seed, "valid"), lanes=1, reuse=1, batch=turns)
     reader = dataset.reader(sampler, lanes=1, cache_bytes=0, labelling=labelling_of(recipe, dataset))
     workers = reading_threads(recipe, place)
@@ -460,6 +463,7 @@ def make_evaluator(
         seed=recipe.run.seed,
         samples=number,
         batch=micro_batch(recipe, data, flow.layout),
+        blend=recipe.eval.blend,
     )
 
 

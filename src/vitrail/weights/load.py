@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.layers.init import local_shard
-from vitrail.weights.adapters import ADAPTERS, recognise, translate
+from vitrail.weights.adapters import translate
 from vitrail.weights.files import Weights, open_weights
+from vitrail.weights.names import ADAPTERS, recognise
 from vitrail.weights.pieces import Entry, Made, Piece, Report, Target, Translation
 
 NOT_THERE, NO_PLACE = "the file does not have it", "the model has no place for it"

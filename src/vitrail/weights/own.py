@@ -13,6 +13,7 @@ from vitrail.models.model import encoder_of
 from vitrail.weights import pieces
 from vitrail.weights.files import Weights
 from vitrail.weights.pieces import Made, Piece, Target, Translation, is_superposed, place_patch_embed, rope_inflation
+from vitrail.weights.positions import choose_grid
 
 
 def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | None = None) -> Translation:
@@ -33,7 +34,11 @@ def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | Non
         for name in ("encoder.pos_embed.table", "decoder.pos_embed.table"):
             if name in out.pieces and name in target.parameters and target.grid is not None:
                 rows = weights.shapes[name][0]
-                grid = target.grid if rows == math.prod(target.grid) else pieces.square_grid(rows, target.ndim)
+                _, grid, doubt = choose_grid(rows, (0,), target.ndim, target.grid)
+                if doubt and grid == target.grid:
+                    out.notes.append(f"the {rows} rows of {name} may be {doubt}; the model's own grid was taken")
+                elif doubt:
+                    out.wrong.append(f"the {rows} rows of {name} may be {doubt}; use the run itself, which tells")
                 make = partial(pieces.position_table, old=grid, new=target.grid) if grid else Made
                 out.pieces[name] = Piece((name,), make)
         return out

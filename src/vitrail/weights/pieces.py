@@ -150,11 +150,11 @@ def patch_kernel(kernel: Tensor, *, patch: tuple[int, ...], channels: int) -> Ma
     old, notes = tuple(kernel.shape[2:]), []
     new_axes = len(patch) - len(old)
     if new_axes < 0 or old != patch[new_axes:]:
-        raise ValueError(f"patches of the file are {_times(old)} voxels, the model's {_times(patch)}")
+        raise ValueError(f"patches of the file are {times(old)} voxels, the model's {times(patch)}")
     if new_axes:
         depth = patch[:new_axes]
         kernel = kernel.reshape(*kernel.shape[:2], *(1,) * new_axes, *old).expand(-1, -1, *patch) / math.prod(depth)
-        notes.append(f"kernel {_times(old)} repeated over depth {_times(depth)}")
+        notes.append(f"kernel {times(old)} repeated over depth {times(depth)}")
     if kernel.shape[1] != channels:
         notes.append(f"{kernel.shape[1]} channels shared by {channels}")
         kernel = kernel.sum(dim=1, keepdim=True).expand(-1, channels, *patch) / channels
@@ -180,7 +180,7 @@ def voxel_rows(rows: Tensor, *, old: tuple[int, ...], new: tuple[int, ...]) -> M
         return Made(rows)
     new_axes = len(new) - len(old)
     if new_axes < 0 or new[new_axes:] != old or rows.shape[0] % math.prod(old):
-        raise ValueError(f"patches of the file are {_times(old)} voxels, the model's {_times(new)}")
+        raise ValueError(f"patches of the file are {times(old)} voxels, the model's {times(new)}")
     depth = math.prod(new[:new_axes])
     return Made(rows.repeat(depth, *(1,) * (rows.ndim - 1)), "inflated", f"rows repeated over depth {depth}")
 
@@ -188,15 +188,9 @@ def voxel_rows(rows: Tensor, *, old: tuple[int, ...], new: tuple[int, ...]) -> M
 # ---------------------------------------------------------------- positions
 
 
-def square_grid(tokens: int, ndim: int, known: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
-    """Return the grid of a table of so many rows: equal sides, or else the known one where it fits."""
-    side = round(tokens ** (1 / ndim))
-    if side**ndim == tokens:
-        return (side,) * ndim
-    return known if known is not None and math.prod(known) == tokens else None
-
-
-def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...], skip: int = 0) -> Made:
+def position_table(
+    table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...], skip: int = 0, smooth: bool = True
+) -> Made:
     """Fit rows of a table [(1,) skip + N, D] over the old grid to the new one; new axes repeat them."""
     rows = table.reshape(-1, table.shape[-1])[skip:]
     new_axes = len(new) - len(old)
@@ -204,8 +198,8 @@ def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...],
         raise ValueError(f"positions over {len(old)} axes cannot serve a model of {len(new)}")
     notes = []
     if old != new[new_axes:]:
-        rows = resize(rows.float(), old, new[new_axes:])
-        notes.append(f"grid {_times(old)} to {_times(new[new_axes:])}")
+        rows = resize(rows.float(), old, new[new_axes:], smooth=smooth)
+        notes.append(f"grid {times(old)} to {times(new[new_axes:])}")
     if new_axes:
         depth = math.prod(new[:new_axes])
         rows = rows.repeat(depth, 1)
@@ -214,13 +208,16 @@ def position_table(table: Tensor, *, old: tuple[int, ...], new: tuple[int, ...],
     return Made(rows, action, ", ".join(notes))
 
 
-def resize(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor:
-    """Resize [N, D] over one grid to another: cubic in two dimensions, else linear; smoothed where it shrinks."""
+def resize(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...], *, smooth: bool = True) -> Tensor:
+    """Resize [N, D] over one grid to another: cubic in two dimensions, else linear.
+
+    `smooth`: filtered where it shrinks, as timm does; PyTorch's cubic kernel is another one without.
+    """
     if len(old) > 3:
-        raise ValueError(f"positions over {len(old)} axes cannot be resized; keep the grid {_times(old)}")
+        raise ValueError(f"positions over {len(old)} axes cannot be resized; keep the grid {times(old)}")
     image = rows.T.reshape(1, -1, *old)
     if len(old) == 2:
-        image = F.interpolate(image, new, mode="bicubic", antialias=True, align_corners=False)
+        image = F.interpolate(image, new, mode="bicubic", antialias=smooth, align_corners=False)
     else:
         image = F.interpolate(image, new, mode="linear" if len(old) == 1 else "trilinear", align_corners=False)
     return image.flatten(2)[0].T
@@ -264,7 +261,8 @@ def zeros(*shape: int) -> Callable[..., Made]:
     return make
 
 
-def _times(sizes: tuple[Any, ...]) -> str:
+def times(sizes: tuple[Any, ...]) -> str:
+    """Write sizes as people do: 4 x 4."""
     return " x ".join(map(str, sizes))
 
 

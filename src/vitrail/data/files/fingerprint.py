@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.files.paths import is_url, local_path, remote_state
+from vitrail.data.files.patterns import is_array
 from vitrail.data.stored import Stored, Window, chunks_in
 from vitrail.disk import MARK
 from vitrail.errors import UserError
-from vitrail.foreign import is_trusting, read_json
+from vitrail.foreign import is_trusting
 
 MOST_FILES = 200_000  # whose age is part of a fingerprint, each by itself
 IDLE = ("Thumbs.db", "desktop.ini", "__MACOSX", "lost+found")
@@ -311,18 +312,6 @@ def _metadata_around(array: Path, through: _Through) -> Iterator[Path]:
         yield from _metadata(root, array if root == array else array.parent, through)
 
 
-def _is_array(folder: Path) -> bool:
-    if (folder / ".zarray").is_file():
-        return True
-    for name, mark in (("zarr.json", "shape"), ("attributes.json", "dimensions")):
-        try:
-            if mark in read_json(folder / name):
-                return True
-        except (OSError, ValueError, TypeError):
-            continue
-    return False
-
-
 def _chunk_files(stored: Stored, window: Window | None) -> Iterator[Path]:
     """List the files of the chunks of an array that a window touches."""
     if window is None:
@@ -354,7 +343,7 @@ def _walk(path: Path, through: _Through, *, facts: bool = False) -> Iterator[Pat
         if facts:
             yield from (folder / name for name in METADATA if (folder / name).is_file())
             # Below an array there are only chunks; what else a chunk's folder may hold is none of ours.
-            if _is_array(folder):
+            if is_array(str(folder)):
                 continue
         entries: list[os.DirEntry[str]] = []
         with suppress(OSError), os.scandir(folder) as found:

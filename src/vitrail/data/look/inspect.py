@@ -18,7 +18,8 @@ import numpy as np
 from vitrail.data.chunks.nodes import checksums_of
 from vitrail.data.files.paths import unpacking
 from vitrail.data.look.picture import by, has_labels, picture, round_length, spread
-from vitrail.data.source import Item, Source, class_names, label_dtype, label_names
+from vitrail.data.source import Item, Source, class_names, label_dtype, label_names, notes_of
+from vitrail.data.sources.folders import is_named_like_labels
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
 
@@ -28,7 +29,6 @@ CROP = {2: 256, 3: 64}  # voxels of a suggested crop along an axis at most
 MUCH_DECODING = 28.0  # voxels decoded for one of a crop, from which on reading is slow: 32 of chunks of 64 need 26
 MOST_CLASSES, MANY_LABELS = 1000, 24
 BATCH = {2: 64, 3: 16}
-LABEL_WORDS = {"lab", "label", "labels", "mask", "masks", "seg", "segmentation", "gt", "groundtruth", "annotation"}
 HELD_OUT = ("validation", "valid", "val", "test")  # parts of data that their makers have split
 NOT_MEASURED = ("synthetic", "dummy", "latents")  # kinds whose voxels have no size in the world
 SAMPLE = {1: 4096, 2: 256, 3: 64}  # voxels on each side of a sampled crop, by the number of axes
@@ -101,7 +101,7 @@ def suggest_fit(source: Source, facts: dict[str, Any]) -> int | None:
 
 def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[str]:
     """Say what may go wrong or slowly, each with what to do."""
-    item, told = source.items[0], []
+    item, told = source.items[0], notes_of(source)
     if facts["unreadable"]:
         told.append(f"{len(facts['unreadable'])} of {facts['samples']} crops cannot be read: {facts['unreadable'][0]}")
     measured = facts.get("kind") not in NOT_MEASURED and (len(item.shape) == 3 or set(item.spacing) != {1.0})
@@ -174,7 +174,7 @@ def _labels_among(source: Source) -> str | None:
     if class_names(source) or has_labels(source):
         return None
     files = [re.split(r"[/\\]", source.items[i].name)[-1] for i in spread(len(source.items), 200)]
-    named = [file for file in files if LABEL_WORDS & set(re.split(r"[^a-z]+", file.lower()))]
+    named = [file for file in files if is_named_like_labels(file)]
     return named[0] if named and len(named) < len(files) else None
 
 

@@ -250,10 +250,7 @@ class Reader:
             read = partial(source.read_into, sample.item, inside, out, touched)
             read_again(read, partial(self.name_of, sample), retries=self.retries)
             if labels is not None:
-                found = self._read_labels(sample, around, retries=self.retries)
-                assert found is not None
-                self._check_labels(found, sample)
-                labels[...] = found
+                labels[...] = self.labels_of(sample)
             return
         crop = self._block(sample, window, whole)
         if crop is None:
@@ -275,6 +272,13 @@ class Reader:
         copy_part(out, self._shrink(values, factors, item.slices, labels=False))
         if labels is not None:
             labels[...] = self._shrink(crop.labels[None], factors, item.slices, labels=True)[0]  # type: ignore[index]
+
+    def labels_of(self, sample: Sample) -> np.ndarray:
+        """Read the labels of a sample's window as they are stored, neither sliced nor shrunk."""
+        found = self._read_labels(sample, _shift(self._whole(sample), sample.start), retries=self.retries)
+        assert found is not None
+        self._check_labels(found, sample)
+        return found
 
     def reads_together(self, number: int) -> bool:
         """Tell whether windows can be read together, of a source so large that its chunks are hardly met again."""

@@ -19,6 +19,7 @@ from vitrail.data.files.paths import (
     read_json,
     split_key,
 )
+from vitrail.data.files.patterns import find_matches, has_stars
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
 
@@ -85,9 +86,17 @@ def guess_kind(path: str) -> str:
     if re.search(r"[{*].*\.tar$", path):  # a pattern of shards
         return "webdataset"
     try:
-        return _guess(path)
+        return _guess(path) if not has_stars(path) else _guess_first(path)
     except OSError as error:
         raise UserError(f"data path {path!r} cannot be reached ({error}); check the address and the network") from error
+
+
+def _guess_first(path: str) -> str:
+    """Tell the kind of what a path with stars stands for, by the first."""
+    first = find_matches(path)[0].path
+    if first.lower().endswith(TIFF_SUFFIXES):  # flat ones are images, as those of a folder are
+        return _guess_tiff(first, single="image_folder")
+    return _guess(first)
 
 
 def is_image(name: str) -> bool:

@@ -41,7 +41,7 @@ MOST_EXTENSIONS = 1000  # of a header; each is an object of the library
 
 @config
 class NiftiConfig(GridConfig):
-    """A file, a folder of files, or a folder with imagesTr; labels are a file or a folder, labelsTr by itself."""
+    """A file, a folder of files, or a folder with imagesTr; labels go by name: beside, in labelsTr, or in `labels`."""
 
     kind: Literal["nifti"] = "nifti"
     check_affine: bool = True  # refuse labels whose affine places them elsewhere than the image
@@ -49,7 +49,8 @@ class NiftiConfig(GridConfig):
     def open(self) -> GridSource:
         """Read the headers; no voxel is read yet."""
         layout = find_cases(self.path, self.labels, NIFTI)
-        return GridSource(self, [self._entry(case, layout) for case in layout.cases], kind="nifti")
+        entries = [self._entry(case, layout) for case in layout.cases]
+        return GridSource(self, entries, kind="nifti", notes=layout.notes)
 
     def _entry(self, case: Case, layout: Layout) -> Entry:
         opened = [open_nifti(path, layout.channels if len(case.images) == 1 else None) for path in case.images]

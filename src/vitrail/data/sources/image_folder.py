@@ -46,7 +46,7 @@ from vitrail.data.source import (
     whole_item,
 )
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
-from vitrail.data.sources.folders import find_cases, is_layout
+from vitrail.data.sources.folders import Layout, find_cases, is_layout
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
@@ -99,6 +99,7 @@ class ImageSource(ItemSource):
         self._title = title or (lambda name: f"{settings.path}: {name}")
         self._open_image, self._files = open_image, files or (lambda: [settings.path])
         self._is_grey: set[bool] = set()  # of the images that were looked at
+        self.notes: list[str] = []
         first = self._look_first()
         if settings.variables is None and first.grey and len(names) > 1:
             first = self._find_colour() or first
@@ -321,16 +322,18 @@ class ImageFolderConfig(ImagesConfig):
         folder = self.path
         beside: list[str] | None = None
         values: dict[int, str] = {}
+        notes: tuple[str, ...] = ()
         if file_type(folder) == "file":
             names, classes = [base_name(folder)], list[str]()
             folder = parent(folder)
         elif is_layout(folder):
-            names, beside, values = self._list_cases()
-            classes = []
+            layout = find_cases(folder, self.labels, IMAGE_SUFFIXES, colours=True)
+            names, beside = self._list_cases(layout)
+            classes, values, notes = [], layout.labels, layout.notes
         else:
             names, classes = self._list_images()
         numbers = {name: number for number, name in enumerate(classes)}
-        if self.labels is not None:
+        if self.labels is not None and beside is None:
             beside = self._list_labels(self.labels, names)
         masks = beside or []
         opened = open_images(
@@ -347,11 +350,11 @@ class ImageFolderConfig(ImagesConfig):
         )
         if isinstance(opened, LabelledImageSource):
             opened.label_names = values
+        opened.notes = list(notes)
         return opened
 
-    def _list_cases(self) -> tuple[list[str], list[str] | None, dict[int, str]]:
-        """List images, labels where each image has them, and names of their values, as nnU-Net lays them out."""
-        layout = find_cases(self.path, self.labels, IMAGE_SUFFIXES, colours=True)
+    def _list_cases(self, layout: Layout) -> tuple[list[str], list[str] | None]:
+        """List the images of a folder with imagesTr, and labels where each image has them."""
         for case in layout.cases:
             if len(case.images) > 1:
                 raise UserError(
@@ -360,7 +363,7 @@ class ImageFolderConfig(ImagesConfig):
                 )
         labels = [case.labels for case in layout.cases if case.labels is not None]
         names = [f"imagesTr/{base_name(case.images[0])}" for case in layout.cases]
-        return names, labels if len(labels) == len(names) else None, layout.labels
+        return names, labels if len(labels) == len(names) else None
 
     def _list_images(self) -> tuple[list[str], list[str]]:
         """List names below the folder in natural order, and the folders where these are classes."""

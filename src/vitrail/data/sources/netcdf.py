@@ -23,6 +23,7 @@ from vitrail.data.chunks.decoded import parts
 from vitrail.data.chunks.nodes import check_file
 from vitrail.data.files.handles import Handles, decoding, file_mark, library
 from vitrail.data.files.paths import base_name, file_type, is_url, join, local_copy
+from vitrail.data.files.patterns import Match, find_matches, has_stars
 from vitrail.data.formats.hdf5 import Words, check_chunks, check_dataset, check_whole, large_chunks, walk
 from vitrail.data.formats.xarray import check_store, expected_size, open_checkers, open_known
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
@@ -59,14 +60,19 @@ class NetcdfConfig(GridConfig):
             raise UserError(
                 f"labels = {self.labels!r} of {self.path}: netCDF fields have no labels; leave `labels` out"
             )
-        places = [(base_name(self.path), self.path)] if _is_store(self.path) else list_items(self.path, SUFFIXES)
+        if has_stars(self.path):
+            places = find_matches(self.path)
+        elif _is_store(self.path):
+            places = [Match(base_name(self.path), self.path, ())]
+        else:
+            places = list_items(self.path, SUFFIXES)
         wanted: list[str] | None = None
         entries: list[Entry] = []
-        for _, place in places:
-            images, items, facts = self._fields(place)
+        for place in places:
+            images, items, facts = self._fields(place.path)
             if wanted is None:
                 wanted = self._expand(images)
-            prefix = f"{base_name(place)}/" if len(places) > 1 else ""
+            prefix = f"{place.name}/" if len(places) > 1 else ""
             entries += [Entry(f"{prefix}{name}", images, moment=n, facts=facts) for n, name in enumerate(items)]
         return GridSource(replace(self, variables=wanted), entries, kind="netcdf")
 

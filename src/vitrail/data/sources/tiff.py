@@ -3,7 +3,7 @@
 - of several images in a file one is chosen by `series`; flat ones that are all alike are slices of one volume
 - axes, voxel size and channel names come from OME or ImageJ metadata; of plain files, pages are z, a same-named .json
   may hold {"spacing": [z, y, x]} as nnU-Net wants it, and resolution counts only in centimetres (inches are for print)
-- labels: another file or folder, or what `image.tif` finds by itself: the file of the same name with `label` in it
+- labels: another file or folder, or what `image.tif` finds by itself, such as `label.tif`
 """
 
 import re
@@ -44,22 +44,15 @@ class TiffConfig(GridConfig):
             entries = [Entry(base_name(self.path), (self._open_slices(self.path),), labels)]
             return GridSource(self, entries, kind="tiff")
         layout = find_cases(self.path, self.labels, SUFFIXES, colours=True)
-        cases = layout.cases
-        guessed = guess_labels(cases) if self.labels is None and not layout.facts else {}
-        taken = set(guessed.values())
-        for case in cases:
-            if case.images[0] in taken:
-                continue
+        for case in layout.cases:
             images = self._open_images(case, layout)
             if images[0].files and any(images[0].files == entry.images[0].files for entry in entries):
                 continue  # another file of the same volume, each of which tells of all of them
-            facts, place = dict(layout.facts), case.labels
-            if case.name in guessed:
-                place = guessed[case.name]
-                facts["labels"] = [base_name(place)]
-            labels = None if place is None else replace(_unplaced(self._open(place)), names=layout.labels)
-            entries.append(Entry(case.name, images, labels, facts=facts))
-        return GridSource(self, entries, kind="tiff")
+            labels = None
+            if case.labels is not None:
+                labels = replace(_unplaced(self._open(case.labels)), names=layout.labels)
+            entries.append(Entry(case.name, images, labels, facts=layout.facts))
+        return GridSource(self, entries, kind="tiff", notes=layout.notes)
 
     def _open(self, path: str) -> Stored:
         return open_tiff(path, self.series, fill=self.missing == "fill")
@@ -79,7 +72,7 @@ class TiffConfig(GridConfig):
 
     def _open_slices(self, folder: str) -> Stored:
         """Open one volume of flat files of the same size."""
-        slices = [self._open(path) for _, path in list_items(folder, SUFFIXES)]
+        slices = [self._open(path) for path in (each.path for each in list_items(folder, SUFFIXES))]
         first = slices[0]
         for stored in slices:
             if stored.shape != first.shape or stored.dtype != first.dtype or "z" in stored.axes:
@@ -113,18 +106,6 @@ def stack(name: str, slices: Sequence[Stored]) -> Stored:
 def _unplaced(labels: Stored) -> Stored:
     """Return labels without a place: TIFF files tell none, so that they must have the shape of the image."""
     return replace(labels, origin={}, levels=tuple(replace(level, origin={}) for level in labels.levels))
-
-
-def guess_labels(cases: Sequence[Case]) -> dict[str, str]:
-    """Find labels that lie beside their images: label.tif beside image.tif, a_label.tif beside a_image.tif."""
-    pairs = {}
-    for case in cases:
-        name, path = case.name, case.images[0]
-        folder = path[: len(path) - len(name)] if path.endswith(name) else None
-        other = re.sub("image", "label", name, count=1)
-        if other != name and folder is not None and file_type(folder + other) == "file":
-            pairs[name] = folder + other
-    return pairs
 
 
 def open_tiff(path: str, number: int | None, *, fill: bool) -> Stored:

@@ -235,14 +235,6 @@ def attend_flash4(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: 
 
 
 @private.not_compiled  # not traceable: compiled blocks have a break here
-def attend_flash3(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> Tensor:
-    from flash_attn_interface import flash_attn_func
-
-    out = flash_attn_func(q, k, v, softmax_scale=scale)
-    return out[0] if isinstance(out, tuple) else out  # older versions give the log-sum-exp too
-
-
-@private.not_compiled
 def attend_xformers(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
@@ -289,10 +281,9 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor, KeyMask | None, float], Tens
     "flex": attend_flex,
     "varlen": attend_varlen,
     "flash4": attend_flash4,
-    "flash3": attend_flash3,
     "xformers": attend_xformers,
 }
-PADDED = ("cudnn", "efficient", "varlen", "flash3", "flash4", "xformers", "flex")  # want widths of 8, 16, 24, ...
+PADDED = ("cudnn", "efficient", "varlen", "flash4", "xformers", "flex")  # want widths of 8, 16, 24, ...
 
 
 def run(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None) -> Tensor:

@@ -1,0 +1,84 @@
+"""Pictures of held-out samples: every rank takes part in making them, and the first draws.
+
+Nothing that fails here ends a run: each reason is told once, and training goes on. Data that are bad are no such
+failure: training would meet them, too.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from vitrail.errors import UserError
+from vitrail.parallel.agree import Group, gather_json, together
+from vitrail.parallel.flow import Flow
+from vitrail.training.evaluate import Evaluator
+from vitrail.training.journal import Journal
+from vitrail.training.runfolder import RunFolder
+
+T = TypeVar("T")
+
+
+class Undrawn(Exception):
+    """Why there is no picture, on all ranks."""
+
+
+class Pictures:
+    def __init__(self, evaluator: Evaluator, group: Group, *, kind: str, held_out: bool, slices: int):
+        self.evaluator, self.group = evaluator, group
+        self.kind, self.held_out, self.slices = kind, held_out, slices
+        self.told: set[str] = set()  # reasons
+
+    def draw(self, flow: Flow, folder: RunFolder | None, journal: Journal, step: int, beat: Callable[[], None]) -> None:
+        """Draw a picture into the run folder, which rank 0 has."""
+        beat()
+        path = None if folder is None else folder.path / "pictures" / f"{self.kind}-{step:08d}.png"
+        try:
+            rows = self.evaluator.example(flow, keep=path is not None, tick=beat, attempt=self._attempt)
+        except Undrawn as reason:
+            self._tell(journal, step, str(reason))
+            return
+        if path is None or folder is None or not folder.is_there():  # where it is gone, the next save says so
+            return
+        try:  # the others are training on already
+            path.parent.mkdir(exist_ok=True)
+            draw = self.evaluator.objective.draw
+            caption = draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
+            journal.picture(self.kind, path, step=step, caption=caption)
+        except Exception as error:
+            self._tell(journal, step, reason_of(error))
+
+    def _attempt(self, action: Callable[[], T]) -> T:
+        """Run on every rank; where it fails on one, give up on all, so that nobody waits."""
+        found: list[T] = []
+
+        def attempt() -> str | None:
+            try:
+                found.append(action())
+            except UserError:
+                raise
+            except Exception as error:
+                return reason_of(error)
+            return None
+
+        for reason in gather_json(together(attempt, self.group), self.group):
+            if reason is not None:
+                raise Undrawn(reason)
+        return found[0]
+
+    def _tell(self, journal: Journal, step: int, reason: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if reason not in self.told:
+            self.told.add(reason)
+            journal.note(f"the picture of step {step} could not be drawn, nor others so: {reason}")
+
+
+def reason_of(error: Exception) -> str:
+    """Say in one line why something failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the device has no memory left for it"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = str(error).strip().partition("\n")[0]
+    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"

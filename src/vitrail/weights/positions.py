@@ -1,0 +1,195 @@
+"""Where the tokens of a file stand: the grid of its position table, and the tokens before the patches.
+
+A table is so many rows, and does not say which grid they are of, nor whether the first are other tokens'. A config.json
+beside it says so; else the model's own grid decides, or the only grid that the rows fit. More than one is refused.
+"""
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import torch
+
+from vitrail.layers.patches import per_axis
+from vitrail.weights import pieces
+from vitrail.weights.files import Weights
+from vitrail.weights.pieces import Piece, Target, Translation, times
+
+Grid = tuple[int, ...]
+
+
+def place_positions(
+    weights: Weights, found: dict[str, str], target: Target, out: Translation, *, adapter: str, turned: bool
+) -> None:
+    """Place position tables, class token and registers; `found` are names in the vocabulary, `turned`: it has rope."""
+    cls, registers, table = (found.get(n) for n in ("cls_token", "registers", "pos_embed"))
+    counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
+    skip, grid = 0, None
+    if table is not None:
+        skips: tuple[int, ...] = (int(cls is not None),)  # how many of its rows may be other tokens'
+        if adapter == "monai":
+            skips = (0,)
+        elif adapter == "timm" and not re.fullmatch(r"(register|storage)_tokens", registers or ""):
+            skips = (*skips, sum(counts), 0)
+        axes = _axes(weights, found, target)
+        # timm's published models with registers have no rows for any token before the patches.
+        unsure = adapter == "timm" and cls is not None and registers is None
+        skip, grid = _find_grid(weights, found, table, skips, axes, target, out, unsure=unsure, adapter=adapter)
+    _first_tokens(cls, registers, counts, table if skip else None, skip, target, out)
+    smooth = adapter != "hf" or registers is not None
+    if grid is not None and table is not None:
+        _table(weights, table, grid, skip, "encoder", target, out, smooth=smooth)
+    elif table is None and target.positions in ("sincos", "learned") and not turned:
+        out.problems.append(f"the file holds no positions, but the model adds {target.positions} ones; set positions")
+    decoder = found.get("decoder.pos_embed")
+    if decoder is None or grid is None:
+        return
+    if not hasattr(getattr(target.model, "decoder", None), "mask_token"):
+        out.ignored[decoder] = "the model has no such decoder"
+        return
+    _table(weights, decoder, grid, skip, "decoder", target, out, smooth=smooth)
+    if skip and float(weights.read(decoder).reshape(-1, weights.shapes[decoder][-1])[:skip].abs().max()) > 1e-6:
+        out.decoder.append("the decoder's class token has a position in the file, and none here")
+
+
+def _axes(weights: Weights, found: dict[str, str], target: Target) -> int:
+    """Return how many axes the file's patches have: its kernel tells, unless that is a linear layer."""
+    kernel = weights.shapes.get(found.get("patch_embed.proj.weight", ""), ())
+    return len(kernel) - 2 if len(kernel) > 2 else target.ndim
+
+
+def _find_grid(
+    weights: Weights,
+    found: dict[str, str],
+    table: str,
+    skips: tuple[int, ...],
+    axes: int,
+    target: Target,
+    out: Translation,
+    *,
+    unsure: bool,
+    adapter: str,
+) -> tuple[int, Grid | None]:
+    """Return how many rows of a table are not patches', and the grid of the rest; say what cannot be known."""
+    shape = weights.shapes[table]
+    rows = math.prod(shape[:-1])
+    known = tuple(shape[1:-1]) if len(shape) == axes + 2 and axes > 1 else None  # a table that is an image
+    known = known or _grid_by_settings(weights, weights.shapes.get(found.get("patch_embed.proj.weight", ""), ())[2:])
+    fits = [(skip, known) for skip in skips if known is not None and rows - skip == math.prod(known)]
+    if fits:
+        return fits[0]
+    if known is not None and adapter == "hf":
+        out.wrong.append(f"config.json says {times(known)} patches, but the file holds {rows} positions")
+        return 0, None
+    own = None if target.grid is None or len(target.grid) < axes else target.grid[-axes:]
+    skip, grid, doubt = choose_grid(rows, skips, axes, own)
+    if grid is None:
+        equal = "are no square grid, with or without a class token" if axes == 2 else "are no grid of equal sides"
+        out.wrong.append(f"its {rows} positions {equal}, nor one shaped as the model's")
+    elif unsure and not skip and not doubt:
+        doubt = f"{times(grid)}, or another grid and a row for the class token"
+    if doubt and own is not None and grid == own:
+        out.notes.append(f"its {rows} positions may be {doubt}; the model's own grid was taken, {times(own)}")
+    elif doubt:
+        out.problems.append(
+            f"its {rows} positions may be {doubt}, and nothing tells; put its config.json beside it, or give the model "
+            "the shape that the file was made for"
+        )
+    return skip, grid
+
+
+def choose_grid(rows: int, skips: tuple[int, ...], axes: int, own: Grid | None) -> tuple[int, Grid | None, str]:
+    """Return how many rows are other tokens', the grid of the rest, and, where there are more readings, all of them.
+
+    Readings are grids in the proportions of the model's own, and grids of equal sides. The own grid comes first.
+    """
+    readings: list[tuple[int, Grid]] = []
+    for skip in dict.fromkeys(skips):
+        for sides in (own, (1,) * axes):
+            grid = None if sides is None else _in_proportion(rows - skip, sides)
+            if grid is not None and (skip, grid) not in readings:
+                readings.append((skip, grid))
+    readings.sort(key=lambda reading: reading[1] != own)
+    if not readings:
+        return 0, None, ""
+    after = [f"{times(grid)}" + (f" after {skip} of other tokens" if skip else "") for skip, grid in readings]
+    return *readings[0], " or ".join(after) if len(readings) > 1 else ""
+
+
+def _in_proportion(count: int, sides: Grid) -> Grid | None:
+    """Return the grid of so many patches whose sides are in the proportions of these."""
+    if count < 1:
+        return None
+    factor = (count / math.prod(sides)) ** (1 / len(sides))
+    grid = tuple(round(side * factor) for side in sides)
+    alike = all(g * sides[0] == grid[0] * side for g, side in zip(grid, sides, strict=True))
+    return grid if alike and math.prod(grid) == count else None
+
+
+def _grid_by_settings(weights: Weights, patch: tuple[int, ...]) -> Grid | None:
+    """Return the grid that config.json tells: of Hugging Face's models, or of timm's."""
+    settings = weights.settings or {}
+    timm = settings.get("pretrained_cfg")
+    try:
+        if isinstance(timm, dict):
+            size = tuple(timm["input_size"][1:])
+        else:
+            size, patch = (per_axis(_tupled(settings[key]), 2) for key in ("image_size", "patch_size"))
+        return tuple(s // p for s, p in zip(size, patch, strict=True))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _first_tokens(
+    cls: str | None,
+    registers: str | None,
+    counts: tuple[int, ...],
+    table: str | None,
+    skip: int,
+    target: Target,
+    out: Translation,
+) -> None:
+    c = target.config
+    names = [n for n in (cls, registers) if n is not None]
+    have = (counts[0] if cls else 0, counts[-1] if registers else 0)
+    wanted = (int(c.cls_token), c.registers)
+    if have != wanted:
+        said = [f"{n} {what}" for n, what in zip(have, ("class token", "registers"), strict=True)]
+        out.problems.append(
+            f"the file has {' and '.join(said)}, the model {wanted[0]} and {wanted[1]}; "
+            f"set cls_token: {'true' if have[0] else 'false'} and registers: {have[1]}"
+        )
+    elif names:
+        own_row = "encoder.pos_embed.cls" in target.parameters  # the class token's position is a parameter of its own
+        make = partial(pieces.first_rows, counts=counts, added=0 if own_row and skip < 2 else skip)
+        out.pieces["encoder.prefix_tokens"] = Piece((*names, *([table] if table else [])), make)
+        if own_row:
+            row = partial(pieces.class_row, there=skip == 1)
+            out.pieces["encoder.pos_embed.cls"] = Piece((table or names[0],), row)
+
+
+def _table(
+    weights: Weights, name: str, grid: Grid, skip: int, part: str, target: Target, out: Translation, *, smooth: bool
+) -> None:
+    """Turn a table into a learned one; or, where positions are computed, look whether they are the same."""
+    positions = target.positions
+    ours = f"{part}.pos_embed.table"
+    if positions == "learned" and ours in target.parameters:
+        assert target.grid is not None
+        make = partial(pieces.position_table, old=grid, new=target.grid, skip=skip, smooth=smooth)
+        out.pieces[ours] = Piece((name,), make)
+        return
+    if positions == "sincos" and target.ndim == 2:
+        rows = weights.read(name).float().reshape(-1, weights.shapes[name][-1])[skip:]
+        if torch.allclose(rows, pieces.sincos_rows(grid, rows.shape[-1]), atol=1e-4):
+            out.ignored[name] = "the same sin-cos positions are computed here"
+            return
+    out.ignored[name] = f"the model's positions are {positions}"
+    (out.problems if part == "encoder" else out.decoder).append(
+        f"{name}: the model's positions ({positions}) are not those of the file; set positions: learned"
+    )
