@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -386,14 +386,15 @@ def of_entries(
 
 def _table(rows: Sequence[Statistics]) -> Statistics:
     """Join statistics of volumes: a row of each."""
-    return Statistics(tuple(s.mean for s in rows), tuple(s.std for s in rows))  # type: ignore[arg-type]
+    mean, std = (tuple(part) for part in zip(*rows, strict=True))
+    return Statistics(*cast(Any, (mean, std)))
 
 
 def rows_of(entry: Statistics) -> list[list[list[float]]]:
     """Return [mean, std] of an entry, or of each of its volumes."""
     if not isinstance(entry.mean[0], list | tuple):
         return [[list(entry.mean), list(entry.std)]]
-    return [[list(mean), list(std)] for mean, std in zip(entry.mean, entry.std, strict=True)]  # type: ignore[call-overload]
+    return [[list(mean), list(std)] for mean, std in zip(entry.mean, entry.std, strict=True)]
 
 
 def _finder(

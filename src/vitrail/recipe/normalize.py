@@ -35,8 +35,16 @@ class Plain:
     """What kinds have in common, but for what they say otherwise."""
 
     measured: ClassVar[bool] = True
-    clips: ClassVar[bool] = False  # values beyond the ends of the range
-    ends: Pair | None = (-3.0, 3.0)  # in standard deviations, where nothing tells more
+
+    @property
+    def ends(self) -> Pair | None:
+        """Return the normalised values that are black and white: 3 standard deviations, where nothing tells more."""
+        return -3.0, 3.0
+
+    @property
+    def clips(self) -> bool:
+        """Tell whether values beyond the ends are clipped to them."""
+        return False
 
     def change(self, values: Any) -> Any:
         """Return a tensor of values as they are normalised and augmented."""
@@ -76,7 +84,10 @@ class AsRead(Plain):
     kind: Literal["none"] = "none"
 
     measured: ClassVar[bool] = False
-    ends: ClassVar[None] = None
+
+    @property
+    def ends(self) -> None:
+        return None
 
     def pair(self, looked: Looked | None = None) -> Pair:
         return 0.0, 1.0
@@ -130,7 +141,9 @@ class MinMax(Plain):
     kind: Literal["minmax"] = "minmax"
     to: Pair = (-1.0, 1.0)  # what they become
 
-    clips: ClassVar[bool] = True
+    @property
+    def clips(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         _check_rise("to", self.to)
@@ -152,7 +165,10 @@ class Window(Plain):
     to: Pair = (-1.0, 1.0)  # what they become
 
     measured: ClassVar[bool] = False
-    clips: ClassVar[bool] = True
+
+    @property
+    def clips(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         _check_rise("window", self.window)
