@@ -177,7 +177,14 @@ def parts_of(item: Any, size: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_volume(
-    dataset: "Dataset", reader: Reader, source: int, item: int, kinds: Sequence[Any], *, seed: int
+    dataset: "Dataset",
+    reader: Reader,
+    source: int,
+    item: int,
+    kinds: Sequence[Any],
+    *,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
 ) -> Statistics | None:
     """Measure a volume: all of it, or some of its parts; None where no part of it can be read."""
     volume = dataset.sources[source].items[item]
@@ -200,6 +207,7 @@ def measure_volume(
         flat = _read_one(Sample(source, item, block, start, 0, window), reader, dataset.policy, told)
         if flat is not None:
             found.add(flat, flat.shape[1] / voxels)
+        tick()
     return found.statistics() if found.parts else None
 
 
@@ -216,10 +224,8 @@ def of_volumes(
     reader = Reader(dataset.sources, dataset.crop, whole_blocks=False, cache_bytes=0, **options)
 
     def make() -> list[Any]:
-        found = []
-        for number in range(len(items)):
-            found.append(measure_volume(dataset, reader, source, number, kinds, seed=seed))
-            tick()
+        options: dict[str, Any] = {"seed": seed, "tick": tick}
+        found = [measure_volume(dataset, reader, source, number, kinds, **options) for number in range(len(items))]
         known = [one for one in found if one is not None]
         if not known:
             raise UserError(f"{dataset.where}.{source}: no volume can be read to measure statistics on; mend the data")
