@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from support import LONG, merge, tiny_recipe
 from test_loader import ArraySource
@@ -21,6 +22,8 @@ from vitrail.data.reading.pool import Policy, SlowRead
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.items import LatentsConfig
 from vitrail.errors import BadData, UserError
+from vitrail.infer.features import RunNetwork
+from vitrail.layers.scores import CannyScore
 from vitrail.objectives.reconstruct import Reconstruct
 from vitrail.parallel import agree as waiting
 from vitrail.recipe.load import diff
@@ -126,6 +129,12 @@ def test_trees_see_values_by_the_statistics_of_the_data(tmp_path: Path, monkeypa
         for low, high in expected:
             width = high - low
             assert any(abs(a - low) < 0.2 * width and abs(b - high) < 0.2 * width for a, b in found), (names, found)
+    # A network of such a run sees crops of other data as it saw its own.
+    network, grown = RunNetwork(tmp_path / "run0"), []
+    monkeypatch.setattr(CannyScore, "score", lambda self, images, noise, span: grown.append(span) or images[:, 0])
+    network(torch.zeros(2, 1, 8, 8))
+    assert grown[0][0].shape == (2, 1)
+    assert grown[0][0].mean().item() == pytest.approx(70, abs=5)
     data = {"train": [files["ct"]], "valid": [], "crop": 8, "batch": 8, "normalize": "none"}
     with pytest.raises(UserError, match=r"data\.normalize is none, so nothing is known of what is dark and bright"):
         vitrail.train(merge(tree, {"data": data, "run.dir": str(tmp_path / "none")}), quiet=True)
