@@ -440,7 +440,7 @@ def commands(page: Path) -> list[str]:
     return found + [code for code in re.findall(r"`(vitrail [^`\n]+)`", text) if "VERB" not in code]
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

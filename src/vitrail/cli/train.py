@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from vitrail.cli.options import Json, Kept, Overrides, Plugins, Quiet, Run, Step, ToContinue, Trust, load_plugins
-from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, read_pair, refuse_options
+from vitrail.cli.words import (
+    is_chief,
+    note,
+    print_found,
+    print_rows,
+    print_tree,
+    read_numbers,
+    read_pair,
+    refuse_options,
+)
 
 
 def add(app: typer.Typer) -> None:
@@ -77,32 +86,56 @@ def evaluate(
     real: Annotated[
         str | None, typer.Option(metavar="PATH_OR_RECIPE", help="Samples: what to compare with; else their run's data.")
     ] = None,
-    number: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples: how many of them; else all.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Samples: which are compared; else 0.")] = None,
+    knn: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Features: labelled data whose classes neighbours tell.")
+    ] = None,
+    neighbours: Annotated[int | None, typer.Option(metavar="K", min=1, help="Features: that vote; else 20.")] = None,
+    number: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples, or items of each part with --knn; else all.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Which of these are taken; else 0.")] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Samples: write a page, too.")] = None,
     trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Score a checkpoint of a run on its held-out data (data.valid), or samples against real data.
+    """Score a checkpoint of a run on its held-out data (data.valid), its features, or samples against real data.
 
     \b
     vitrail eval runs/demo-mae3d
     vitrail eval runs/demo-mae3d --checkpoint 1300 --samples 256 --weights raw --json
     vitrail eval runs/digits-dit/samples/step-2000 --classifier runs/digits-vit
+    vitrail eval runs/digits-vit --knn configs/digits/vit.yaml --neighbours 10
     vitrail eval SAMPLES --classifier runs/digits-vit --real data/digits/valid --number 200 --page quality.html
 
     The held-out samples and their masks are always the same, so scores can be compared. They are printed; nothing is
     written. Of a folder that `vitrail sample` has written: how far its samples are from real data (Fréchet distance,
     KID, precision and recall in the features of the classifier's network, sliced Wasserstein, FID where torch-fidelity
-    and its weights are there) beside the same for real data, and how many of them the classifier recognises.
+    and its weights are there) beside the same for real data, and how many of them the classifier recognises. With
+    --knn: how often the nearest training items of a recipe, by the run's frozen features, tell a held-out item's class.
     """
     from vitrail.infer.quality import is_samples, quality
     from vitrail.training.run import evaluate as run_evaluation
 
     load_plugins(plugin)
     of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
-    of_samples = {"--classifier": classifier, "--real": real, "--number": number, "--seed": seed, "--page": page}
+    of_samples: dict[str, Any] = {"--classifier": classifier, "--real": real, "--page": page}
+    if knn is not None:
+        refuse_options({"--samples": samples, "KEY=VALUE": overrides}, "--knn measures features", "held-out scores")
+        refuse_options(of_samples, "--knn measures features", "folders that `vitrail sample` has written")
+        if is_chief():
+            from vitrail.infer.neighbours import knn as measure_knn
+
+            options: dict[str, Any] = {
+                "number": number,
+                "checkpoint": checkpoint,
+                "weights": weights,
+                "seed": seed or 0,
+            }
+            print_tree(measure_knn(run, knn, neighbours=neighbours or 20, quiet=as_json, **options), as_json)
+        return
+    refuse_options({"--neighbours": neighbours}, "there is no --knn RECIPE", "features")
+    of_samples |= {"--number": number, "--seed": seed}
     if is_samples(run):
         refuse_options(of_run, f"{run} is a folder of samples", "runs")
         if not is_chief():
@@ -141,7 +174,8 @@ def sample(
         str | None, typer.Option(metavar="NAME", help="auto, ancestral, ddim, euler or heun; else the recipe's.")
     ] = None,
     guidance: Annotated[
-        float | None, typer.Option(metavar="G", help="1: as trained, above: more like its class, 0: of any class.")
+        str | None,
+        typer.Option(metavar="G", help="1: as trained, above: more like its class, 0: of any; or several: 1,2,4."),
     ] = None,
     interval: Annotated[
         str | None, typer.Option(metavar="A,B", help="Guide on this part of the way from noise (0) to data (1).")
@@ -171,6 +205,7 @@ def sample(
     \b
     vitrail sample runs/digits-dit
     vitrail sample runs/digits-dit --classes 3,7 --number 100 --guidance 2 --out threes-and-sevens
+    vitrail sample runs/digits-dit --number 10 --guidance 1,2,4   the same samples by each, and grid.png, a row each
     vitrail sample runs/digits-dit --sampler heun --steps 20 --seed 1 --checkpoint 1000 --json
     torchrun --nproc-per-node 4 -m vitrail sample runs/digits-dit --number 10000 --batch 250
 
@@ -193,7 +228,7 @@ def sample(
         classes=classes,
         steps=steps,
         sampler=sampler,
-        guidance=guidance,
+        guidance=None if guidance is None else read_numbers(guidance, "--guidance"),
         interval=None if interval is None else read_pair(interval, "--interval"),
         seed=seed,
         batch=batch,
