@@ -21,7 +21,6 @@ from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Extent, Sample, Sampler
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
-from vitrail.data.reading.reader import Reader
 from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.hdf5 import Hdf5Config
 from vitrail.data.statistics import measure, remembered
@@ -200,10 +199,9 @@ def test_large_volumes_are_measured_in_parts(tmp_path, monkeypatch) -> None:
     (whole,) = statistics.of_volumes(dataset, 0, seed=0)
     assert (whole.mean[0], whole.std[0]) == pytest.approx((values.mean(), values.std()), abs=1e-4)
     monkeypatch.setattr(statistics, "WHOLE", 1024)
-    reader = Reader(dataset.sources, (16, 16), whole_blocks=False, cache_bytes=0)
     item = dataclasses.replace(dataset.sources[0].items[0], chunk=(16, 16))
     monkeypatch.setattr(dataset.sources[0], "items", [item])
-    some = [statistics.measure_volume(dataset, reader, 0, 0, [Standard()], seed=seed) for seed in (0, 0, 1)]
+    some = [statistics.measure_volume(dataset, 0, 0, [Standard()], seed=seed) for seed in (0, 0, 1)]
     assert some[0] == some[1] != some[2]
     assert some[0] != whole
     assert some[0].mean[0] == pytest.approx(5, abs=0.5)

@@ -24,7 +24,7 @@ from vitrail.data.batch import EntryStatistics, Statistics
 from vitrail.data.files.cache import keep
 from vitrail.data.files.fingerprint import fingerprint
 from vitrail.data.order.sampler import Order, Sample
-from vitrail.data.reading.pool import Policy, timed
+from vitrail.data.reading.pool import Policy, read_again, timed
 from vitrail.data.reading.reader import Reader
 from vitrail.draws import stream
 from vitrail.errors import BadData, UserError
@@ -144,9 +144,16 @@ def _read_one(sample: Sample, reader: Reader, policy: Policy, told: set[str]) ->
     """Read the values [C, voxels] of a sample; None where it is bad and may be left out."""
     size = reader.size_of(sample.source, sample.item, sample.window)
     crop = np.empty((len(reader.sources[sample.source].variables), *size), reader.dtype)
+    call = partial(timed, partial(reader.read_into, crop, sample), partial(reader.name_of, sample), policy.limit)
+    if _or_none(lambda: call() or True, policy, told) is None:
+        return None
+    return crop.reshape(len(crop), -1).astype(np.float64)
+
+
+def _or_none(call: Callable[[], Any], policy: Policy, told: set[str]) -> Any:
+    """Return what a read gives; None where its data are bad and may be left out."""
     try:
-        timed(partial(reader.read_into, crop, sample), partial(reader.name_of, sample), policy.limit)
-        return crop.reshape(len(crop), -1).astype(np.float64)
+        return call()
     except BadData as error:
         if not policy.skips(error):
             raise
@@ -160,14 +167,12 @@ def _read_one(sample: Sample, reader: Reader, policy: Policy, told: set[str]) ->
 
 
 def parts_of(item: Any, size: int) -> list[list[tuple[int, int]]]:
-    """Cut an item along its axes into parts of whole chunks, of about so many voxels; slices of what is cut so."""
+    """Cut an item along its axes into parts of whole chunks, of about so many voxels."""
     part = [min(c, s) for c, s in zip(item.chunk, item.shape, strict=True)]
     for axis in reversed(range(len(part))):
         room = size // math.prod(part)
         if room > 1:
             part[axis] = min(item.shape[axis], part[axis] * room)
-    if item.slices is not None:
-        part[item.slices] = 1
     cuts = []
     for length, shape, chunk, origin in zip(part, item.shape, item.chunk, item.origin, strict=True):
         first = -(origin % chunk) if length >= chunk else 0
@@ -178,7 +183,6 @@ def parts_of(item: Any, size: int) -> list[list[tuple[int, int]]]:
 
 def measure_volume(
     dataset: "Dataset",
-    reader: Reader,
     source: int,
     item: int,
     kinds: Sequence[Any],
@@ -186,12 +190,9 @@ def measure_volume(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Statistics | None:
-    """Measure a volume: all of it, or some of its parts; None where no part of it can be read."""
-    volume = dataset.sources[source].items[item]
-    if dataset.settings.fit is not None:  # an image that is resized
-        cuts = [[(0, size)] for size in volume.shape]
-    else:
-        cuts = parts_of(volume, PART)
+    """Measure a volume as it is stored: all of it, or some of its parts; None where no part of it can be read."""
+    volume, policy = dataset.sources[source].items[item], dataset.policy
+    cuts = parts_of(volume, PART)
     number = math.prod(map(len, cuts))
     voxels = math.prod(max(stop - start for start, stop in along) for along in cuts)
     most = max(FEWEST, WHOLE // voxels)
@@ -201,12 +202,16 @@ def measure_volume(
     found, told = Gathered(kinds, len(chosen)), set[str]()
     for place in chosen:
         at = np.unravel_index(int(place), [len(along) for along in cuts])
-        bounds = [along[i] for along, i in zip(cuts, at, strict=True)]
-        block, start = tuple(slice(*b) for b in bounds), tuple(b[0] for b in bounds)
-        window = tuple(stop - start for start, stop in bounds)
-        flat = _read_one(Sample(source, item, block, start, 0, window), reader, dataset.policy, told)
-        if flat is not None:
-            found.add(flat, flat.shape[1] / voxels)
+        region = tuple(slice(*along[i]) for along, i in zip(cuts, at, strict=True))
+        name = f"{volume.name} at {', '.join(f'{s.start}:{s.stop}' for s in region)}"
+        read = partial(dataset.sources[source].read, item, region)
+        again = partial(read_again, read, partial(str, name), retries=policy.retries)
+        values = _or_none(partial(timed, again, partial(str, name), policy.limit), policy, told)
+        if values is not None:
+            flat = values.reshape(len(values), -1).astype(np.float64)
+            flat = flat[:, np.isfinite(flat).all(axis=0)]  # crops that meet others are bad data
+            if flat.size:
+                found.add(flat, flat.shape[1] / voxels)
         tick()
     return found.statistics() if found.parts else None
 
@@ -219,13 +224,10 @@ def of_volumes(
         return dataset.volumes[source]
     items, names = dataset.sources[source].items, dataset.sources[source].variables
     kinds = [kind_of(dataset.settings.normalize, name) for name in names]
-    fit = dataset.settings.fit
-    options: dict[str, Any] = {"retries": dataset.policy.retries, "fit": fit and fit.resize}
-    reader = Reader(dataset.sources, dataset.crop, whole_blocks=False, cache_bytes=0, **options)
 
     def make() -> list[Any]:
         options: dict[str, Any] = {"seed": seed, "tick": tick}
-        found = [measure_volume(dataset, reader, source, number, kinds, **options) for number in range(len(items))]
+        found = [measure_volume(dataset, source, number, kinds, **options) for number in range(len(items))]
         known = [one for one in found if one is not None]
         if not known:
             raise UserError(f"{dataset.where}.{source}: no volume can be read to measure statistics on; mend the data")
@@ -234,7 +236,7 @@ def of_volumes(
 
     mark = fingerprint(
         [dataset.configs[source]],
-        {"seed": seed, "volumes": [repr(kind) for kind in kinds], "fit": fit and [fit.resize, dataset.crop]},
+        {"seed": seed, "volumes": [repr(kind) for kind in kinds]},
         [dataset.sources[source]],
     )
     check = checked(len(kinds))
