@@ -14,6 +14,7 @@ from support import tiny_recipe, write_recipe
 
 import vitrail
 from vitrail.cli import main as main_verb
+from vitrail.cli.words import end
 from vitrail.errors import BadData, UserError
 from vitrail.infer.encode import encode
 from vitrail.training import alike, trainer
@@ -142,3 +143,4 @@ def broken(*_: Any, **__: Any) -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from vitrail.cli.words import end
 from vitrail.layers.attention import attend_reference
 from vitrail.layers.backends import use_backend
 from vitrail.parallel import context
@@ -134,3 +135,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from vitrail.cli.words import end
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.layers.masks import RandomMask, StratifiedMask
@@ -99,3 +100,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

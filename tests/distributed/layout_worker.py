@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.cli.words import end
 from vitrail.layers.init import local_shard
 from vitrail.objectives.generate import Generate
 from vitrail.recipe import Recipe, load_recipe
@@ -117,3 +118,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

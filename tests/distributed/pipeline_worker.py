@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vitrail.cli.words import end
 from vitrail.errors import UserError
 from vitrail.layers.init import Constant, Normal, init_rules, initialise
 from vitrail.layers.scores import GradientScore
@@ -285,3 +286,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vitrail.cli.words import end
 from vitrail.layers.block import Block, BlockConfig
 from vitrail.parallel import recompute, tensor
 from vitrail.parallel.mesh import Layout, Mesh
@@ -115,3 +116,4 @@ if __name__ == "__main__":
     compiled()
     dist.destroy_process_group()
     print("fine")
+    end(0)

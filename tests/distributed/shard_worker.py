@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vitrail.cli.words import end
 from vitrail.parallel import shard
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.recipe.sections import Parallel
@@ -292,3 +293,4 @@ if __name__ == "__main__":
     check_reduction()
     check_stages()
     dist.destroy_process_group()
+    end(0)

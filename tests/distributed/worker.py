@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from vitrail.cli.words import end
 from vitrail.training.run import train
 
 
@@ -14,3 +15,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -10,6 +10,7 @@ from torch import nn
 from vitrail.errors import UserError
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.unetr import UNETRConfig
+from vitrail.models.vit import ViTConfig
 from vitrail.weights import load_weights
 from vitrail.weights.adapters import translate
 from vitrail.weights.files import open_weights
@@ -127,3 +128,52 @@ def test_what_does_not_fit_is_refused() -> None:
     refused(r"its encoder has 12 blocks, the model's 8", depth=8)
     refused(r"the model has no place for head\.weight", state | {"head.weight": torch.zeros(1)})
     load_weights(config.build(), {f"module.{name}": tensor for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("proj_type", ["conv", "perceptron"])
+@pytest.mark.parametrize("size", [(16, 32), (16, 8, 24)], ids=["2-D", "3-D"])
+@torch.no_grad()
+def test_vits_of_monai(size: tuple[int, ...], proj_type: str) -> None:
+    """Its class token has no position, and its classifier a tanh behind it."""
+    more = {"hidden_size": 24, "mlp_dim": 40, "num_layers": 2, "num_heads": 2, "proj_type": proj_type}
+    reference = monai.ViT(2, size, 8, **more, classification=True, num_classes=3, spatial_dims=len(size)).eval()
+    for parameter in reference.parameters():
+        parameter.normal_(0.0, 0.2)
+    make: dict[str, Any] = {"width": 24, "depth": 2, "heads": 2, "hidden": 40, "patch": 8, "cls_token": True}
+    make |= {"positions": "learned", "eps": 1e-5, "pool": "cls", "ndim": len(size), "channels": 2, "shape": size}
+    model = ViTConfig(**make, classes=3).build()
+    report = load_weights(model, reference.state_dict())
+    assert report.adapter == "monai"
+    assert not report["skipped"]
+    assert any("a tanh behind its classifier" in note for note in report.notes)
+    images = torch.randn(2, 2, *size)
+    torch.testing.assert_close(model(**model.inputs(images)).tanh(), reference(images)[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match=r"model\.pool: mean does not fit MONAI's ViT, which has cls"):
+        load_weights(ViTConfig(**make | {"pool": "mean"}, classes=3).build(), reference.state_dict())
+    # Without a classifier it is the encoder of any model: a UNETR's, say.
+    encoder = monai.ViT(2, size, 8, **more, spatial_dims=len(size)).state_dict()
+    c = UNETRConfig(
+        encoder=EncoderConfig(width=24, depth=2, heads=2, hidden=40, patch=8, positions="learned", eps=1e-5),
+        **{"ndim": len(size), "channels": 2, "shape": size, "classes": 2, "skips": False, "features": 4},
+    )
+    report = load_weights(c.build(), encoder)
+    assert not [name for name in report.names("skipped") if name.startswith("encoder.")]
+
+
+def test_unetrs_of_ucf_vit_are_monais_by_other_names() -> None:
+    options: dict[str, Any] = CASES["2-D"]
+    state = theirs(**options).state_dict()
+    config = config_like(**options)
+    ours, other = config.build(), replace(config, encoder=replace(config.encoder, eps=1e-6)).build()
+    load_weights(ours, state)
+    named = {"patch_embedding.position_embeddings": "pos_embed", "patch_embedding.patch_embeddings": "patch_embed.proj"}
+    named |= {"attn.out_proj": "attn.proj", "mlp.linear": "mlp.fc", "vit.": ""}
+    renamed = {}
+    for name, tensor in state.items():
+        if name.startswith("vit.") and "cross_attn" not in name:
+            for old, new in named.items():
+                name = name.replace(old, new)
+        renamed[name] = tensor
+    renamed |= {f"token_embeds.proj.{end}": renamed[f"patch_embed.proj.{end}"] for end in ("weight", "bias")}
+    assert load_weights(other, renamed).adapter == "ucf"
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))

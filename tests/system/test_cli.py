@@ -245,6 +245,22 @@ def test_descriptors_that_are_closed_at_the_start_are_filled(tmp_path):
     assert int((tmp_path / "told").read_text()) > 2
 
 
+def test_a_process_ends_in_order_and_before_the_interpreter_does():
+    """In the interpreter's own end, threads of gloo that held a tensor aborted ranks that had done all."""
+    script = (
+        "import atexit, sys\n"
+        "from vitrail.cli.words import end\n"
+        "class Late:\n"
+        "    def __del__(self): sys.__stdout__.write('too late\\n')\n"
+        "late = Late()\n"
+        "atexit.register(print, 'in order')\n"
+        "sys.stdout.write('buffered, ')\n"
+        "end(75)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment())
+    assert (ended.returncode, ended.stdout, ended.stderr) == (75, "buffered, in order\n", "")
+
+
 def test_a_crash_in_compiled_code_tells_where_it_was(tmp_path):
     script = (
         "import resource, signal\n"
@@ -424,7 +440,7 @@ def commands(page: Path) -> list[str]:
     return found + [code for code in re.findall(r"`(vitrail [^`\n]+)`", text) if "VERB" not in code]
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -233,6 +233,28 @@ def test_command_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--real" in capsys.readouterr().err
 
 
+def test_neighbours_in_frozen_features(home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("eval", home / "names", "--knn", home / "names", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["counts"] == {"train": 1437, "valid": 360}
+    assert (found["neighbours"], found["features"], found["notes"]) == (20, 64, [])
+    assert found["interval"][0] < found["accuracy"] < found["interval"][1]
+    assert found["accuracy"] > 0.85
+    words = ["--knn", home / "names", "--number", 30, "--neighbours", 40, "--weights", "raw"]
+    assert call("eval", home / "names", *words) == 0
+    shown = capsys.readouterr().out
+    assert "neighbours: 30" in shown
+    assert call("eval", home / "names", "--neighbours", 3) == 2
+    assert "--neighbours: there is no --knn RECIPE" in capsys.readouterr().err
+    assert call("eval", home / "names", "--knn", home / "names", "--samples", 3) == 2
+    assert "--samples: --knn measures features" in capsys.readouterr().err
+    tree = yaml.safe_load((home / "names/recipe.yaml").read_text())
+    tree["data"]["valid"] = []
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
+    assert call("eval", home / "names", "--knn", tmp_path / "a.yaml") == 2
+    assert "it has no data.valid" in capsys.readouterr().err
+
+
 def test_refusals(home: Path, tmp_path: Path, volume: Path) -> None:
     def refused(match: str, folder: Path, **options: Any) -> None:
         with pytest.raises(UserError, match=match):

@@ -108,7 +108,9 @@ import vitrail
 from vitrail import cli
 place, out = sys.argv[1:]
 vitrail.sample(f"{place}/colours", number=5, batch=2, out=f"{out}-made-from")
-cli.main(["sample", f"{place}/fields", "--number", "10", "--batch", "2", "--guidance", "2", "--quiet", "--out", out])
+few = ["--number", "10", "--batch", "2", "--guidance", "2", "--quiet", "--out", out]
+sys.argv[1:] = ["sample", f"{place}/fields", *few]
+cli.console()
 """
 
 

@@ -12,6 +12,7 @@ from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.models.autoencoder import AutoencoderConfig
 from vitrail.objectives.autoencode import AutoencodeConfig
+from vitrail.objectives.similarity import ssim
 from vitrail.recipe import load_recipe
 
 
@@ -125,6 +126,9 @@ def test_the_objective(tmp_path):
     mse = (1.0**2 + 2.0**2) / 2  # half a standard deviation of either variable
     assert found["mse"] == pytest.approx(mse, rel=1e-5)
     assert found["psnr"] == pytest.approx(10 * math.log10(255**2 / mse), rel=1e-5)
+    assert 0.9 < found["ssim"] < 1
+    measured = {name: float(v) for name, v in objective.measure(inputs["x"], targets).items()}
+    assert objective.summarise(measured)["ssim"] == pytest.approx(1, abs=1e-9)
     assert found["mse_over_variance"] == pytest.approx(0.25 / float(inputs["x"].double().var(correction=0)), rel=1e-4)
     absolute = AutoencodeConfig(loss="l1").build(c, statistics).loss(output, targets)
     assert float(absolute.sum / absolute.count) == pytest.approx(0.5)
@@ -133,12 +137,30 @@ def test_the_objective(tmp_path):
     other = Batch([4], values[:1].float())
     targets = objective.prepare(other, Draws(0, [4]))[1]
     sums = objective.measure(output[:1], targets)
-    assert math.isnan(objective.summarise({name: float(v) for name, v in sums.items()})["psnr"])
+    found = objective.summarise({name: float(v) for name, v in sums.items()})
+    assert math.isnan(found["psnr"])
+    assert math.isnan(found["ssim"])
     caption = objective.draw(tmp_path / "a.png", objective.rows(other, output[:1], targets), step=7, held_out=True)
     assert caption == "step 7: 4 x 4 voxels to 3 numbers and back; held-out samples"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     own = Batch([4], values[:1], statistics=(torch.full((1, 2), 1.0), torch.full((1, 2), 3.0)))
     torch.testing.assert_close(objective.prepare(own, Draws(0, [4]))[0]["x"], (values[:1] - 1.0) / 3)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((16, 20), 0.8997910082501682), ((12, 14, 13), 0.8902075120760212)])
+def test_similarity_is_that_of_scikit_image(shape, expected):
+    """Expected: structural_similarity of scikit-image 0.26, with Gaussian weights and no sample covariance."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    x = numbers * 7919 % 256.0
+    pairs = torch.from_numpy(np.stack([x, numbers * 104729 % 256 * 0.3 + 0.7 * x]))[:, None, None]
+    assert float(ssim(*pairs, 255.0)) == pytest.approx(expected, abs=1e-12)
+    both = [torch.cat([each, pairs[0]], dim=0) for each in pairs]  # samples apart, channels alike
+    assert ssim(*both, 255.0).tolist() == pytest.approx([expected, 1], abs=1e-12)
+    both = [torch.cat([each, pairs[0]], dim=1) for each in pairs]
+    assert float(ssim(*both, 255.0)) == pytest.approx((expected + 1) / 2, abs=1e-12)
+    assert math.isnan(ssim(*pairs[..., :10], 255.0))
+    with pytest.raises(ValueError, match="data_range 0"):
+        ssim(*pairs, 0.0)
 
 
 def test_pictures_of_volumes(tmp_path):

@@ -13,6 +13,7 @@ from vitrail.infer.features import (
     directions,
     frechet,
     kid,
+    nearest_classes,
     precision_recall,
     sliced_wasserstein,
     squared_mmd,
@@ -145,6 +146,26 @@ def test_sliced_wasserstein_of_unequal_numbers() -> None:
     assert sliced_wasserstein(few, many) == pytest.approx(math.sqrt(36 / 6))
     assert sliced_wasserstein(few, few.repeat(3, 1)) == 0
     assert sliced_wasserstein(many, few) == pytest.approx(math.sqrt(36 / 6))
+
+
+def test_neighbours_vote_for_classes() -> None:
+    """By hand; and all of the neighbours, by their cosine, as a loop over them says."""
+    bank = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [-1.0, 0.2]])
+    classes = torch.tensor([2, 2, 0, 1])
+    queries = torch.tensor([[9.0, 0.1], [0.1, 3.0], [-0.1, 0.01]])
+    assert nearest_classes(bank, classes, queries, neighbours=1).tolist() == [2, 0, 1]
+    assert nearest_classes(bank, classes, queries, neighbours=99).tolist() == [2, 0, 1]
+    draw = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(50, 4, generator=draw), torch.randn(30, 4, generator=draw)
+    classes = torch.randint(0, 5, (50,), generator=draw)
+    for neighbours in (3, 20):
+        found = nearest_classes(bank, classes, queries, neighbours=neighbours).tolist()
+        for query, told in zip(queries, found, strict=True):
+            cosines = [float(query @ row / query.norm() / row.norm()) for row in bank]
+            votes = dict.fromkeys(range(5), 0.0)
+            for place in sorted(range(50), key=lambda place: -cosines[place])[:neighbours]:
+                votes[int(classes[place])] += math.exp(cosines[place] / 0.07)
+            assert told == max(votes, key=votes.__getitem__)
 
 
 def test_wilson() -> None:

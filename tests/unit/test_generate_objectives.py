@@ -14,6 +14,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.diffusion import SamplingConfig, Steps
 from vitrail.draws import Draws
 from vitrail.errors import UserError
+from vitrail.layers.block import timestep_features
 from vitrail.layers.patches import Part, Slab, patchify, unpatchify
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.diffusion_vit import DiffusionViTConfig
@@ -125,9 +126,9 @@ def test_the_model_sees_noisy_data_and_answers_as_the_process_says(number: int) 
 
 
 @pytest.mark.parametrize("slabs", [True, False])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 5])
 def test_parts_are_cut_from_the_whole(number: int, slabs: bool) -> None:
-    config, model = CASES[number]
+    config, model = [*CASES, (DenoiseConfig(), replace(DIT, learn_sigma=True, ndim=3, shape=(6, 4, 4)))][number]
     objective, batch = config.build(model, STATISTICS), batch_of(model)
     count = 3 if slabs else 5  # 12 tokens: five parts of 3 rows, with copies in the last
     inputs, targets = objective.prepare(batch, Draws(1, batch.counters))
@@ -277,10 +278,9 @@ def test_statistics_of_entries_need_samples_that_belong_to_one() -> None:
         (FlowConfig(), DIT, {"mixup": 0.2}, "mixup and cutmix make images of two classes"),
         (FlowConfig(classes=True), VIT3D, {}, "objective.classes: model 'diffusion_vit' takes no classes"),
         (FlowConfig(classes=False), DIT, {}, "objective.classes: false, but model.classes is 3"),
-        (DenoiseConfig(), replace(DIT, learn_sigma=True), {}, "model.learn_sigma: objective 'denoise' learns no"),
         (FlowConfig(), ViTConfig(size="S/16"), {}, "trains models that take noisy images and a time.*not 'vit'"),
         (FlowConfig(names=("x", "y")), VIT3D, {}, "are given, but classes do not condition the model"),
-        (FlowConfig(), replace(DIT, time_scale=0.5), {}, "model.time_scale: 0.5, but objective 'flow' tells"),
+        (FlowConfig(), replace(DIT, time_scale=1.5), {}, "model.time_scale: 1.5, but objective 'flow' tells"),
         (FlowConfig(), replace(DIT, ndim=1, shape=(8,)), {}, "model.ndim: 1, but objective 'flow' makes images and"),
         (FlowConfig(variables=("a",)), DIT, {}, r"objective.variables: \['a'\], but the data have"),
         (
@@ -351,6 +351,21 @@ class Oracle:
         data = self.data[labels]
         noise = o.process.denoised(x, data, times, "data").noise
         return patchify(o.process.target(data, noise, times, o.predict), patch)
+
+
+def test_a_model_may_know_times_of_0_to_1() -> None:
+    """As SiT does: `time_scale: 0.001` undoes the thousand, in training and in sampling."""
+    config = replace(DIT, time_scale=0.001)
+    objective, batch, model = FlowConfig().build(config, STATISTICS), batch_of(DIT), config.build()
+    seen: list[Tensor] = []
+    model.time_embed.fc1.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    draws = Draws(1, batch.counters)
+    model(**objective.prepare(batch, draws)[0])
+    torch.testing.assert_close(seen[0], timestep_features(draws.uniform("times", 1)[:, 0], 256), rtol=0, atol=1e-6)
+    few = SamplingConfig(sampler="euler", steps=4)
+    objective.generate(lambda inputs: model(**inputs), counters=[0], seed=0, settings=few)
+    times = torch.tensor([0.0, 0.25, 0.5, 0.75])
+    torch.testing.assert_close(torch.cat(seen[1:]), timestep_features(times, 256), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -22,6 +22,7 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from support import ROOT
 
+from vitrail.data.dataset import Dataset
 from vitrail.data.latents.store import write_latents
 from vitrail.data.look import inspect
 from vitrail.data.source import ClassifiedSource, LabelledSource, Source, choose_channels
@@ -351,6 +352,104 @@ def test_images_and_masks_are_no_classes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"images/ and Masks/, .* labels: .*pairs/Masks, or say classes: true"):
         ImageFolderConfig(path=str(tmp_path / "pairs")).open()
     assert ImageFolderConfig(path=str(tmp_path / "pairs"), classes=True).open().class_names == ("images", "Masks")
+
+
+def put_images(folder: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encode(noise(8, 9, seed=number)))
+    return folder
+
+
+def classes_of(path: object, **keys: Any) -> dict[str, str]:
+    source = ImageFolderConfig(path=str(path), **keys).open()
+    return {item.name: source.class_names[item.label] for item in source.items if item.label is not None}
+
+
+def test_classes_by_a_pattern_of_names(tmp_path: Path) -> None:
+    put_images(tmp_path / "flat", "cat.2.png", "dog.1.png", "cat.10.png")
+    expected = {"cat.2.png": "cat", "cat.10.png": "cat", "dog.1.png": "dog"}
+    assert classes_of(tmp_path / "flat", class_pattern=r"^(?P<class>[a-z]+)\.") == expected
+    assert classes_of(f"{tmp_path}/flat/*.1*.png", class_pattern=r"(?P<class>cat|dog)") == {
+        "cat.10.png": "cat",
+        "dog.1.png": "dog",
+    }
+    put_images(tmp_path / "deep", "p1/raw/9_sick.png", "p2/raw/1_well.png")
+    assert guess_kind(f"{tmp_path}/deep/*/raw/*.png") == "image_folder"
+    assert classes_of(f"{tmp_path}/deep/*/raw/*.png", class_pattern=r"_(?P<class>\w+)\.png$") == {
+        "p1/raw/9_sick.png": "sick",
+        "p2/raw/1_well.png": "well",
+    }
+    assert list(classes_of(f"{tmp_path}/deep/**/*.png", classes=True).values()) == ["raw", "raw"]
+    assert not classes_of(f"{tmp_path}/deep/**/*.png")
+    for pattern, said in {
+        "(cat": "is no regular expression",
+        "(cat|dog)": r"has no group called class; mark what the class is, such as \(\?P<class>cat\|dog\)",
+        r"(?P<class>cat)": r"finds no class in 1 of 3 names of images of .*flat, such as 'dog\.1\.png'",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            ImageFolderConfig(path=str(tmp_path / "flat"), class_pattern=pattern).open()
+    with pytest.raises(UserError, match=r"class_pattern and class_table of .* both say what the classes are"):
+        ImageFolderConfig(path="a", class_pattern="(?P<class>a)", class_table="b.csv")
+    with pytest.raises(UserError, match=r"has none; put the images into one folder a class.* or say .* class_table"):
+        Dataset([ImageFolderConfig(path=str(tmp_path / "flat"))], (8, 8), where="data.train", labels="item")
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("labels.csv", "image_id,breed,age\n2,10,7\n1,9,3\nelsewhere,11,1\n"),
+        ("labels.tsv", '\ufefffile\tLabel\n./a/2.png\t"10"\n1.png\t9\n\n'),
+        ("l.csv", "id;Class Name\nsome/where/a/2.png; 10\nsome/where/a/1.png;9\n"),
+    ],
+)
+def test_classes_from_a_table(tmp_path: Path, table: str, text: str) -> None:
+    put_images(tmp_path, "a/1.png", "a/2.png")
+    (tmp_path / table).write_text(text, encoding="utf-8")
+    for given in (table, str(tmp_path / table)):
+        source = ImageFolderConfig(path=str(tmp_path), class_table=given).open()
+        assert source.class_names == ("9", "10")
+        assert [item.label for item in source.items] == [0, 1]
+    assert str(tmp_path / table) in source.files()
+    assert source.notes == []
+    (note,) = ImageFolderConfig(path=str(tmp_path)).open().notes
+    assert note.endswith(f"holds {table}, which is not read; `class_table: {table}` takes classes from it")
+
+
+def test_tables_that_do_not_tell_are_refused(tmp_path: Path) -> None:
+    put_images(tmp_path, "1.png", "2.png")
+    keys: dict[str, Any] = {"path": str(tmp_path), "class_table": "t.csv"}
+    for text, more, said in (
+        ("image,class\n1,a\n", {}, r"tells no class of 1 of the 2 images of .*, such as '2\.png'; add their rows"),
+        ("image,class\n1,a\n1,b\n2,a", {}, r"t\.csv, line 3: '1' is 'b', but 'a' before; give each image one class"),
+        ("image,class\n1,a\n2\n", {}, r"t\.csv, line 3: 1 values, but there are 2 columns"),
+        ("image,kind\n1,a\n", {}, r"which column is that of the classes is not clear: .* columns image, kind; say it"),
+        ("image,kind\n", {"class_columns": ("image", "sort")}, r"t\.csv has the columns image, kind, but no 'sort'"),
+        ("", {}, r"which column is that of the images is not clear: .* the columns none"),
+        ("image,class\n" + "x" * 2**20, {}, "has a line of more than 1,048,576 characters"),
+        (b"image,class\n\xff\xfe,a\n", {}, "is no table of text in UTF-8"),
+    ):
+        (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(UserError, match=said):
+            ImageFolderConfig(**keys, **more).open()
+    (tmp_path / "t.csv").write_text("image,kind\n2,a\n1,b\n")
+    assert classes_of(**keys, class_columns=("image", "kind")) == {"1.png": "b", "2.png": "a"}
+    with pytest.raises(UserError, match=r"class_table = 'u\.csv' is no file, neither by itself nor in "):
+        ImageFolderConfig(path=str(tmp_path), class_table="u.csv").open()
+
+
+def test_labels_of_images_go_by_usual_names_or_stars(tmp_path: Path) -> None:
+    put_images(tmp_path, "x/a_img.png", "x/b_img.png", "y/a_seg.png", "y/b_seg.png", "z/1/a_img.tif", "z/1/b_img.tif")
+    for path, labels in (
+        (tmp_path / "x", tmp_path / "y"),
+        (tmp_path / "x", tmp_path / "z" / "1" / "*.tif"),
+        (f"{tmp_path}/x/*_img.png", f"{tmp_path}/y/*_seg.png"),
+    ):
+        source: Any = ImageFolderConfig(path=str(path), labels=str(labels)).open()
+        for number, item in enumerate(source.items):
+            assert item.name == f"{'ab'[number]}_img.png"
+            expected = noise(8, 9, seed=number + (4 if str(labels).endswith("tif") else 2))
+            assert np.array_equal(source.read_labels(number, WHOLE), expected)
 
 
 def test_a_misspelt_colour_is_no_new_name(tmp_path: Path) -> None:

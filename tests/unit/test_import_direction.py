@@ -14,7 +14,7 @@ ORDER = (
     ("sums",),
     ("contents",),
     ("recipe",),
-    ("layers", "diffusion", "launch"),
+    ("layers", "diffusion", "launch", "convert"),
     ("models", "report"),
     ("data", "parallel"),
     ("objectives",),

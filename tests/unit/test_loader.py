@@ -750,6 +750,19 @@ def test_images_are_made_smaller_as_pillow_does_it(dtype: type) -> None:
     assert np.abs(found[0].astype(np.float32) - expected).max() <= (1e-3 if dtype == np.float32 else 1.01)
 
 
+@pytest.mark.parametrize(("height", "width"), [(96, 24), (10, 12), (16, 24)])
+def test_images_are_squashed_or_stretched_to_a_size(height: int, width: int) -> None:
+    """To y and x, whatever their ratio, as Pillow's resize does; all of the image is in the sample."""
+    image = np.random.default_rng(0).integers(0, 200, (1, height, width)).astype(np.uint8)
+    expected = np.asarray(Image.fromarray(image[0]).resize((24, 16), Image.Resampling.BILINEAR))
+    found = fit_image(image, (16, 24), (16, 24))[0].astype(int)
+    assert np.abs(found - expected).max() <= 1
+    assert np.array_equal(fit_image(image, (16, 24), (8, 8))[0], found[4:12, 8:16])
+    labels = fit_image(image, (16, 24), (16, 24), labels=True)[0]
+    rows, columns = (np.floor((np.arange(n) + 0.5) * size / n).astype(int) for n, size in ((16, height), (24, width)))
+    assert np.array_equal(labels, image[0][np.ix_(rows, columns)])
+
+
 def test_entries_may_have_statistics_of_their_own() -> None:
     sources = [ArraySource(np.zeros((2, 12, 20), np.uint8)), ArraySource(np.ones((2, 30, 30), np.uint8))]
     loader = loader_of(*sources, crop=(5, 7))

@@ -1,5 +1,6 @@
 """Several entries in one run: shares, turns of entries with different variables, and the same order in every world."""
 
+import dataclasses
 import types
 from collections import Counter
 
@@ -70,6 +71,29 @@ def test_shares_of_entries(mix: str, expected: list[float]) -> None:
     order = dataset.sampler(seed=0, lanes=1, reuse=1)
     counts = Counter(order(counter).source for counter in range(4000))
     assert [counts[n] / 4000 for n in range(2)] == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("fit", [None, {"by": "v", "above": 23, "share": 0.1}])
+def test_items_of_one_entry_by_their_voxels_or_alike(fit: dict | None) -> None:
+    """An item of 8 x 8 and one of 40 x 8, next to an entry of one of 8 x 8; a filter leaves parts of the first out."""
+    small, large = numbered(8, 8), numbered(40, 8)
+    counts = {}
+    for draw in ("voxels", "items"):
+        entries = [ArraySource(small), ArraySource(small)]
+        entries[0].items = [entries[0].items[0], dataclasses.replace(entries[0].items[0], name="b", shape=(40, 8))]
+        entries[0].read = lambda item, region: (small, large)[item][(slice(None), *region)]
+        entries[0].draw = draw
+        dataset = Dataset(entries, (4, 4), where="data.train", settings=settings_of(filter=fit))
+        order = dataset.sampler(seed=0, lanes=1, reuse=1)
+        found = Counter((s.source, s.item) for s in map(order, range(4000)))
+        counts[draw] = [found[key] / 4000 for key in ((0, 0), (0, 1), (1, 0))]
+    if fit is None:
+        assert counts["voxels"] == pytest.approx([1 / 7, 5 / 7, 1 / 7], abs=0.03)
+        assert counts["items"] == pytest.approx([3 / 7, 3 / 7, 1 / 7], abs=0.03)
+    assert counts["items"][0] == pytest.approx(counts["items"][1], abs=0.03)
+    assert counts["items"][2] == pytest.approx(counts["voxels"][2], abs=0.03)
+    with pytest.raises(UserError, match=r"data\.tiles: .* leave out data\.mix and the entries' weight and draw"):
+        Dataset(entries, (4, 4), where="data.train", settings=settings_of(tiles={})).sampler(seed=0, lanes=1, reuse=1)
 
 
 def test_blocks_and_overlaps_of_slices_are_those_of_samples() -> None:
@@ -285,6 +309,15 @@ def test_images_of_many_sizes_are_fitted() -> None:
     assert sorted(order(i).source for i in range(4)) == [0, 1, 2, 3]
     with pytest.raises(UserError, match=r"data\.fit\.resize: 4 is less than data\.crop 6 x 6"):
         Dataset(images, (6, 6), where="data.train", settings=settings_of(fit={"resize": 4}))
+    with pytest.raises(UserError, match=r"data\.fit\.resize: 16 x 5 is less than data\.crop 6 x 6"):
+        Dataset(images, (6, 6), where="data.train", settings=settings_of(fit={"resize": [16, 5]}))
+    ramp = ArraySource(np.broadcast_to(np.arange(40, dtype=np.uint8)[:, None], (1, 40, 8)).copy(), chunk=64)
+    for size, expected in ((8, [18, 21]), ([8, 8], [2, 37])):  # the centre of it, or all of it
+        dataset = Dataset([ramp], (8, 8), where="data.train", settings=settings_of(fit={"resize": size}))
+        order = dataset.sampler(seed=0, lanes=1, reuse=None)
+        reader = dataset.reader(order, lanes=1, cache_bytes=0)
+        values = Loader(order, reader, device=torch.device("cpu"), workers=0, prefetch=1).load(range(1)).values[0, 0]
+        assert values[[0, -1], 3].tolist() == pytest.approx(expected, abs=2)
     with pytest.raises(UserError, match=r"data\.fit: is for images, and data\.train\.0 has 3 axes"):
         Dataset(
             [ArraySource(numbered(8, 8, 8))], (6, 6, 6), where="data.train", settings=settings_of(fit={"resize": 8})

@@ -177,15 +177,20 @@ def test_the_loss_is_monais(shape: tuple[int, ...], squared: bool, smooth: tuple
     logits, labels = numbers(0, 3, 4, *shape).requires_grad_(), labels_like(1, 3, 3, *shape)  # class 3 never occurs
     options = {"softmax": True, "to_onehot_y": True}
     settings = options | {"squared_pred": squared, "smooth_nr": smooth[0], "smooth_dr": smooth[1]}
+    dice = losses.DiceLoss(**settings | {"softmax": False, "sigmoid": True})
     theirs = {
         "dice_ce": losses.DiceCELoss(**settings),
         "dice": losses.DiceLoss(**settings),
         "ce": losses.DiceCELoss(**settings, lambda_dice=0.0),
+        "dice_bce": lambda logits, labels: (
+            dice(logits, labels) + losses.FocalLoss(gamma=0, to_onehot_y=True)(logits, labels)
+        ),
+        "focal": losses.FocalLoss(to_onehot_y=True, gamma=1.5),
     }
     for kind, criterion in theirs.items():
         wanted = criterion(logits, labels[:, None])
         (gradient,) = torch.autograd.grad(wanted, logits)
-        each = segmentation_loss(logits, labels, kind=kind, squared=squared, smooth=smooth)
+        each = segmentation_loss(logits, labels, kind=kind, squared=squared, smooth=smooth, gamma=1.5)
         assert each.shape == (3,)
         (ours,) = torch.autograd.grad(each.mean(), logits)
         torch.testing.assert_close(each.mean(), wanted, rtol=1e-6, atol=1e-6)
@@ -217,7 +222,7 @@ def test_ignored_voxels_change_nothing(ignore: int) -> None:
     cut[:, 3:] = ignore
     other = logits.clone()
     other[:, :, 3:] = 50.0 * numbers(2, 2, 3, 3, 4)
-    for kind in ("dice_ce", "dice", "ce"):
+    for kind in ("dice_ce", "dice", "ce", "dice_bce", "focal"):
         part = segmentation_loss(logits[:, :, :3], labels[:, :3], kind=kind)
         for given in (logits, other):
             whole = segmentation_loss(given, cut, kind=kind, ignore=ignore)
@@ -253,12 +258,15 @@ def test_metrics_count_voxels_over_the_whole_set() -> None:
     dice = [2 * everything[i, i] / (everything[i].sum() + everything[:, i].sum()) for i in range(3)]
     for name, wanted in zip(("nothing", "one", "two"), dice, strict=True):
         assert metrics[f"dice_{name}"] == pytest.approx(float(wanted))
+        assert metrics[f"iou_{name}"] == pytest.approx(float(wanted / (2 - wanted)))
     assert math.isnan(metrics["dice_never"])
+    assert math.isnan(metrics["iou_never"])
+    assert metrics["mean_iou"] == pytest.approx(float(sum(d / (2 - d) for d in dice[1:]) / 2))
     assert metrics["mean_dice"] == pytest.approx(float(sum(dice[1:]) / 2))
     assert metrics["accuracy"] == pytest.approx(float(everything.trace() / everything.sum()))
     objective.config = SegmentConfig(background=True)
     assert objective.summarise(total)["mean_dice"] == pytest.approx(float(sum(dice) / 3))
-    assert {"accuracy", "mean_dice", "dice_one"} <= objective.larger_is_better
+    assert {"accuracy", "mean_dice", "dice_one", "mean_iou", "iou_one"} <= objective.larger_is_better
     assert "loss" not in objective.larger_is_better
 
 
@@ -267,7 +275,8 @@ def test_an_ignored_class_is_not_scored(background: bool, tmp_path: Path) -> Non
     """Its number stays, so that those of the others do; a model that names it is wrong there."""
     settings: dict[str, Any] = {"ignore": 1, "names": ("nothing", "void", "cell"), "background": background}
     objective = SegmentConfig(**settings).build(sap(), GREY)
-    assert objective.metrics == ("loss", "accuracy", "mean_dice", "dice_nothing", "dice_cell")
+    each = ("dice_nothing", "dice_cell", "iou_nothing", "iou_cell")
+    assert objective.metrics == ("loss", "accuracy", "mean_dice", "mean_iou", *each)
     objective.model = _Pixels(classes=3)
     labels = torch.tensor([[[0, 0, 1, 1, 2, 2, 2, 2]]])
     guess = torch.tensor([[[0, 0, 0, 2, 2, 2, 2, 1]]])
@@ -340,7 +349,7 @@ def test_segment_refuses_what_cannot_be() -> None:
     with pytest.raises(UserError, match=r"objective.ignore: 1 leaves no class .* objective.background: true"):
         SegmentConfig(ignore=1).build(sap(classes=2), GREY)
     SegmentConfig(ignore=1, background=True).build(sap(classes=2), GREY)
-    for wrong in ({"smooth": (0.0, 0.0)}, {"smooth": (-1.0, 1.0)}, {"names": ("a", "a")}):
+    for wrong in ({"smooth": (0.0, 0.0)}, {"smooth": (-1.0, 1.0)}, {"names": ("a", "a")}, {"gamma": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SegmentConfig(**wrong)
 

@@ -544,6 +544,7 @@ def score_lines(metric="mean_dice", larger=True, classes=("cell", "$x_1<b>", "no
     for number, value in enumerate(values):
         dices = {f"dice_{name}": None if name == "none" else value / (i + 1) for i, name in enumerate(classes)}
         metrics = {"loss": 1 - value, "accuracy": value, "mean_dice": value, **dices}
+        metrics |= {"mean_iou": value / 2, "iou_cell": value / 2}
         step = 10 * (number + 1)
         lines.append({"event": "eval", "time": 1000.0 + step, "step": step, "weights": "ema", "metrics": metrics})
     return lines
@@ -553,14 +554,20 @@ def test_the_metric_of_the_best_checkpoint_is_shown(tmp_path):
     lines = score_lines()
     facts = summary(make_run(tmp_path / "r", lines))
     assert list_tiles(facts)[0] == ("Mean Dice", "0.7", "best 0.8 at step 20; higher is better")
-    assert facts["score"] == "mean Dice 0.7, loss 0.3, accuracy 0.7"
+    assert facts["score"] == "mean Dice 0.7, loss 0.3, accuracy 0.7, mean IoU 0.35"
     svg = plots.score(lines)
     for words in (">Evaluation: mean Dice<", ">best, 0.8 at step 20<", ">averaged weights<", "higher is better<"):
         assert words in svg, words
     assert ">best, 0.5 at step 10<" in plots.score(score_lines(larger=False))
     html, links = read_page(tmp_path / "r")
     assert len([t for t in links.targets if t.startswith("data:image/svg")]) == 3  # loss, score, classes
-    for words in ("Mean Dice", 'alt="Score over the steps"', 'alt="Dice of each class"', '<th class="n">Dice of cell<'):
+    for words in (
+        "Mean Dice",
+        'alt="Score over the steps"',
+        'alt="Dice of each class"',
+        '<th class="n">Dice of cell<',
+        '<th class="n">IoU of cell<',
+    ):
         assert words in html, words
     facts = summary(make_run(tmp_path / "c", score_lines("accuracy", classes=(), values=(0.5,))))
     assert list_tiles(facts)[0] == ("Accuracy", "0.5", "higher is better")

@@ -22,10 +22,12 @@ from support import LONG, environment
 
 from vitrail.data.files import stage as staging
 from vitrail.data.files.cache import keep
+from vitrail.data.files.fingerprint import data_state
 from vitrail.data.files.paths import local_copy
 from vitrail.data.files.stage import LOCK, as_opened, stage
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.reading import pool
+from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.items import DummyConfig
 from vitrail.data.sources.zarr import OmeZarrConfig, ZarrConfig
@@ -36,6 +38,7 @@ from vitrail.recipe import config
 from vitrail.recipe.sections import Stage
 
 MIB = 2**20
+WHOLE = (slice(None),) * 3
 
 
 @config
@@ -124,6 +127,32 @@ def test_of_an_array_the_region_and_the_level_are_copied(tmp_path: Path) -> None
     chunks = {name for name in copied if not name.endswith(".json")}
     assert len(chunks) == 4 * 2 * 2  # of the finest level alone, along z, y and x
     assert {name for name in there if name.endswith(".json")} <= copied
+
+
+def test_what_stars_stand_for_is_copied(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 255, (16, 16, 16), dtype=np.uint8)
+    data = tmp_path / "data"
+    for folder in ("x", "y", "v"):
+        (data / folder).mkdir(parents=True)
+    for number in range(3):
+        write_ome_zarr(data / "v" / f"{number}.zarr", Volume(values + number, values), levels=1, chunk=8)
+        np.save(data / "x" / f"x{number}.npy", values + number)
+        np.save(data / "y" / f"{number}y.npy", values - number)
+    given: list[Any] = [
+        OmeZarrConfig(path=f"{data}/v/*.zarr", region={"x": [0, 8]}, end=0.7),
+        OmeZarrConfig(path=f"{data}/v", region={"x": [8, 16]}),
+        NumpyConfig(path=f"{data}/x/x*.npy", labels=f"{data}/y/*y.npy"),
+    ]
+    expected = [[source.read(n, WHOLE) for n in range(len(source.items))] for source in (c.open() for c in given)]
+    marks = [data_state(c, c.open()) for c in given]
+    staged = stage(given, tmp_path / "fast", MIB)
+    data.rename(tmp_path / "gone")
+    for c, values_of in zip(staged, expected, strict=True):
+        source = c.open()
+        np.testing.assert_array_equal([source.read(n, WHOLE) for n in range(len(source.items))], values_of)
+    assert staged[2].open().read_labels(2, WHOLE).tolist() == (values - 2).tolist()
+    assert None not in marks
+    assert marks[0]["files"] == marks[1]["files"] > 3  # type: ignore[index]
 
 
 @pytest.mark.parametrize("kind", ["zarr2", "shards", "n5"])

@@ -163,6 +163,8 @@ def test_some_of_the_tiles_are_scored_where_they_lie() -> None:
     assert "eval.samples: 18" in note
     assert evaluator_of(source, (8, 8), overlap=0.5, samples=18).note is None
     assert evaluator_of(source, (8, 8), samples=7).note is None
+    note = "eval.samples: 19, but there are 18 held-out tiles: all are measured"
+    assert evaluator_of(source, (8, 8), overlap=0.5, samples=19).note == note
 
 
 def test_memory_does_not_grow_with_the_length_of_a_volume(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 def test_what_is_not_recognised_is_refused_with_the_adapters() -> None:
     message = refusal(vit(), {"conv1.weight": torch.zeros(3)})
     assert "no known kind" in message
-    assert "vitrail, timm, mae, hf, dit, monai" in message
+    assert "vitrail, timm, mae, hf, dit, sit, diffusers, monai, ucf, torchditan, torchtitan-mae" in message
     assert "adapter: 'tim' is unknown" in refusal(vit(), timm_state(), adapter="tim")
     both = timm_state() | {"encoder.blocks.0.attn.qkv.weight": torch.zeros(3)}
     assert "it could be vitrail or timm" in refusal(vit(), both)
@@ -927,10 +927,18 @@ def test_a_run_that_cannot_start_leaves_nothing(trained: Path, volume: Path, tmp
     assert not (tmp_path / "run").exists()
 
 
+WORKER = """
+import json, sys, vitrail
+from vitrail.cli.words import end
+vitrail.train(json.load(open(sys.argv[1])), quiet=True)
+end(0)
+"""
+
+
 def test_every_rank_takes_its_shard(trained: Path, volume: Path, tmp_path: Path) -> None:
     """Two ranks in shards start from what one rank starts from."""
     program = tmp_path / "worker.py"
-    program.write_text("import json, sys, vitrail\nvitrail.train(json.load(open(sys.argv[1])), quiet=True)\n")
+    program.write_text(WORKER)
     tree = tiny_recipe(
         volume,
         tmp_path / "run",

@@ -3,6 +3,8 @@
 import functools
 import http.server
 import json
+import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,8 +17,11 @@ import pytest
 import tensorstore
 import zarr
 
+from vitrail.data.dataset import Dataset
+from vitrail.data.files.fingerprint import fingerprint
 from vitrail.data.files.places import Remote, read_remote
 from vitrail.data.generate import Volume, write_ome_zarr
+from vitrail.data.sources import guess_kind
 from vitrail.data.sources.zarr import N5Config, OmeZarrConfig, ZarrConfig
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import METADATA
@@ -85,6 +90,46 @@ def test_one_level_or_all_of_a_volume(organelle: Path) -> None:
     assert np.array_equal(group.read(0, WHOLE)[0], COARSE)
     with pytest.raises(UserError, match=r"holds the arrays recon-1/em/fibsem-uint8/s0, .*such as .*fibsem-uint8/s0"):
         ZarrConfig(path=str(organelle)).open()
+
+
+@pytest.fixture
+def organelles(organelle: Path) -> Path:
+    """Two volumes of that layout, of different sizes, in folders of different depth."""
+    other = organelle.parent / "more" / "jrc_y.zarr"
+    shutil.copytree(organelle, other)
+    group = zarr.open_group(str(other / "recon-1" / "em" / "fibsem-uint8"), mode="r+", zarr_format=2)
+    del group["s0"]
+    put(group, "s0", VALUES[:14, :, ::-1])
+    return organelle.parent
+
+
+def test_stars_stand_for_many_volumes(organelles: Path) -> None:
+    path = f"{organelles}/**/s0"
+    assert guess_kind(path) == "zarr"
+    dataset = Dataset([ZarrConfig(path=path)], (4, 4, 4), where="data.train")
+    source: Any = dataset.sources[0]
+    assert [item.name for item in source.items] == [
+        "jrc_x.zarr/recon-1/em/fibsem-uint8/s0",
+        "more/jrc_y.zarr/recon-1/em/fibsem-uint8/s0",
+    ]
+    assert source.reads_straight
+    for item, values in enumerate((VALUES, VALUES[:14, :, ::-1])):
+        assert np.array_equal(source.read(item, tuple(slice(0, n) for n in values.shape))[0], values)
+    assert re.fullmatch(r"data\.train\.0: .*s0: 2 labels and files are left out, such as .*/mito/s0", *dataset.notes)
+    for labels in (f"{organelles}/**/labels/groundtruth/crop7/mito/s0", "recon-1/labels/groundtruth/crop7/mito/s0"):
+        source = ZarrConfig(path=f"{organelles}/**/em/fibsem-uint8/s0", labels=labels).open()
+        assert [item.shape for item in source.items] == [(8, 10, 12)] * 2
+    assert fingerprint([ZarrConfig(path=path)], {}) != fingerprint([ZarrConfig(path=path.replace("**", "*"))], {})
+    with pytest.raises(UserError, match=r"stands for no file or folder; check the spelling"):
+        ZarrConfig(path=f"{organelles}/**/s7").open()
+
+
+def test_a_folder_of_hierarchies_is_many_volumes(tmp_path: Path) -> None:
+    for name in ("b10", "b9"):
+        write_ome_zarr(tmp_path / f"{name}.zarr", Volume(VALUES, VALUES % 3), levels=1, chunk=8)
+    assert guess_kind(str(tmp_path)) == "ome_zarr"
+    source = OmeZarrConfig(path=str(tmp_path)).open()
+    assert [item.name for item in source.items] == ["b9.zarr", "b10.zarr"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 failed after the first step, 2 wrong input or environment,
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -21,8 +20,6 @@ from vitrail.cli import words as streams
 from vitrail.cli.words import tell
 from vitrail.credentials import clash, hide_in
 from vitrail.errors import RunFailed, UserError, is_out_of_memory
-
-INTERRUPTED = 130  # by the keyboard, twice in a training
 
 
 class Verbs(TyperGroup):
@@ -46,7 +43,7 @@ class Verbs(TyperGroup):
             tell(f"{error.name} is not installed; {remedy(error.name)}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            raise typer.Exit(INTERRUPTED) from error
+            raise typer.Exit(streams.INTERRUPTED) from error
         except (MemoryError, RuntimeError) as error:  # what devices and libraries raise is a RuntimeError
             if not is_out_of_memory(error):
                 raise
@@ -94,11 +91,7 @@ def console() -> None:
     try:
         main()
     except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            # Past the interpreter's own end: threads of readers and kernels that still run may abort the process there.
-            streams.leave()
-            os._exit(INTERRUPTED)
-        raise
+        streams.end(ended.code)
     finally:
         streams.leave()
 

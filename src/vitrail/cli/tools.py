@@ -1,4 +1,4 @@
-"""The verbs beside a training: `vitrail report`, `models`, `doctor`, `launch` and `schema`."""
+"""The verbs beside a training: `vitrail report`, `models`, `doctor`, `launch`, `convert` and `schema`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitrail.cli.options import (
     Trust,
 )
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree
-from vitrail.errors import UserError
+from vitrail.errors import UserError, printable
 
 
 def add(app: typer.Typer) -> None:
@@ -29,6 +29,7 @@ def add(app: typer.Typer) -> None:
     app.command(short_help="List the models and their sizes, or describe one.")(models)
     app.command(short_help="Try what training needs on this machine.")(doctor)
     app.command(cls=Remembering, short_help="Write the job script that trains a recipe, and submit it.")(launch)
+    app.command(short_help="Write a recipe of another system's configuration.")(convert)
     app.command(short_help="Print the JSON Schema of recipes.")(schema)
 
 
@@ -257,6 +258,60 @@ def launch(
         told = facts["answer"] if submit else output or script.text.removesuffix("\n")
         print(told, end="\n" if told else "")
     raise typer.Exit(code)
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .yaml, .toml or .sh of the other system.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- WORDS", help="What its script was called with beside FILE.", show_default=False),
+    ] = None,
+    system: Annotated[
+        Literal["ucf-vit", "torchtitan-mae", "torchditan", "vit-fsdp-study"] | None,
+        typer.Option("--from", help="Whose file it is; found out by the file if not given."),
+    ] = None,
+    task: Annotated[
+        Literal["classification", "mae", "unetr", "sap", "diffusion"] | None,
+        typer.Option("--as", help="Of UCF-VIT: what the file trains; its folder says so if not given."),
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A script that calls the other system; its words come first.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the recipe there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a recipe of a configuration of UCF-VIT, torchtitan-mae, TorchDiTan or the ViT-FSDP study.
+
+    \b
+    vitrail convert UCF-VIT/configs/imagenet/mae/base_config.yaml -o mae.yaml
+    vitrail convert base_config.yaml --as mae
+    vitrail convert train_configs/demo.toml -- --training.mask_ratio=0.01
+    vitrail convert scripts/sub_15B.sh
+
+    The recipe, whose comments say where each key comes from, is printed or goes to the file of -o. A table tells of
+    each key of the other system whether it is mapped, changed (why) or dropped (why), and which are not understood.
+    """
+    from dataclasses import asdict
+
+    from vitrail.convert import convert as convert_file
+    from vitrail.convert.engine import UNKNOWN
+    from vitrail.disk import check_output, write_output
+
+    if out is not None:
+        check_output(out)
+    found = convert_file(file, system=system, task=task, words=words or (), script=script)
+    if out is not None:
+        write_output(out, found.text.encode())
+    if as_json:
+        table = [asdict(row) for row in found.rows]
+        facts = {"system": found.system, "task": found.task, "recipe": found.tree, "keys": table, "text": found.text}
+        print_tree(facts, as_json)
+    elif out is None:
+        print(found.text, end="")
+    for row in () if as_json else found.rows:
+        (note if out is None else print)(printable(row.line()))
+    if unknown := found.count(UNKNOWN):
+        note(f"{unknown} key{'s are' if unknown > 1 else ' is'} not understood; see the end of the recipe")
 
 
 def schema(

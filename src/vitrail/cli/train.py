@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -77,32 +77,56 @@ def evaluate(
     real: Annotated[
         str | None, typer.Option(metavar="PATH_OR_RECIPE", help="Samples: what to compare with; else their run's data.")
     ] = None,
-    number: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples: how many of them; else all.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Samples: which are compared; else 0.")] = None,
+    knn: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Features: labelled data whose classes neighbours tell.")
+    ] = None,
+    neighbours: Annotated[int | None, typer.Option(metavar="K", min=1, help="Features: that vote; else 20.")] = None,
+    number: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples, or items of each part with --knn; else all.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Which of these are taken; else 0.")] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Samples: write a page, too.")] = None,
     trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Score a checkpoint of a run on its held-out data (data.valid), or samples against real data.
+    """Score a checkpoint of a run on its held-out data (data.valid), its features, or samples against real data.
 
     \b
     vitrail eval runs/demo-mae3d
     vitrail eval runs/demo-mae3d --checkpoint 1300 --samples 256 --weights raw --json
     vitrail eval runs/digits-dit/samples/step-2000 --classifier runs/digits-vit
+    vitrail eval runs/digits-vit --knn configs/digits/vit.yaml --neighbours 10
     vitrail eval SAMPLES --classifier runs/digits-vit --real data/digits/valid --number 200 --page quality.html
 
     The held-out samples and their masks are always the same, so scores can be compared. They are printed; nothing is
     written. Of a folder that `vitrail sample` has written: how far its samples are from real data (Fréchet distance,
     KID, precision and recall in the features of the classifier's network, sliced Wasserstein, FID where torch-fidelity
-    and its weights are there) beside the same for real data, and how many of them the classifier recognises.
+    and its weights are there) beside the same for real data, and how many of them the classifier recognises. With
+    --knn: how often the nearest training items of a recipe, by the run's frozen features, tell a held-out item's class.
     """
     from vitrail.infer.quality import is_samples, quality
     from vitrail.training.run import evaluate as run_evaluation
 
     load_plugins(plugin)
     of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
-    of_samples = {"--classifier": classifier, "--real": real, "--number": number, "--seed": seed, "--page": page}
+    of_samples: dict[str, Any] = {"--classifier": classifier, "--real": real, "--page": page}
+    if knn is not None:
+        refuse_options({"--samples": samples, "KEY=VALUE": overrides}, "--knn measures features", "held-out scores")
+        refuse_options(of_samples, "--knn measures features", "folders that `vitrail sample` has written")
+        if is_chief():
+            from vitrail.infer.neighbours import knn as measure_knn
+
+            options: dict[str, Any] = {
+                "number": number,
+                "checkpoint": checkpoint,
+                "weights": weights,
+                "seed": seed or 0,
+            }
+            print_tree(measure_knn(run, knn, neighbours=neighbours or 20, quiet=as_json, **options), as_json)
+        return
+    refuse_options({"--neighbours": neighbours}, "there is no --knn RECIPE", "features")
+    of_samples |= {"--number": number, "--seed": seed}
     if is_samples(run):
         refuse_options(of_run, f"{run} is a folder of samples", "runs")
         if not is_chief():

@@ -10,16 +10,19 @@ Standard output and error that may go away at any time: a closed pipe or termina
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vitrail.credentials import strip
 from vitrail.errors import UserError, printable
 
+INTERRUPTED = 130  # by the keyboard, twice in a training
 FIRST_SPEAKS = 30  # seconds in which the first rank should meet the trouble of another: starts differ under load
 
 
@@ -199,6 +202,19 @@ def leave() -> None:
             stream.flush()
         except (OSError, ValueError):
             send_nowhere(stream)
+
+
+def end(code: int | str | None) -> NoReturn:
+    """End this process in order, as sys.exit(code) at the end of a program does, but for the interpreter's own end.
+
+    There a thread of gloo that still holds a tensor, or one of a reader or kernel that still runs, may abort a process
+    whose work is done.
+    """
+    if code != INTERRUPTED:  # whoever asked twice does not wait for threads
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    leave()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def send_nowhere(stream: Any) -> None:

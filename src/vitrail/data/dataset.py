@@ -44,12 +44,18 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
         )
     if fit is not None and len(source.axes) != 2:
         raise UserError(f"data.fit: is for images, and {name} has {len(source.axes)} axes; leave it out")
-    if fit is not None and fit.resize < max(crop):
-        raise UserError(f"data.fit.resize: {fit.resize} is less than data.crop {by(crop)}; resize to as much or more")
+    if fit is not None:
+        sides, least = (fit.resize, crop) if isinstance(fit.resize, tuple) else ((fit.resize,), (max(crop),))
+        if any(side < size for side, size in zip(sides, least, strict=True)):
+            raise UserError(
+                f"data.fit.resize: {by(sides)} is less than data.crop {by(crop)}; resize to as much or more"
+            )
     if labels == "item" and not (isinstance(source, ClassifiedSource) and source.class_names):
         raise UserError(
             f"{name}: the objective needs the class of every image, but {c.path} has none; "
             "put the images into one folder a class, such as cat/1.png and dog/1.png"
+            + (", or say where classes are with class_pattern or class_table" if hasattr(c, "class_table") else "")
+            + "".join(f"; {note}" for note in notes_of(source))
         )
     if labels == "voxel" and not isinstance(source, LabelledSource):
         said = f"{name}: the objective needs the class of every voxel"
@@ -278,7 +284,8 @@ class Dataset:
         """Return the same data in tiles; weights, mixing and balance, which are for training, do not count."""
         other = copy.copy(self)
         other.settings = self.settings.model_copy(update={"tiles": tiles, "mix": "size", "balance": None})
-        other.configs = [dataclasses.replace(c, weight=1.0) for c in self.configs]
+        plain = ({"weight": 1.0} | ({"draw": "voxels"} if hasattr(c, "draw") else {}) for c in self.configs)
+        other.configs = [dataclasses.replace(c, **keys) for c, keys in zip(self.configs, plain, strict=True)]
         return other
 
     def sampler(
@@ -298,10 +305,11 @@ class Dataset:
         have different variables, samples are those of the first set of them.
         """
         settings, weights = self.settings, [c.weight for c in self.configs]
-        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0}):
+        drawn = {getattr(c, "draw", "voxels") for c in self.configs}
+        if settings.tiles is not None and (settings.mix != "size" or set(weights) != {1.0} or drawn != {"voxels"}):
             raise UserError(
-                "data.tiles: every tile comes once an epoch, so entries have no other shares; leave out data.mix and "
-                "the entries' weight, or use data.balance"
+                "data.tiles: every tile comes once an epoch, so entries and items have no other shares; leave out "
+                "data.mix and the entries' weight and draw, or use data.balance"
             )
         options = {
             "lanes": lanes,
@@ -355,7 +363,8 @@ class Dataset:
         order: Sampler | Tiles
         try:
             if tiles is None:
-                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, **common)
+                even = {n for n in wanted if getattr(self.configs[n], "draw", "voxels") == "items"}
+                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **common)
             else:
                 order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
         except NothingLeft:

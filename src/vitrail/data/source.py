@@ -218,6 +218,7 @@ class ItemsConfig:
     start: float = 0.0  # first of the sorted items, as a share of them
     end: float = 1.0  # and the last
     weight: float = 1.0  # times its size (items here, crops in volumes): its share of the samples
+    draw: Literal["voxels", "items"] = "voxels"  # whether items are drawn in proportion to their voxels, or all alike
     statistics: dict[Literal["mean", "std"], list[float]] | None = None  # of this entry alone
     stage: bool = True  # copy it to the node's own disk where data.stage says so
 

@@ -105,6 +105,11 @@ class Process(ABC):
         signal, spread = self.levels_for(x, times)
         return Denoised(data, (x - signal * data) / spread)
 
+    def data_error(self, times: Tensor, predict: Prediction) -> Tensor:
+        """Return the error of the data, these less those that an answer means, for an answer that is 1 too large."""
+        signal, spread = self.levels(times)
+        return {"noise": spread / signal, "data": -torch.ones_like(spread), "velocity": spread}[predict]
+
     def check(self, predict: Prediction) -> None:
         """Refuse to predict what says nothing of the data at the noisy end, where every sampler starts."""
         if predict not in get_args(Prediction):

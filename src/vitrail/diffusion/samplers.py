@@ -1,7 +1,7 @@
 """From noise to data by a model's answers: ancestral, DDIM, Euler and Heun, for every process, and samplers of plugins.
 
 - `ancestral` draws each step from the posterior of the process, for the data that the model sees (Ho et al. 2020), with
-  as many steps as the process has or fewer; it wants hundreds
+  as many steps as the process has or fewer; it wants hundreds. It alone uses variances that a model has learned
 - `ddim` keeps the noise that the model sees and draws none (Song et al. 2021); for straight lines that is `euler`
 - `euler` and `heun` solve dx / d(clock) = velocity; heun asks the model twice a step, but once in the last
 - every sampler's last step ends on the data that the model sees: no noise is left over, and none is added
@@ -22,6 +22,7 @@ from pydantic import WithJsonSchema
 from torch import Tensor
 
 from vitrail.diffusion.process import Denoised, Prediction, Process
+from vitrail.diffusion.variance import log_variance, step_variances
 from vitrail.recipe import config, kinds
 
 Predict = Callable[[Tensor, Tensor], Tensor]  # (x [B, C, *S], times [B]) -> the model's answer, as large as x
@@ -50,6 +51,7 @@ class Step:
     later: Tensor
     look: Callable[[Tensor, Tensor], Denoised]  # the same for another x and time: asks the model once more
     fresh: Callable[[], Tensor]  # new noise, as large as x
+    place: Tensor | None = None  # of the variance between its least and greatest, -1 to 1, by a model that learned it
 
 
 class Sampler(Protocol):
@@ -68,7 +70,7 @@ class AncestralConfig:
     evaluations: ClassVar[int] = 1
 
     def step(self, at: Step) -> Tensor:
-        return renewed(at.process, at.denoised, at.fresh(), at.time, at.later)
+        return renewed(at.process, at.denoised, at.fresh(), at.time, at.later, at.place)
 
 
 @config
@@ -157,10 +159,13 @@ def sample(
     *,
     fresh: Callable[[int], Tensor],
     limits: tuple[Tensor, Tensor] | None = None,
+    learned: bool = False,
     tick: Callable[[], None] = lambda: None,
     seen: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Data [B, C, *S] from `noise`, in its type (float32 at least).
+
+    A model that has `learned` variances answers with twice as many channels: what it predicts, then `Step.place`.
 
     - fresh(i): new noise for step i, 0 to steps - 2, where the sampler draws any; i + steps, ... if it draws more
     - limits: least and greatest values of the data, broadcast to x
@@ -171,21 +176,26 @@ def sample(
     grid = process.grid(settings.steps, predict)
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
 
-    def look(x: Tensor, time: Tensor) -> Denoised:
+    def ask(x: Tensor, time: Tensor) -> tuple[Denoised, Tensor | None]:
         told = time.to(x.device, x.dtype if time.is_floating_point() else time.dtype).expand(len(x))
         output = model(x, told)
-        if output.shape != x.shape:
+        expected = (x.shape[0], x.shape[1] * (2 if learned else 1), *x.shape[2:])
+        if output.shape != expected:
             raise ValueError(f"the model answers with shape {list(output.shape)} to samples of {list(x.shape)}")
+        output, *place = output.split(x.shape[1], dim=1)
         tick()
         denoised = process.denoised(x, output.to(x.dtype), time, predict)
         if settings.clip and limits is not None:
             low, high = (limit.to(x) for limit in limits)
             denoised = process.from_data(x, denoised.data.clamp(low, high), time)
-        return denoised
+        return denoised, place[0].to(x.dtype) if place else None
+
+    def look(x: Tensor, time: Tensor) -> Denoised:
+        return ask(x, time)[0]
 
     with torch.no_grad():
         for number, (time, later) in enumerate(pairwise(grid)):
-            denoised = look(x, time)
+            denoised, place = ask(x, time)
             if seen is not None:
                 seen(number, denoised.data)
             if number == len(grid) - 2:
@@ -193,19 +203,19 @@ def sample(
             else:
                 numbers = count(number, settings.steps)  # of this step alone, however many it draws
                 new_noise = lambda numbers=numbers, x=x: fresh(next(numbers)).to(x)  # noqa: E731
-                x = sampler.step(Step(process, x, denoised, time, later, look, new_noise))
+                x = sampler.step(Step(process, x, denoised, time, later, look, new_noise, place))
     return x
 
 
-def renewed(process: Process, denoised: Denoised, fresh: Tensor, time: Tensor, later: Tensor) -> Tensor:
+def renewed(
+    process: Process, denoised: Denoised, fresh: Tensor, time: Tensor, later: Tensor, place: Tensor | None = None
+) -> Tensor:
     """A draw of x at the less noisy time `later`, given x at `time` and its data: some of the noise is new."""
-    (signal, spread), (less_signal, less_spread) = process.levels(time), process.levels(later)
-    # From `later` to `time` the process shrinks x by signal / less_signal and adds noise of this variance ...
-    added = spread.square() - (signal / less_signal * less_spread).square()
-    # ... so that x at `later`, given x at `time` and the data, is as uncertain as this.
-    variance = added.clamp(min=0) * (less_spread / spread).square()
+    less_signal, less_spread = process.levels(later)
+    variance, greatest = step_variances(process, time, later)
     kept = (less_spread.square() - variance).clamp(min=0).sqrt()
-    return less_signal * denoised.data + kept * denoised.noise + variance.sqrt() * fresh
+    spread = variance.sqrt() if place is None else (log_variance(place, variance, greatest) / 2).exp()
+    return less_signal * denoised.data + kept * denoised.noise + spread * fresh
 
 
 def guided(
@@ -227,6 +237,8 @@ def guided(
             return conditional(x, times, labels if guidance else free)
         both = conditional(torch.cat([x, x]), torch.cat([times, times]), torch.cat([labels, free]))
         with_label, without = both.to(x.dtype).chunk(2)
-        return without + guidance * (with_label - without)
+        answer, *place = with_label.split(x.shape[1], dim=1)  # a learned variance is that of the class
+        without = without[:, : x.shape[1]]
+        return torch.cat([without + guidance * (answer - without), *place], dim=1)
 
     return answer

@@ -14,6 +14,7 @@ Distances are pure functions of features [N, D]. Whatever is a small difference 
 - precision and recall (Kynkäänniemi et al. 2019): the share of one set that lies within reach of the other, where an
   item reaches as far as its k-th neighbour in its own set
 - sliced Wasserstein-2: of one-dimensional projections onto random directions, which is exact for each of them
+- classes by the votes of nearest neighbours, by the cosine (as Caron et al. 2021 judge DINO)
 - the Wilson interval of a share, which holds for few samples and for shares of 0 and 1
 """
 
@@ -70,11 +71,18 @@ class RunNetwork:
 
     frechet = "frechet"
 
-    def __init__(self, run: str | Path, *, device: torch.device | None = None):
-        path, manifest = find_checkpoint(run, None)
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        device: torch.device | None = None,
+        checkpoint: str | int | None = None,
+        weights: str | None = None,
+    ):
+        path, manifest = find_checkpoint(run, checkpoint)
         recipe = stored_recipe(manifest)
         self.run, self.device = run, device or torch.device("cpu")
-        model = load(run, checkpoint=int(path.name[5:]))
+        model = load(run, checkpoint=int(path.name[5:]), weights=weights)
         if not isinstance(model, ViT | MAE):
             raise UserError(
                 f"{run}: features are those of a trained vit or mae, not of {recipe.model.kind!r}; give such a run, "
@@ -321,6 +329,24 @@ def _covered(features: Tensor, centres: Tensor, reach: Tensor) -> float:
 def _squared(rows: Tensor, others: Tensor) -> Tensor:
     squares = rows.square().sum(dim=1, keepdim=True) + others.square().sum(dim=1)
     return (squares - 2 * rows @ others.T).clamp(min=0)
+
+
+def nearest_classes(
+    bank: Tensor, classes: Tensor, queries: Tensor, *, neighbours: int = 20, temperature: float = 0.07
+) -> Tensor:
+    """Return the class of each of queries [M, D] by the votes of its nearest in bank [N, D], whose classes are [N].
+
+    Near is a large cosine c, and a vote weighs exp(c / temperature).
+    """
+    _check(bank, queries, least=1)
+    bank, queries = (nn.functional.normalize(each.float(), dim=1) for each in (bank, queries))
+    found = []
+    for rows in queries.split(max(1, ROWS * ROWS * 100 // len(bank))):
+        near = (rows @ bank.T).topk(min(neighbours, len(bank)), dim=1)
+        votes = torch.zeros(len(rows), int(classes.max()) + 1, device=bank.device)
+        votes.scatter_add_(1, classes[near.indices], torch.exp(near.values / temperature))
+        found.append(votes.argmax(dim=1))
+    return torch.cat(found)
 
 
 def directions(voxels: int, number: int, *, seed: int) -> Tensor:

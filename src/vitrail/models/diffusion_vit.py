@@ -41,7 +41,7 @@ class DiffusionViTConfig(DenoiserConfig):
     condition_channels: int = 0  # that only condition: they come after the others; the objective knows how many
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
     time_steps: int = 1000  # times, scaled, are from 0 to it
-    time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
+    time_scale: float = 1.0  # of times, which are steps, or 1000 times those of flow; 0.001 gives SiT's, of 0 to 1
 
     def __post_init__(self) -> None:
         if self.time_steps < 1:

@@ -119,9 +119,9 @@ class DiTConfig(DenoiserConfig):
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
     classes: int | None = None  # null: no conditioning on a class
     label_dropout: float | None = None  # labels hidden in training, for guidance without a classifier: 0.1 (ditan 0.05)
-    learn_sigma: bool = False  # twice as many channels out: the noise, then its variance
+    learn_sigma: bool = False  # twice as many channels out: the noise, then where the variance of a step lies
     time_features: int = 256
-    time_scale: float = 1.0  # times are multiplied by it; those of our objectives (steps, or 1000 times flow's) want 1
+    time_scale: float = 1.0  # of times, which are steps, or 1000 times those of flow; 0.001 gives SiT's, of 0 to 1
 
     def __post_init__(self) -> None:
         fill_size(self, SIZES, DIT)

@@ -2,8 +2,8 @@
 
 - the loss is the squared (or absolute) error of normalised values, a mean over all voxels
 - in training, noise of a standard deviation of `noise` is added to the latents
-- mse is in the data's units squared; mse_over_variance compares normalised values with their own spread; psnr is of the
-  peak that bytes have, or that `peak` gives
+- mse is in the data's units squared; mse_over_variance compares normalised values with their own spread; psnr
+  and ssim, a mean over samples, are of the peak that bytes have, or that `peak` gives
 """
 
 import math
@@ -19,6 +19,7 @@ from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.models.autoencoder import AutoencoderConfig, latent_shape, num_latents
 from vitrail.objectives.objective import Loss, Objective, normalise
+from vitrail.objectives.similarity import ssim
 from vitrail.recipe import config
 
 
@@ -27,7 +28,7 @@ class AutoencodeConfig:
     kind: Literal["autoencode"] = "autoencode"
     loss: Literal["mse", "l1"] = "mse"
     noise: float = 0.05  # standard deviation of what is added to the latents in training
-    peak: float | None = None  # largest value less the smallest, for psnr; null: 255 for bytes
+    peak: float | None = None  # largest value less the smallest, for psnr and ssim; null: 255 for bytes
 
     def __post_init__(self) -> None:
         if not self.noise >= 0 or (self.peak is not None and not self.peak > 0):
@@ -48,9 +49,9 @@ class Targets:
 
 
 class Autoencode(Objective):
-    metrics = ("loss", "mse", "mse_over_variance", "psnr")
+    metrics = ("loss", "mse", "mse_over_variance", "psnr", "ssim")
     best_metric = "mse_over_variance"
-    larger_is_better = frozenset({"psnr"})
+    larger_is_better = frozenset({"psnr", "ssim"})
     pictured = 4
 
     def __init__(self, c: AutoencodeConfig, model: AutoencoderConfig, statistics: Statistics):
@@ -79,7 +80,12 @@ class Autoencode(Objective):
         loss, truth = self.loss(output, targets), targets.values.double()
         error = output.double() - truth
         voxels = loss.count.double()
+        given, made = (each.double() * targets.std + targets.mean for each in (targets.values, output))
+        unknown = torch.full((len(truth),), float("nan"), device=truth.device)
+        alike = ssim(made, given, targets.peak) if targets.peak else unknown
         return {
+            "ssim": alike.double().sum(),
+            "samples": torch.full((), float(len(truth)), dtype=torch.float64, device=truth.device),
             "loss": loss.sum.double(),
             "voxels": voxels,
             "squared_error": error.square().sum(),
@@ -98,6 +104,7 @@ class Autoencode(Objective):
             "mse": error / voxels,
             "mse_over_variance": sums["squared_error"] / voxels / variance if variance > 0 else float("nan"),
             "psnr": 10 * math.log10(peaks / error) if peaks and error else float("nan"),
+            "ssim": sums["ssim"] / sums["samples"],
         }
 
     def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 - times are uniform, or logit-normal, which spends more of the training in the middle; `shift` above 1 moves training
   and sampling towards noise, as large images want
-- computed in fp32; the model is told 1000 times the time, so that model.time_scale stays 1
+- computed in fp32; the model is told 1000 times the time. SiT tells the time itself: model.time_scale: 0.001
 """
 
 from typing import Any, Literal
@@ -34,10 +34,10 @@ class FlowConfig(GenerateConfig):
 
     def check_model(self, model: Any) -> None:
         super().check_model(model)
-        if getattr(model, "time_scale", 1.0) != 1:
+        if getattr(model, "time_scale", 1.0) > 1:
             raise UserError(
                 f"model.time_scale: {model.time_scale:g}, but objective 'flow' tells the model 1000 times the time "
-                "already; leave it out"
+                "already; leave it out, or set 0.001 for a model that knows times of 0 to 1"
             )
 
     def build(self, model: Any, statistics: Statistics) -> "RectifiedFlow":

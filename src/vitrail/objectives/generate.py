@@ -8,6 +8,8 @@
   voxels, is given (super-resolution, downscaling). Both come as channels after those that are denoised
 - the loss is the squared error of what is predicted, a mean over voxels, in fp32; validation measures it without
   weights at times spread evenly over the whole way, so that runs can be compared, and of each quarter of the way
+- with model.learn_sigma the second half of a model's channels learns the variance of DDPM's steps, by the variational
+  bound, which is added to the loss (Nichol & Dhariwal 2021). Flow has none: it leaves that half alone, as SiT does
 - samples are in the units of the data: of an entry with statistics of its own, where a sample is made from its data
 """
 
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch, Statistics
-from vitrail.diffusion import Prediction, Process, SamplingConfig, guided, sample
+from vitrail.diffusion import Prediction, Process, SamplingConfig, Steps, guided, sample
+from vitrail.diffusion.variance import Bins, bits
 from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.block import check_class_ids, drop_labels
@@ -38,10 +41,20 @@ ROWS = 10  # classes in a picture
 
 @dataclass(frozen=True)
 class Targets:
-    values: Tensor  # [B, n, P*C] what the model is to answer
+    values: Tensor  # [B, n, P*C] what the model is to answer; with a bound [B, n, P*2C], the data after it
     weights: Tensor  # [B] of the squared errors
     quarter: Tensor | None  # [B] of the way from noise to data, where validation measures
     valid: Tensor | None  # [B, n] false for padding
+    bound: "Bound | None" = None  # where the model learns variances
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Facts of the samples that the variational bound needs."""
+
+    times: Tensor  # [B]
+    factor: Tensor  # [B] of what is predicted: the data's error for an error of 1
+    bins: Bins  # each [B or 1, 1, C]
 
 
 class Shown(NamedTuple):
@@ -76,6 +89,8 @@ class Generate(Objective):
         self.made = tuple(name for name in known if name not in c.condition)  # variables; empty where not known
         self.made_at = [known.index(name) for name in self.made] or list(range(len(statistics.mean)))
         self.channels = len(self.made) or model.channels  # that are made
+        self.halved = bool(getattr(model, "learn_sigma", False))  # the second half of the channels is of variances
+        self.learned = self.halved and isinstance(process, Steps)
         self.decode: Callable[[Tensor], Tensor] | None = None  # latents to pixels, both in their data's units
         self.value_range: tuple[float, float] | None = None  # of the data, where their type has one
         try:
@@ -158,11 +173,15 @@ class Generate(Objective):
                 labels = drop_labels(labels, hidden, self.model.label_dropout, self.classes)
         noisy = self.process.mix(data, noise, times)
         inputs, like = self.inputs(noisy, given, told, labels, names=batch.variables, slab=batch.slab)
-        wanted = self.process.target(data, noise, times, self.predict)
+        wanted, bound = self.process.target(data, noise, times, self.predict), None
+        if self.learned:
+            factor = self.process.data_error(times, self.predict).float()
+            bound = Bound(times, factor, self.bins(batch.statistics, device))
+            wanted = torch.cat([wanted, data], dim=1)
         encoder = encoder_of(self.model)
         tokens = tokenize(wanted, encoder.tokens, like.patch, separate=like.separate > 1, slab=batch.slab)
         quarter = None if quarter is None else sent(quarter, device)
-        return inputs, Targets(tokens.take(), weights, quarter, inputs.get("valid"))
+        return inputs, Targets(tokens.take(), weights, quarter, inputs.get("valid"), bound)
 
     def inputs(
         self,
@@ -183,15 +202,44 @@ class Generate(Objective):
 
     def squares(self, output: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Squared errors of each sample [B], added up, and of how many values they are."""
-        squared = (output.float() - targets.values).square().sum(dim=2)  # B n
-        number = torch.full_like(squared, float(output.shape[2]))
+        answer, wanted = self.halves(output)[0], targets.values
+        if targets.bound is not None:
+            wanted = self.halves(wanted)[0]
+        squared = (answer.float() - wanted).square().sum(dim=2)  # B n
+        number = torch.full_like(squared, float(answer.shape[2]))
         if targets.valid is not None:
             squared, number = squared.where(targets.valid, 0.0), number.where(targets.valid, 0.0)
         return squared.sum(dim=1), number.sum(dim=1)
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         squares, numbers = self.squares(output, targets)
-        return Loss((squares * targets.weights).sum(), numbers.sum())
+        total = (squares * targets.weights).sum()
+        if (bound := targets.bound) is not None:
+            answer, place = (half.float() for half in self.halves(output))
+            wanted, data = self.halves(targets.values)
+            error = bound.factor.view(-1, 1, 1) * (answer.detach() - wanted)
+            bins = Bins(*(t.repeat(1, 1, data.shape[2] // t.shape[2]) for t in bound.bins))
+            each = bits(self.process, bound.times, error, place, data, bins).sum(dim=2)
+            if targets.valid is not None:
+                each = each.where(targets.valid, 0.0)
+            total = total + each.sum() * (self.config.longest / 1000)  # a thousandth of the sum over all steps
+        return Loss(total, numbers.sum())
+
+    def halves(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both halves [B, n, P*C] of the channels of tokens; where there is one alone, it and nothing."""
+        if not self.halved:
+            return values, values[:, :, :0]
+        both = values.unflatten(2, (-1, 2, self.channels))  # B n P 2 C
+        return both[..., 0, :].flatten(2), both[..., 1, :].flatten(2)
+
+    def bins(self, statistics: tuple[Tensor, Tensor] | None, device: torch.device) -> Bins:
+        """Return the whole numbers that data are, normalised; of others, those of bytes over -1 to 1, without ends."""
+        tables = statistics or self.statistics.tensors()
+        mean, std = (sent(t, device)[..., self.made_at].reshape(-1, 1, self.channels) for t in tables)
+        if self.value_range is None:
+            return Bins(*(torch.full_like(std, value) for value in (1 / 255, -torch.inf, torch.inf)))
+        low, high = self.value_range
+        return Bins(0.5 / std, (low - mean) / std, (high - mean) / std)
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
         assert targets.quarter is not None
@@ -252,7 +300,8 @@ class Generate(Objective):
         def answer(x: Tensor, times: Tensor, labels: Tensor | None) -> Tensor:
             given = None if condition is None else condition.to(x).repeat(len(x) // len(condition), *[1] * (x.ndim - 1))
             inputs, tokens = self.inputs(x, given, self.process.told(times), labels, names=self.made)
-            return tokens.paint(run(inputs)).float()
+            made = tokens.paint(run(inputs)).float()
+            return made if self.learned else made[:, : self.channels]
 
         if self.classes is None:
             model = lambda x, times: answer(x, times, None)  # noqa: E731
@@ -273,6 +322,7 @@ class Generate(Objective):
             settings,
             fresh=lambda step: draws.normal(f"sample/{step}", *shape, device=device),
             limits=limits,
+            learned=self.learned,
             tick=tick,
             seen=None if seen is None else lambda step, data: seen(step, data * std + mean),
         )
@@ -463,11 +513,6 @@ class GenerateConfig:
         if model.ndim not in (2, 3):
             raise UserError(
                 f"model.ndim: {model.ndim}, but objective {self.kind!r} makes images and volumes; set it to 2 or 3"
-            )
-        if getattr(model, "learn_sigma", False):
-            raise UserError(
-                f"model.learn_sigma: objective {self.kind!r} learns no variances, and would leave half of the output "
-                "untrained; leave learn_sigma out"
             )
         if self.classes and not hasattr(model, "classes"):
             raise UserError(

@@ -1,10 +1,13 @@
-"""Name the class of each voxel: Dice and cross-entropy.
+"""Name the class of each voxel: Dice, cross-entropy and their kin.
 
 - labels are volumes beside the images (`labels: structures` of a source); model.classes follows from their names
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
+- `dice_bce` and `focal` judge each class by itself, by the sigmoid of its logit: soft Dice plus binary cross-entropy,
+  or binary cross-entropy that looks away from what is easy (MONAI's FocalLoss), means over voxels and classes
 - voxels whose label is `ignore` take no part in loss or metrics; where that is the number of a class, it has no Dice
-- metrics count voxels over the whole validation set: Dice = 2 both / (predicted + true) of each class, and their mean
+- metrics count voxels over the whole validation set: of each class Dice = 2 both / (predicted + true) and IoU = both /
+  (predicted or true), and their means
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
@@ -29,16 +33,19 @@ class SegmentConfig:
     labels: ClassVar[str] = "voxel"
 
     kind: Literal["segment"] = "segment"
-    loss: Literal["dice_ce", "dice", "ce"] = "dice_ce"
+    loss: Literal["dice_ce", "dice", "ce", "dice_bce", "focal"] = "dice_ce"
+    gamma: float = 2.0  # how far focal looks away from what is easy; at 0 it is binary cross-entropy
     squared: bool = True  # Dice's denominator adds squares of probabilities, not the probabilities
     smooth: tuple[float, float] = (0.0, 1e-6)  # added to Dice's numerator and denominator
-    background: bool = False  # whether class 0 counts in mean_dice
+    background: bool = False  # whether class 0 counts in mean_dice and mean_iou
     ignore: int | None = None  # label of voxels that are not scored, 255 for example
     names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
 
     def __post_init__(self) -> None:
         if min(self.smooth) < 0 or self.smooth[1] == 0:
             raise ValueError(f"smooth {list(self.smooth)} must not be negative, and the second must be above 0")
+        if not 0 <= self.gamma < float("inf"):
+            raise ValueError(f"gamma {self.gamma} must be a number from 0 on, such as 2")
         check_names(self.names)
 
     def build(self, model: Any, statistics: Statistics) -> "Segment":
@@ -59,7 +66,7 @@ class SegmentConfig:
         return Segment(self, model, statistics)
 
     def counts(self, number: int) -> bool:
-        """Say whether a class is part of mean_dice."""
+        """Say whether a class is part of mean_dice and mean_iou."""
         return number != self.ignore and (number > 0 or self.background)
 
 
@@ -75,9 +82,10 @@ class Segment(VoxelObjective):
     def __init__(self, c: SegmentConfig, model: Any, statistics: Statistics):
         self.config, self.model, self.statistics = c, model, statistics
         self.names = c.names or tuple(f"class {number}" for number in range(model.classes))
-        dices = tuple(f"dice_{name}" for number, name in enumerate(self.names) if number != c.ignore)
-        self.metrics = ("loss", "accuracy", "mean_dice", *dices)
-        self.larger_is_better = frozenset({"accuracy", "mean_dice", *dices})
+        scored = [name for number, name in enumerate(self.names) if number != c.ignore]
+        each = [f"{measure}_{name}" for measure in ("dice", "iou") for name in scored]
+        self.metrics = ("loss", "accuracy", "mean_dice", "mean_iou", *each)
+        self.larger_is_better = frozenset(self.metrics) - {"loss"}
         self.axes = TokenAxes(output=(TOKENS,) if model.output == "tokens" else ())  # painted before they are scored
 
     def tokens_per_sample(self) -> int:
@@ -96,7 +104,7 @@ class Segment(VoxelObjective):
         c = self.config
         logits = self.logits(output, targets)
         each = segmentation_loss(
-            logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, ignore=c.ignore
+            logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, gamma=c.gamma, ignore=c.ignore
         )
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
@@ -118,14 +126,17 @@ class Segment(VoxelObjective):
             return part / whole if whole else float("nan")
 
         numbers = [number for number in range(self.model.classes) if number != self.config.ignore]
-        # A class that neither the labels nor the model know of here has no Dice, and is left out of the mean.
+        # A class that neither the labels nor the model know of here has neither Dice nor IoU, and is in no mean.
         dices = {i: ratio(2 * sums[f"both_{i}"], sums[f"either_{i}"]) for i in numbers}
-        counted = [dice for i, dice in dices.items() if dice == dice and self.config.counts(i)]
+        ious = {i: ratio(sums[f"both_{i}"], sums[f"either_{i}"] - sums[f"both_{i}"]) for i in numbers}
+        counted = [i for i, dice in dices.items() if dice == dice and self.config.counts(i)]
         return {
             "loss": sums["loss"] / sums["samples"],
             "accuracy": ratio(sum(sums[f"both_{i}"] for i in numbers), sums["voxels"]),
-            "mean_dice": ratio(sum(counted), len(counted)),
+            "mean_dice": ratio(sum(dices[i] for i in counted), len(counted)),
+            "mean_iou": ratio(sum(ious[i] for i in counted), len(counted)),
             **{f"dice_{self.names[i]}": dice for i, dice in dices.items()},
+            **{f"iou_{self.names[i]}": iou for i, iou in ious.items()},
         }
 
     def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
@@ -160,24 +171,33 @@ def segmentation_loss(
     kind: str = "dice_ce",
     squared: bool = True,
     smooth: tuple[float, float] = (0.0, 1e-6),
+    gamma: float = 2.0,
     ignore: int | None = None,
 ) -> Tensor:
     """Return the loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
     scored = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore  # [B, *S]
     labels = labels.where(scored, 0)
-    logs = logits.log_softmax(dim=1)
+    voxels = scored.flatten(1).sum(dim=1).clamp(min=1)
+    apart = kind in ("dice_bce", "focal")  # each class by itself, by a sigmoid
+    logs = functional.logsigmoid(logits) if apart else logits.log_softmax(dim=1)
+    if kind != "ce":
+        true = torch.zeros_like(logs).scatter_(1, labels.unsqueeze(1), scored.unsqueeze(1).to(logs.dtype))
     each = torch.zeros(len(logits), device=logits.device)
-    if kind in ("dice", "dice_ce"):
+    if kind in ("dice", "dice_ce", "dice_bce"):
         share = logs.exp() * scored.unsqueeze(1)
-        true = torch.zeros_like(share).scatter_(1, labels.unsqueeze(1), scored.unsqueeze(1).to(share.dtype))
         both = (share * true).flatten(2).sum(dim=2)  # B C
         predicted = (share.square() if squared else share).flatten(2).sum(dim=2)
         dice = (2 * both + smooth[0]) / (predicted + true.flatten(2).sum(dim=2) + smooth[1])
         # A sample without any scored voxel has nothing to learn from, but still counts as one.
         each = each + (1 - dice).mean(dim=1) * scored.flatten(1).any(dim=1)
+    if apart:
+        wrong = functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mul(scored.unsqueeze(1))
+        if kind == "focal":  # by how unlikely what is true still is
+            wrong = wrong * (gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
+        each = each + wrong.mean(dim=1).flatten(1).sum(dim=1) / voxels
     if kind in ("ce", "dice_ce"):
         surprise = -logs.gather(1, labels.unsqueeze(1)).squeeze(1) * scored  # [B, *S]
-        each = each + surprise.flatten(1).sum(dim=1) / scored.flatten(1).sum(dim=1).clamp(min=1)
+        each = each + surprise.flatten(1).sum(dim=1) / voxels
     return each
 
 

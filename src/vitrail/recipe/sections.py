@@ -240,7 +240,9 @@ class Tiles(Section):
 class Fit(Section):
     """Images of many sizes, brought to one by a rule that draws nothing."""
 
-    resize: PositiveInt = Field(description="pixels of the shorter side")
+    resize: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(
+        description="pixels of the shorter side; or y and x, to which images are squashed or stretched"
+    )
     crop: Literal["centre"] = Field(default="centre", description="which part of it is taken")
 
 
@@ -328,9 +330,20 @@ class Init(Section):
     """Weights that a new run starts from."""
 
     path: str = Field(min_length=1, description="a run folder, a checkpoint, or a .safetensors, .pt or .bin file")
-    adapter: Literal["auto", "vitrail", "timm", "mae", "hf", "dit", "monai"] = Field(
-        default="auto", description="where the weights come from; auto finds out by their names"
-    )
+    adapter: Literal[
+        "auto",
+        "vitrail",
+        "timm",
+        "mae",
+        "hf",
+        "dit",
+        "sit",
+        "diffusers",
+        "monai",
+        "ucf",
+        "torchditan",
+        "torchtitan-mae",
+    ] = Field(default="auto", description="where the weights come from; auto finds out by their names")
     only: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="parts of the model to load, such as encoder; all that fit if empty"
     )

@@ -121,7 +121,7 @@ def describe_score(found: dict[str, Any] | None, first: str | None = None) -> st
     shown = [
         f"{name_metric(name)} {plain(value)}"
         for name, value in ordered
-        if name == first or not str(name).startswith("dice_")
+        if name == first or not str(name).startswith(("dice_", "iou_"))
     ]
     return ", ".join(shown) or "an evaluation without metrics"
 

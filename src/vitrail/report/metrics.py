@@ -32,6 +32,7 @@ _NAMES = {
     "mse_over_variance": "error / variance",
     "memory_gib": "memory, GiB",
     "mean_dice": "mean Dice",
+    "mean_iou": "mean IoU",
     "top5": "top-5 accuracy",
 }
 
@@ -174,6 +175,8 @@ def name_metric(name: str) -> str:
     """Return the name of a metric on the page."""
     if name.startswith("dice_"):
         return f"Dice of {name.removeprefix('dice_')}"
+    if name.startswith("iou_"):
+        return f"IoU of {name.removeprefix('iou_')}"
     return _NAMES.get(name, name)
 
 

@@ -46,7 +46,8 @@ class Evaluator:
         most = count_once(getattr(loader, "sampler", None)) if labelled else None
         if most is not None and samples > most:
             self.samples = most
-            self.note = f"eval.samples: {samples}, but there are {most} held-out items, each one crop: all are measured"
+            what = "tiles" if isinstance(loader.sampler, Tiles) else "items, each one crop"
+            self.note = f"eval.samples: {samples}, but there are {most} held-out {what}: all are measured"
         self._plans: dict[int, Plan | None] = {}  # of tiles that are put together, by number of ranks
         if most is not None and self.samples < most and self._plan(1) is not None:
             self.note = (

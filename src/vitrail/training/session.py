@@ -114,7 +114,10 @@ class Session:
             names = getattr(recipe.objective, "names", None)
             with torch.device("meta"):
                 whole = recipe.model.build()
-            self.initial = together(lambda: load_initial(self.parts.model, recipe.init, names, whole), place.control)
+            kind = recipe.objective.kind
+            self.initial = together(
+                lambda: load_initial(self.parts.model, recipe.init, names, whole, objective=kind), place.control
+            )
         self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
         self.checkpoints = Checkpoints(

@@ -40,6 +40,13 @@ NESTED = (
     "weights",
 )
 WRAPPERS = ("module.", "_orig_mod.", "teacher.backbone.", "student.backbone.", "backbone.", "model.", "net.")
+FILES = (  # in the folders of the Hugging Face hub; the last two are diffusers'
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.bin",
+)
 READ_AT_ONCE = 4 << 30  # bytes of a run's weights up to which they are read at once
 
 
@@ -71,6 +78,8 @@ def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
     if path.is_dir():
         if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir():
             return _open_run(path)
+        if (path / ".metadata").is_file():
+            return unwrapped(_open_dcp(path))
         return unwrapped(_open_folder(path))
     check_plain(path)
     if path.suffix == ".safetensors":
@@ -140,7 +149,7 @@ def _open_index(path: Path) -> Weights:
 
 
 def _open_folder(path: Path) -> Weights:
-    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+    for name in FILES:
         if (path / name).is_file():
             opened = open_weights(path / name)
             opened.path = str(path)
@@ -242,16 +251,49 @@ def _open_run(path: Path) -> Weights:
             raise UserError(f"{folder}: {error}; try another checkpoint of this run") from None
         return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
-    kept: dict[str, Tensor] = {}
-
-    def read(name: str) -> Tensor:
-        if not kept and 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) <= READ_AT_ONCE:
-            kept.update(load(list(shapes)))  # each load reads the metadata again
-        return kept[name] if name in kept else load([name])[name]
-
     notes = [f"{'averaged' if prefix == 'ema.' else 'plain'} weights of step {manifest['step']}"]
     if fitted := manifest.get("statistics"):
         mean, std = (", ".join(f"{value:.4g}" for value in fitted[key]) for key in ("mean", "std"))
         notes.append(f"the run's images were normalised by mean {mean} and std {std}")
     classes = getattr(recipe.objective, "names", None)
-    return Weights(str(path), shapes, read, config=recipe.model, classes=classes, notes=notes)
+    return Weights(str(path), shapes, _at_once(shapes, load), config=recipe.model, classes=classes, notes=notes)
+
+
+def _at_once(
+    shapes: dict[str, tuple[int, ...]], load: Callable[[list[str]], dict[str, Tensor]]
+) -> Callable[[str], Tensor]:
+    """Read a small checkpoint in one go, as each load reads the metadata again; a large one tensor by tensor."""
+    kept: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        if not kept and 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) <= READ_AT_ONCE:
+            kept.update(load(list(shapes)))
+        return kept[name] if name in kept else load([name])[name]
+
+    return read
+
+
+# ---------------------------------------------------------------- checkpoints of torchtitan
+
+
+def _open_dcp(path: Path) -> Weights:
+    """Open the folder of a distributed checkpoint: the model's tensors in it, and nothing that is not a tensor."""
+    files = {p.name: None for p in path.iterdir() if p.suffix == ".distcp" and p.is_file() and not p.is_symlink()}
+    folder = {"files": files, "foreign": True}
+    try:
+        found = {name: tuple(size) for name, size in stored_tensors(path, folder).items()}
+    except UnsafeCheckpoint as error:
+        raise UserError(f"{path}: {error}; save the model's tensors as safetensors where you trust it") from None
+    prefix = "model." if any(name.startswith("model.") for name in found) else ""
+    shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
+    shapes = {name: shape for name, shape in shapes.items() if name != "freqs_cis"}  # complex, and computed here
+
+    def load(names: list[str]) -> dict[str, Tensor]:
+        state = {prefix + name: torch.empty(shapes[name]) for name in names}
+        try:
+            load_tensors(path, folder, state)
+        except (BadCheckpoint, UnsafeCheckpoint) as error:
+            raise UserError(f"{path}: {error}; try another checkpoint") from None
+        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    return Weights(str(path), shapes, _at_once(shapes, load))

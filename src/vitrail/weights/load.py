@@ -84,11 +84,16 @@ def load_weights(
 
 
 def load_initial(
-    model: nn.Module, init: Any, names: Sequence[str] | None = None, whole: nn.Module | None = None
+    model: nn.Module,
+    init: Any,
+    names: Sequence[str] | None = None,
+    whole: nn.Module | None = None,
+    *,
+    objective: str | None = None,
 ) -> Report:
-    """Load what the section `init` of a recipe asks for; `names` are the classes of its objective."""
+    """Load what the section `init` of a recipe asks for; `names` are the classes of its `objective`, a kind."""
     try:
-        return load_weights(
+        report = load_weights(
             model,
             init.path,
             adapter=init.adapter,
@@ -100,6 +105,12 @@ def load_initial(
         )
     except UserError as error:
         raise UserError(f"init: {error}") from None
+    if report.adapter == "dit" and init.adapter == "auto" and objective == "flow":
+        raise UserError(
+            f"init: {init.path}: DiT, which predicts noise, and SiT, which predicts velocities as objective 'flow' "
+            "asks, have the same names; set init.adapter: sit (and model.time_scale: 0.001), or init.adapter: dit"
+        )
+    return report
 
 
 def _choose(weights: Weights, adapter: str) -> str:

@@ -83,14 +83,49 @@ DIT: Rules = [
     (r"final_layer\.adaLN_modulation\.1\.(.*)", r"final.modulation.\1"),
     (r"final_layer\.linear\.(.*)", r"final.proj.\1"),
 ]
+_TITAN_LAYER: list[tuple[str, str]] = [  # of torchtitan's Llama blocks
+    (r"attention\.w([qkv])\.", r"attn.\1."),
+    (r"attention\.wo\.", "attn.proj."),
+    (r"feed_forward\.w1\.", "mlp.gate."),
+    (r"feed_forward\.w2\.", "mlp.fc2."),
+    (r"feed_forward\.w3\.", "mlp.fc1."),
+    (r"attention_norm\.", "norm1."),
+    (r"ffn_norm\.", "norm2."),
+    (r"adaLN_modulation\.1\.", "modulation."),
+]
+TORCHDITAN: Rules = [
+    *(rule for rule in DIT if rule[0].startswith(("x_", "t_", "y_"))),
+    (r"layers\.(\d+\..*)", r"blocks.\1"),
+    (r"norm\.(.*)", r"final.norm.\1"),
+    (r"output\.(.*)", r"final.proj.\1"),
+]
+TORCHTITAN_MAE: Rules = [
+    (r"encoder\.patch_embedding\.(?:proj\.)?(weight|bias)", r"patch_embed.proj.\1"),
+    (r"encoder\.layers\.(\d+\..*)", r"blocks.\1"),
+    (r"encoder\.norm\.(.*)", r"norm.\1"),
+    (r"(?:encoder\.|decoder\.)?mask_token", "decoder.mask_token"),
+    (r"decoder\.embedding\.(.*)", r"decoder.embed.\1"),
+    (r"decoder\.layers\.(\d+\..*)", r"decoder.blocks.\1"),
+    (r"decoder\.norm\.(.*)", r"decoder.norm.\1"),
+    (r"decoder\.output\.(.*)", r"decoder.head.\1"),
+]
+_DIFFUSERS_LAYER: list[tuple[str, str]] = [
+    (r"norm1\.linear\.", "modulation."),
+    (r"attn1\.to_([qkv])\.", r"attn.\1."),
+    (r"attn1\.to_out\.0\.", "attn.proj."),
+    (r"ff\.net\.0\.proj\.", "mlp.fc1."),
+    (r"ff\.net\.2\.", "mlp.fc2."),
+]
+DIFFUSERS: Rules = [
+    (r"pos_embed\.proj\.(.*)", r"patch_embed.proj.\1"),
+    (r"transformer_blocks\.0\.norm1\.emb\.timestep_embedder\.linear_([12])\.(.*)", r"time_embed.fc\1.\2"),
+    (r"transformer_blocks\.0\.norm1\.emb\.class_embedder\.embedding_table\.weight", "label_embed.table"),
+    (r"transformer_blocks\.(\d+\.(?!norm1\.emb\.).*)", r"blocks.\1"),
+    (r"proj_out_1\.(.*)", r"final.modulation.\1"),
+    (r"proj_out_2\.(.*)", r"final.proj.\1"),
+]
 _END = r"(?:\.conv)*\.(weight|bias)"
-MONAI: Rules = [
-    (r"vit\.patch_embedding\.position_embeddings", "pos_embed"),
-    (r"vit\.patch_embedding\.patch_embeddings(?:\.1)?" + _END, r"patch_embed.proj.\1"),
-    (r"vit\.(blocks\.\d+)\.(norm1|norm2|attn\.qkv)" + _END, r"\1.\2.\3"),
-    (r"vit\.(blocks\.\d+)\.attn\.out_proj" + _END, r"\1.attn.proj.\2"),
-    (r"vit\.(blocks\.\d+)\.mlp\.linear(1|2)" + _END, r"\1.mlp.fc\2.\3"),
-    (r"vit\.norm" + _END, r"norm.\1"),
+_UNETR: Rules = [  # of MONAI's decoder
     (r"encoder1\.layer\.((?:conv|norm)[123])" + _END, r"decoder.image.\1.\2"),
     (r"encoder([234])\.transp_conv_init" + _END, lambda m: f"decoder.skips.{int(m[1]) - 2}.ups.0.{m[2]}"),
     (
@@ -108,6 +143,29 @@ MONAI: Rules = [
     ),
     (r"out" + _END, r"decoder.out.\1"),
 ]
+MONAI: Rules = [
+    (r"(?:vit\.)?patch_embedding\.position_embeddings", "pos_embed"),
+    (r"(?:vit\.)?patch_embedding\.patch_embeddings(?:\.1)?" + _END, r"patch_embed.proj.\1"),
+    (r"(?:vit\.)?(blocks\.\d+)\.(norm1|norm2|attn\.qkv)" + _END, r"\1.\2.\3"),
+    (r"(?:vit\.)?(blocks\.\d+)\.attn\.out_proj" + _END, r"\1.attn.proj.\2"),
+    (r"(?:vit\.)?(blocks\.\d+)\.mlp\.linear(1|2)" + _END, r"\1.mlp.fc\2.\3"),
+    (r"(?:vit\.)?norm" + _END, r"norm.\1"),
+    (r"cls_token", "cls_token"),
+    (r"classification_head\.0\.(.*)", r"head.\1"),
+    *_UNETR,
+]
+UCF: Rules = [
+    *MAE,
+    *_UNETR,
+    (
+        r"token_embeds\.(\d)\.(weight|bias)",
+        lambda m: f"patch_embed.{('norm_in', 'proj', 'norm_out')[int(m[1])]}.{m[2]}",
+    ),
+    (r"var_embed", "patch_embed.variable"),
+    (r"var_query", "patch_embed.aggregate.query"),
+    (r"var_agg\.(.*)", r"patch_embed.aggregate.\1"),
+    (r"timeEmbeddingMap\.linear([12])\.(.*)", r"time_embed.fc\1.\2"),
+]
 
 # Tensors that say nothing about what a model computes; and those that say nothing where no rule above takes them.
 NEVER = [(r".*bias_mask", "it only marks that keys have no bias"), (r".*num_batches_tracked", "a counter")]
@@ -117,8 +175,10 @@ IGNORED = [
     (r"rope(?:_embed)?\.periods", "rotations are computed here"),
     (r"(?:.*\.)?pooler\..*", "a layer on the class token that this library does not have"),
     (r"(?:dino_head|ibot_head).*", "a head of pre-training"),
-    (r"vit\.blocks\.\d+\.(?:norm_cross_attn|cross_attn)\..*", "cross-attention that MONAI stores and never uses"),
+    (r"(?:vit\.)?blocks\.\d+\.(?:norm_cross_attn|cross_attn)\..*", "cross-attention that MONAI stores and never uses"),
     (r"vit\.patch_embedding\.cls_token", "a token that MONAI stores and never uses"),
+    (r"freqs_cis", "rotations are computed here"),
+    (r"temporalEmbeddings\..*", "waves of the time are computed here"),
 ]
 
 # Tensors of models that compute something else with the same names beside them: refused with these words.
@@ -134,6 +194,11 @@ OTHERS = [
     (r"blocks\.\d+\.attn\.(?:lambda_\w+|sub_norm\..*)", "differential attention"),
     (r"blocks\.\d+\.attn\.(?:proj_[lw]\..*|temperature|rescale.*)", "attention whose heads are mixed or rescaled"),
     (r"(?:.*\.)?patch_embed(?:dings)?\.(?:backbone|norm|conv|stem)\w*\..*", "patches that other layers make first"),
+    (
+        r"(?:decoder_)?adaptive_pos_dep_emb\..*",
+        "positions made of raw sizes and places by a layer and a GELU (UCF-VIT)",
+    ),
+    (r"token_embeds\.\d+\.\d\..*", "adaptive tokens of several variables (UCF-VIT)"),
     (r"pos_embed_win|.*temp_embed", "further tables of positions"),
 ]
 
@@ -141,15 +206,30 @@ SIGNATURES: dict[str, tuple[list[str], list[str]]] = {  # names that a file of t
     "vitrail": ([r"encoder\.blocks\.0\.attn\.qkv\.weight"], []),
     "timm": (
         [r"blocks\.(?:0\.)?0\.attn\.qkv\.weight", r"patch_embed\.proj\.weight"],
-        [r"decoder_blocks\..*", r"blocks\.0\.mlp\.linear1\.weight"],
+        [r"decoder_blocks\..*", r"blocks\.0\.mlp\.linear1\.weight", r"token_embeds\..*"],
     ),
-    "mae": ([r"blocks\.0\.attn\.qkv\.weight", r"decoder_blocks\.0\.attn\.qkv\.weight"], []),
+    "mae": ([r"blocks\.0\.attn\.qkv\.weight", r"decoder_blocks\.0\.attn\.qkv\.weight"], [r"token_embeds\..*"]),
     "hf": ([_HF_BLOCKS + r"\.0\.attention\.(?:attention\.query|q_proj)\.weight"], []),
     "dit": ([r"x_embedder\.proj\.weight", r"blocks\.0\.adaLN_modulation\.1\.weight"], []),
-    "monai": ([r"vit\.blocks\.0\.mlp\.linear1\.weight", r"encoder1\..*"], []),
+    "diffusers": ([r"transformer_blocks\.0\.norm1\.linear\.weight", r"proj_out_2\.weight"], []),
+    "monai": ([r"(?:vit\.)?blocks\.0\.mlp\.linear1\.weight"], [r"decoder_blocks\..*"]),
+    "ucf": ([r"blocks\.0\.attn\.qkv\.weight", r"token_embeds\..*"], []),
+    "torchditan": ([r"x_embedder\.proj\.weight", r"layers\.0\.adaLN_modulation\.1\.weight"], []),
+    "torchtitan-mae": ([r"encoder\.layers\.0\.attention\.wq\.weight", r"decoder\.layers\.0\..*"], []),
 }
-TABLES: dict[str, Rules] = {"timm": TIMM, "mae": MAE, "hf": HF, "dit": DIT, "monai": MONAI}
-ADAPTERS = tuple(SIGNATURES)
+TABLES: dict[str, Rules] = {
+    "timm": TIMM,
+    "mae": MAE,
+    "hf": HF,
+    "dit": DIT,
+    "sit": DIT,
+    "diffusers": DIFFUSERS,
+    "monai": MONAI,
+    "ucf": UCF,
+    "torchditan": TORCHDITAN,
+    "torchtitan-mae": TORCHTITAN_MAE,
+}
+ADAPTERS = ("vitrail", *TABLES)
 
 
 def recognise(names: Iterable[str]) -> list[str]:
@@ -174,7 +254,7 @@ def rename(name: str, rules: Rules) -> str | None:
 
 
 def _rename_inside(name: str) -> str:
-    for pattern, to in (*_HF_LAYER, *_BLOCK):
+    for pattern, to in (*_HF_LAYER, *_TITAN_LAYER, *_DIFFUSERS_LAYER, *_BLOCK):
         if re.match(pattern, name):
             return re.sub("^" + pattern, to, name)
     return name

@@ -114,28 +114,45 @@ class Piece:
 # ---------------------------------------------------------------- attention
 
 
-def head_major(q: Tensor, k: Tensor, v: Tensor, *, head_width: int, halves: bool = False) -> Made:
-    """Reorder rows of q, k and v, each (head; head width), to (head; q, k, v; head width).
+# Which channels of a head are turned together: (2i, 2i + 1) as here, or (i, i + K/2) as DINOv3's, or as here but with
+# the last axis first, as TorchDiTan's.
+Pairs = Literal["neighbours", "halves", "columns first"]
 
-    `halves`: rotations that pair channel i with i + K/2 become rotations of neighbours, (2i, 2i + 1), as here.
-    """
-    if q.shape[0] % head_width or q.shape != k.shape:
+
+def head_major(q: Tensor, k: Tensor, v: Tensor, *, head_width: int, pairs: Pairs | None = None) -> Made:
+    """Reorder rows of q, k and v, each (head; head width), to (group; q of its heads, k, v; head width)."""
+    if k.shape[0] % head_width or q.shape[0] % k.shape[0] or k.shape != v.shape:
         raise ValueError(
             f"queries have {q.shape[0]} rows and keys {k.shape[0]}, the model's heads are {head_width} wide"
         )
-    if halves:
-        order = torch.arange(head_width, device=q.device).view(2, -1).T.flatten()
-        q, k = (t.unflatten(0, (-1, head_width))[:, order].flatten(0, 1) for t in (q, k))
-    rows = [t.unflatten(0, (-1, head_width)) for t in (q, k, v)]
-    return Made(torch.stack(rows, dim=1).flatten(0, 2), "permuted", "rows to (head; q, k, v)")
+    order = torch.arange(head_width, device=q.device)
+    if pairs == "halves":
+        order = order.view(2, -1).T.flatten()
+    elif pairs == "columns first":
+        order = order.view(2, -1).flip(0).flatten()
+    q, k = (t.unflatten(0, (-1, head_width))[:, order] for t in (q, k))
+    rows = [q.unflatten(0, (len(k), -1)), k.unsqueeze(1), v.unflatten(0, (-1, 1, head_width))]
+    return Made(torch.cat(rows, dim=1).flatten(0, 2), "permuted", "rows to (head; q, k, v)")
 
 
-def fused_head_major(qkv: Tensor, *, head_width: int, halves: bool = False, masked_keys: bool = False) -> Made:
+def fused_head_major(qkv: Tensor, *, head_width: int, pairs: Pairs | None = None, masked_keys: bool = False) -> Made:
     """Reorder one tensor of rows (q, k, v; head; head width) in the same way."""
     if qkv.shape[0] % 3:
         raise ValueError(f"fused queries, keys and values have {qkv.shape[0]} rows, not a multiple of 3")
     q, k, v = qkv.chunk(3)
-    return head_major(q, torch.zeros_like(k) if masked_keys else k, v, head_width=head_width, halves=halves)
+    return head_major(q, torch.zeros_like(k) if masked_keys else k, v, head_width=head_width, pairs=pairs)
+
+
+def keys_and_values(kv: Tensor, *, head_width: int) -> Made:
+    """Reorder rows (k, v; head; head width) to (head; k, v; head width)."""
+    rows = kv.unflatten(0, (2, -1, head_width)).transpose(0, 1)
+    return Made(rows.flatten(0, 2), "permuted", "rows to (head; k, v)")
+
+
+def first_channels(rows: Tensor, *, voxels: int) -> Made:
+    """Return the first half of the channels of each voxel: what is denoised, without its variance."""
+    kept = rows.unflatten(0, (voxels, 2, -1))[:, 0].flatten(0, 1)
+    return Made(kept, note="without the rows of variances, which SiT does not use")
 
 
 # ---------------------------------------------------------------- patches

@@ -20,9 +20,9 @@ Grid = tuple[int, ...]
 
 
 def place_positions(
-    weights: Weights, found: dict[str, str], target: Target, out: Translation, *, adapter: str, turned: bool
+    weights: Weights, found: dict[str, str], target: Target, out: Translation, *, adapter: str, silent: bool
 ) -> None:
-    """Place position tables, class token and registers; `found` are names in the vocabulary, `turned`: it has rope."""
+    """Place position tables, class token and registers, by their names in the vocabulary; `silent`: it needs none."""
     cls, registers, table = (found.get(n) for n in ("cls_token", "registers", "pos_embed"))
     counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
     skip, grid = 0, None
@@ -40,12 +40,13 @@ def place_positions(
     smooth = adapter != "hf" or registers is not None
     if grid is not None and table is not None:
         _table(weights, table, grid, skip, "encoder", target, out, smooth=smooth)
-    elif table is None and target.positions in ("sincos", "learned") and not turned:
+    elif table is None and target.positions in ("sincos", "learned") and not silent:
         out.problems.append(f"the file holds no positions, but the model adds {target.positions} ones; set positions")
     decoder = found.get("decoder.pos_embed")
     if decoder is None or grid is None:
         return
-    if not hasattr(getattr(target.model, "decoder", None), "mask_token"):
+    with_places = "decoder.pos_embed.table" in target.parameters
+    if not with_places and not hasattr(getattr(target.model, "decoder", None), "mask_token"):
         out.ignored[decoder] = "the model has no such decoder"
         return
     _table(weights, decoder, grid, skip, "decoder", target, out, smooth=smooth)

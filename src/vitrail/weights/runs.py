@@ -126,9 +126,13 @@ def verify(folder: Path, manifest: dict[str, Any], *, rank: int = 0, world: int 
 
 def stored_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Size]:
     """Return names and shapes of the tensors in a verified checkpoint."""
-    metadata = TensorReader(folder, set(manifest["files"])).read_metadata()
+    metadata = _reader(folder, manifest).read_metadata()
     entries = metadata.state_dict_metadata.items()
     return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def _reader(folder: Path, manifest: dict[str, Any]) -> TensorReader:
+    return TensorReader(folder, set(manifest["files"]), foreign=manifest.get("foreign") is True)
 
 
 def load_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Group = None) -> None:
@@ -148,7 +152,7 @@ def check_tensors(stored: dict[str, torch.Size], state: dict[str, Tensor]) -> No
 
 def read_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Group) -> None:
     """Fill tensors that were checked; what cannot be read is a BadCheckpoint on every rank."""
-    reader = TensorReader(folder, set(manifest["files"]))
+    reader = _reader(folder, manifest)
     # Without a group PyTorch warns that it loads in a single process, which is what is asked for.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:

@@ -37,7 +37,7 @@ _RECORDS: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
         _StorageInfo,
-        parts.BytesStorageMetadata,  # known, so that the refusal below can name the entry
+        parts.BytesStorageMetadata,  # known, so that the refusal below can name the entry, or pass it over
         parts.ChunkStorageMetadata,
         parts.Metadata,
         parts.MetadataIndex,
@@ -46,6 +46,7 @@ _RECORDS: dict[tuple[str, str], type] = {
         parts.TensorStorageMetadata,
     )
 }
+_BYTES = parts.BytesStorageMetadata
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): PosixPath,
@@ -119,11 +120,14 @@ class _Unpickler(Unpickler):
 
 
 class TensorReader(FileSystemReader):
-    """Reads a checkpoint folder whose files are all listed in `files`."""
+    """Reads a checkpoint folder whose files are all listed in `files`.
 
-    def __init__(self, path: Path, files: set[str]):
+    `foreign`: entries that are not tensors, which other programs save besides, are passed over and never read.
+    """
+
+    def __init__(self, path: Path, files: set[str], *, foreign: bool = False):
         super().__init__(path)
-        self.files = files
+        self.files, self.foreign = files, foreign
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -156,6 +160,12 @@ class TensorReader(FileSystemReader):
             plain = _is_index(index) and isinstance(info, _StorageInfo) and isinstance(info.relative_path, str)
             if not plain or not _is_shape((info.offset, info.length)):
                 raise UnsafeCheckpoint("its metadata does not say where its parts are")
+        if self.foreign:
+            bytes_of = {n for n, entry in metadata.state_dict_metadata.items() if type(entry) is _BYTES}
+            for name in bytes_of:
+                del metadata.state_dict_metadata[name]
+            for index in [index for index in metadata.storage_data if index.fqn in bytes_of]:
+                del metadata.storage_data[index]
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
                 shown = repr(name) if isinstance(name, str) else "without a name"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.files.paths import is_url, local_path, remote_state
-from vitrail.data.files.patterns import is_array
+from vitrail.data.files.patterns import METADATA, find_volumes, fixed_part, has_stars, is_array
 from vitrail.data.stored import Stored, Window, chunks_in
 from vitrail.disk import MARK
 from vitrail.errors import UserError
@@ -102,10 +102,14 @@ def _place(name: str) -> Path:
 
 def _places(config: Any, source: Any) -> list[Path]:
     """List what is read: what lies at the path, or the files that a source tells; and what does not lie there."""
-    own = _place(config.path)
+    path = config.path.partition("::")[0]
+    own = [_place(path)]
+    if has_stars(path):
+        with suppress(UserError):
+            own = [_place(each.path) for each in find_volumes(path)]
     declared = getattr(source, "files", None)
     told = {_place(str(name)) for name in declared()} if callable(declared) else set()
-    first = [own] if own.exists() else sorted(told)
+    first = own if own[0].exists() else sorted(told)
     names: set[str] = set()
     labels: set[str] = set()
     for entry in getattr(source, "entries", ()):
@@ -117,12 +121,12 @@ def _places(config: Any, source: Any) -> list[Path]:
     opened = opened if isinstance(getattr(opened, "path", None), str) else config
     found = told | _absolute(names) if opened.path == config.path else set()  # and not the files of a copy
     # `labels` may be a path, or a name inside the file, under which something else may lie in the working folder.
-    named, inside = _absolute([getattr(opened, "labels", None)]), _place(opened.path)
+    named, inside = _absolute([getattr(opened, "labels", None)]), _place(fixed_part(opened.path))
     read = told | _absolute(labels)
     around = ({path, *path.parents} for path in read)
     if not read or (named and any(named & each and inside not in each for each in around)):
         found |= _absolute([getattr(config, "labels", None)])
-    beside = sorted(path for path in found if path.exists() and not {own, *first} & {path, *path.parents})
+    beside = sorted(path for path in found if path.exists() and not {*own, *first} & {path, *path.parents})
     return [*first, *beside] if first else []
 
 
@@ -184,7 +188,6 @@ def _age(path: str | Path, name: str) -> tuple[str, int | None]:
     return f"{name} {found.st_size} {found.st_mtime_ns}", found.st_size
 
 
-METADATA = (".zgroup", ".zattrs", ".zarray", ".zmetadata", "zarr.json", "attributes.json")
 FACTS = (*METADATA, "dataset.json", "index.json")
 
 
@@ -198,7 +201,7 @@ def needed_files(config: Any, path: Path) -> tuple[set[Path], set[Path]]:
         names = [local_path(name).absolute() for name in declared()]
         through = _Through(names)
         return {file for name in names for file in _walk(name, through)}, through.left_out
-    root, windows = _hierarchy(path), getattr(source, "stored_window", None)
+    windows = getattr(source, "stored_window", None)
     files: set[Path] = set()
     read: set[Path] = set()  # files and folders
     around: set[Path] = set()  # arrays of labels: they may lie elsewhere in the hierarchy, or in another
@@ -226,10 +229,13 @@ def needed_files(config: Any, path: Path) -> tuple[set[Path], set[Path]]:
     files |= {file for name in read for file in _walk(name, through)}
     for array in around:
         files |= set(_metadata_around(array, through))
-    if root is None or windows is None:
-        files |= {*_walk(path, through), *_told_beside(path)}
-    else:
-        files |= set(_metadata(root, path, through))
+    several = has_stars(str(path)) or hasattr(source, "keeps_chunks")
+    for top in [Path(each.path) for each in find_volumes(str(path))] if several else [path]:
+        root = _hierarchy(top)
+        if root is None or windows is None:
+            files |= {*_walk(top, through), *_told_beside(top)}
+        else:
+            files |= set(_metadata(root, top, through))
     return files, through.left_out
 
 

@@ -12,6 +12,8 @@ from vitrail.data.files.paths import file_type, is_url, join, list_files, list_f
 from vitrail.errors import UserError
 
 MOST_FOLDERS = 10_000  # that are looked into
+METADATA = (".zgroup", ".zattrs", ".zarray", ".zmetadata", "zarr.json", "attributes.json")  # of Zarr and N5
+HIERARCHIES = (".zarr", ".n5")
 STAR = re.compile(r"\*+")
 
 
@@ -83,6 +85,23 @@ def find_matches(path: str) -> list[Match]:
             f"data path {path!r} stands for no file or folder; check the spelling and the folder that it is relative to"
         )
     return list(found.values())
+
+
+def find_volumes(path: str) -> list[Match]:
+    """List what a path stands for, where a folder may hold hierarchies of Zarr and N5; itself, if it is just a path."""
+    if has_stars(path):
+        return find_matches(path)
+    itself = is_url(path) or file_type(path) != "folder" or path.rstrip("/").lower().endswith(HIERARCHIES)
+    if itself or any(file_type(join(path, name)) == "file" for name in METADATA):
+        return [Match("", path, ())]
+    inner = [name for name in list_folders(path) if name.lower().endswith(HIERARCHIES)]
+    found = [Match(name, join(path, name), (name.rpartition(".")[0],), True) for name in inner]
+    return found or [Match("", path, ())]
+
+
+def fixed_part(path: str) -> str:
+    """Return the folder above the first star of a path, or a path without stars as it is."""
+    return split_stars(path)[0] or "." if has_stars(path) else path
 
 
 def _named(folder: str, wanted: str, *, only_folders: bool) -> list[tuple[str, bool]]:

@@ -39,6 +39,7 @@ from vitrail import disk
 from vitrail.data.files.cache import is_as_recorded, is_own, record_of
 from vitrail.data.files.fingerprint import needed_files
 from vitrail.data.files.paths import is_url, local_path
+from vitrail.data.files.patterns import fixed_part
 from vitrail.data.reading.pool import Pool
 from vitrail.errors import UserError
 from vitrail.foreign import open_plain
@@ -108,12 +109,13 @@ def stage(
             continue
         path, colons, key = config.path.partition("::")
         whole = local_path(path).absolute()
-        if any(each == whole or whole in each.parents for each in (folder, given)):
+        around = local_path(fixed_part(path)).absolute()
+        if any(each == around or around in each.parents for each in (folder, given)):
             raise UserError(f"data.stage.dir: {str(given)!r} lies inside the data of {path}; give a folder elsewhere")
         try:
             files, left_out = needed_files(config, whole)
         except UserError:
-            if whole.exists():
+            if around.exists():
                 raise
             files = set()
         if not files:  # nothing is there: opening it explains what is wrong
@@ -126,10 +128,10 @@ def stage(
             copies[target] = Copy(file, target, found.st_size, found.st_mtime_ns)
         changes = {"path": f"{_below(folder, whole)}{colons}{key}"}
         beside, colons, key = (getattr(config, "labels", None) or "").partition("::")
-        if beside and not is_url(beside) and local_path(beside).exists():
-            labelled = _below(folder, local_path(beside).absolute())
+        if beside and not is_url(beside) and local_path(fixed_part(beside)).exists():
+            labelled = _below(folder, local_path(fixed_part(beside)).absolute())
             if any(labelled == target or labelled in target.parents for target in copies):
-                changes["labels"] = f"{labelled}{colons}{key}"
+                changes["labels"] = f"{_below(folder, local_path(beside).absolute())}{colons}{key}"
         staged.append(dataclasses.replace(config, **changes))
     if copies:
         _check_free(copies, folder)

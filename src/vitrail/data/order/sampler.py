@@ -7,15 +7,15 @@ and with any number of workers. It also suits a reader that decodes large blocks
 - lane = counter mod `lanes`; a lane stays `reuse` turns on one block, then takes the next visit
 - the visits of a pass are a keyed (Feistel) permutation; each block's share of them is its share of the starts, and
   offsets hash the counter, so crops are uniform over the data
-- an item's share is its voxels, in crops, whatever its format: images of one size are gone through image by image, as
-  are images of many sizes where whole ones are taken (`fit`, `resized_crop`)
+- an item's share is its voxels, in crops, whatever its format, or that of all others of its source: images of one size
+  are gone through image by image, as are images of many sizes where whole ones are taken (`fit`, `resized_crop`)
 - several orders can be one: each counter of a run belongs to one of them, and has a number of its own there
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,8 +94,12 @@ class Sampler:
         orientations: Sequence[int] = (0,),
         occupancy: Sequence[Occupancy | None] | None = None,
         shares: Sequence[float] | None = None,
+        even: Collection[int] = (),
     ):
-        """Cut extents into blocks. Their `occupancy` leaves out places with little in them; `shares` are of sources."""
+        """Cut extents into blocks. Their `occupancy` leaves out places with little in them; `shares` are of sources.
+
+        The items of `even` sources are drawn alike, whatever their sizes.
+        """
         self.extents, self.crop, self.seed = list(extents), crop, seed
         self.lanes, self.orientations = lanes, list(orientations)  # codes of augment.orientations()
         self.windows = [e.window or crop for e in extents]
@@ -116,6 +120,11 @@ class Sampler:
             self.cuts.append(found[0])
             self._whole.append(found[2])
             weights.append(found[1] if filled is None else found[1] * _filled(filled, window, found[0]))
+        for source in even:
+            mine = [i for i, e in enumerate(extents) if e.source == source and weights[i].sum() > 0]
+            each = sum(weights[i].sum() for i in mine) / max(1, len(mine))
+            for i in mine:
+                weights[i] = weights[i] * (each / weights[i].sum())
         if shares is not None:
             totals = np.zeros(len(shares))
             for e, w in zip(extents, weights, strict=True):

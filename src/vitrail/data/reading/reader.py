@@ -68,11 +68,19 @@ def pool(values: np.ndarray, factors: Sequence[int], *, labels: bool = False) ->
     return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
 
 
-def fit_image(values: np.ndarray, side: int, crop: tuple[int, ...], *, labels: bool = False) -> np.ndarray:
-    """Resize [C, H, W] so that its shorter side is `side`, without aliasing, and cut the crop out of its centre."""
+def fit_image(
+    values: np.ndarray, resize: int | tuple[int, int], crop: tuple[int, ...], *, labels: bool = False
+) -> np.ndarray:
+    """Resize [C, H, W] without aliasing, and cut the crop out of its centre.
+
+    The shorter side becomes `resize`, or both sides, whatever their ratio.
+    """
     height, width = values.shape[1:]
-    scale = side / min(height, width)
-    size = [max(side, round(n * scale)) for n in (height, width)]
+    if isinstance(resize, int):
+        scale = resize / min(height, width)
+        size = [max(resize, round(n * scale)) for n in (height, width)]
+    else:
+        size = list(resize)
     if (height, width) != tuple(size):
         whole = torch.from_numpy(np.ascontiguousarray(values))[None]
         if labels:
@@ -139,12 +147,12 @@ class Reader:
         cache_bytes: int,
         labelling: Labelling | None = None,
         retries: int = 3,
-        fit: int | None = None,
+        fit: int | tuple[int, int] | None = None,
     ):
         self.sources, self.crop, self.labelling = list(sources), crop, labelling
         self.whole_blocks = whole_blocks  # decode the block once for several crops, or just the crop
         self.cache_bytes, self.retries = cache_bytes, retries
-        self.fit = fit  # shorter side that images are resized to before their centre is cut out
+        self.fit = fit  # shorter side, or both, that images are resized to before their centre is cut out
         self.whole_images = False  # whether boxes of whole images are resized to the crop on the device
         self.dtype = host_dtype(np.result_type(*[host_dtype(s.dtype) for s in sources]))
         self.variables = tuple(sources[0].variables)

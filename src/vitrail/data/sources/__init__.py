@@ -19,7 +19,7 @@ from vitrail.data.files.paths import (
     read_json,
     split_key,
 )
-from vitrail.data.files.patterns import find_matches, has_stars
+from vitrail.data.files.patterns import HIERARCHIES, find_matches, has_stars
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
 
@@ -174,6 +174,8 @@ def _guess_folder(path: str, n5: bool) -> str:
         inside = [names for folder in folders[:_LOOK_AT] if (names := list_files(join(path, folder)))]
         if 2 * sum(any(map(is_image, names)) for names in inside) > len(inside):
             return "image_folder"  # whose folders are classes
+        if stores := [folder for folder in folders if folder.lower().endswith(HIERARCHIES)]:
+            return _guess(join(path, stores[0]))
     if len(counts) == 1:
         return next(iter(counts))
     if counts:

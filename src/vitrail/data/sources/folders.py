@@ -97,7 +97,7 @@ def list_items(path: str, suffixes: Sequence[str]) -> list[Match]:
 def pair_labels(items: Sequence[Match], labels: str, suffixes: Sequence[str]) -> dict[str, str]:
     """Return the path of each item's labels: one file for one item, or files that go by name in a folder."""
     if has_stars(labels):
-        return {each.name: _named_labels(labels, each.stars, each.path) for each in items}
+        return {each.name: named_labels(labels, each.stars, each.path) for each in items}
     if file_type(labels) is None:
         raise UserError(
             f"labels = {labels!r} does not exist; give a file, a folder with a file for each item, or a path with stars"
@@ -120,7 +120,8 @@ def pair_labels(items: Sequence[Match], labels: str, suffixes: Sequence[str]) ->
     return {name: by_stem[pairs[stems[name]]] for name in stems}
 
 
-def _named_labels(labels: str, stars: Sequence[str], image: str) -> str:
+def named_labels(labels: str, stars: Sequence[str], image: str) -> str:
+    """Return the labels of an image, by a path with stars and what those of the image's path stand for."""
     found = fill_stars(labels, stars, where=f"labels = {labels!r}")
     if file_type(found) is None:
         raise UserError(

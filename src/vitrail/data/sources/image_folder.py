@@ -7,6 +7,7 @@ A folder of PNG, JPEG, TIFF and WebP images, flat or one folder a class (the lay
 
 - names are sorted as a person would (2 before 10); images may differ in size
 - grey or red, green, blue; 8 or 16 bits or floats as the first image has them; pixels as stored, EXIF is not applied
+- classes may also come of a pattern of names, or of a table (classes.py)
 - labels of pixels are images of the same names (any suffix) in another folder; imagesTr and labelsTr, as nnU-Net has
   them, are found by themselves
 """
@@ -31,9 +32,11 @@ from vitrail.data.files.paths import (
     list_files,
     list_folders,
     local_path,
+    natural_key,
     open_file,
     parent,
 )
+from vitrail.data.files.patterns import find_matches, fixed_part, has_stars
 from vitrail.data.formats.images import MAX_PIXELS, Look, decode, decode_labels, look, pick_variables
 from vitrail.data.source import (
     Item,
@@ -46,7 +49,8 @@ from vitrail.data.source import (
     whole_item,
 )
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
-from vitrail.data.sources.folders import Layout, find_cases, is_layout
+from vitrail.data.sources.classes import TABLES, classes_by_pattern, classes_by_table
+from vitrail.data.sources.folders import Layout, find_cases, is_layout, named_labels, pair_names
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
@@ -311,47 +315,95 @@ MASKS = {"mask", "masks", "label", "labels", "annotation", "annotations", "groun
 
 @config
 class ImageFolderConfig(ImagesConfig):
-    """Images of one folder."""
+    """Images of one folder, or those that a path with stars stands for."""
 
     kind: Literal["image_folder"] = "image_folder"
     classes: bool | None = None  # whether folders are classes; None: yes where the images lie one folder down
-    labels: str | None = None  # a folder of images of labels with the same names
+    class_pattern: str | None = None  # or a regular expression that finds them in names: '(?P<class>[a-z]+)_'
+    class_table: str | None = None  # or a CSV or TSV file with a row for each image, in the folder or elsewhere
+    class_columns: tuple[str, str] | None = None  # of the table: that of the images, and that of their classes
+    labels: str | None = None  # a folder of images of labels, which go by name, or a path with stars
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [key for key in ("classes", "class_pattern", "class_table") if getattr(self, key)]
+        if len(given) > 1:
+            raise UserError(f"{given[0]} and {given[1]} of {self.path} both say what the classes are; give one of them")
+        if self.class_columns is not None and self.class_table is None:
+            raise UserError(f"class_columns of {self.path} are those of a table; name it with class_table")
 
     def open(self) -> ImageSource:
         """List the images and look at the first; no other file is opened yet."""
         folder = self.path
         beside: list[str] | None = None
         values: dict[int, str] = {}
-        notes: tuple[str, ...] = ()
-        if file_type(folder) == "file":
-            names, classes = [base_name(folder)], list[str]()
+        notes: list[str] = []
+        found: list[str] | None = None  # class of each image
+        stars: list[tuple[str, ...]] | None = None
+        if has_stars(folder):
+            matches = [each for each in find_matches(folder) if not each.is_folder and is_image(each.name)]
+            if not matches:
+                raise UserError(f"{folder} stands for no images ({', '.join(IMAGE_SUFFIXES)}); give other names")
+            folder, names, stars = fixed_part(folder), [m.name for m in matches], [m.stars for m in matches]
+            by_folder = bool(self.classes)
+        elif file_type(folder) == "file":
+            names, by_folder = [base_name(folder)], False
             folder = parent(folder)
         elif is_layout(folder):
             layout = find_cases(folder, self.labels, IMAGE_SUFFIXES, colours=True)
             names, beside = self._list_cases(layout)
-            classes, values, notes = [], layout.labels, layout.notes
+            values, notes, by_folder = layout.labels, [*layout.notes], False
         else:
-            names, classes = self._list_images()
+            names, by_folder, tables = self._list_images()
+            if tables and self.class_table is None:
+                notes.append(
+                    f"{folder} holds {tables[0]}, which is not read; `class_table: {tables[0]}` takes classes from it"
+                )
+        table = self._find_table(folder)
+        if table is not None:
+            found = classes_by_table(table, self.class_columns, names, self.path)
+        elif self.class_pattern is not None:
+            found = classes_by_pattern(self.class_pattern, names, self.path)
+        elif by_folder:
+            found = [name.rpartition("/")[0].rpartition("/")[2] for name in names]
+        classes = sorted(set(found or ()), key=natural_key)
         numbers = {name: number for number, name in enumerate(classes)}
         if self.labels is not None and beside is None:
-            beside = self._list_labels(self.labels, names)
+            beside = self._list_labels(self.labels, names, stars)
         masks = beside or []
         opened = open_images(
             self,
             names,
             lambda number: open_file(join(folder, names[number])),
-            labels=[numbers[name.partition("/")[0]] for name in names] if classes else None,
+            labels=[numbers[name] for name in found] if found else None,
             class_names=classes,
             state=self._state(names),
             title=lambda name: join(folder, name),
-            files=lambda: [self.path, *(join(folder, name) for name in names), *masks],
+            files=lambda: [
+                *([] if has_stars(self.path) else [self.path]),
+                *(join(folder, name) for name in names),
+                *masks,
+                *([] if table is None else [table]),
+            ],
             open_labels=None if beside is None else lambda number: open_file(masks[number]),
             labels_name=self.labels or join(folder, "labelsTr"),
         )
         if isinstance(opened, LabelledImageSource):
             opened.label_names = values
-        opened.notes = list(notes)
+        opened.notes = notes
         return opened
+
+    def _find_table(self, folder: str) -> str | None:
+        """Return the path of the table of classes, which may be relative to the folder."""
+        if self.class_table is None:
+            return None
+        places = [join(folder, self.class_table), self.class_table]
+        place = next((place for place in places if file_type(place) == "file"), None)
+        if place is None:
+            raise UserError(
+                f"class_table = {self.class_table!r} is no file, neither by itself nor in {folder}; check the spelling"
+            )
+        return place
 
     def _list_cases(self, layout: Layout) -> tuple[list[str], list[str] | None]:
         """List the images of a folder with imagesTr, and labels where each image has them."""
@@ -365,12 +417,14 @@ class ImageFolderConfig(ImagesConfig):
         names = [f"imagesTr/{base_name(case.images[0])}" for case in layout.cases]
         return names, labels if len(labels) == len(names) else None
 
-    def _list_images(self) -> tuple[list[str], list[str]]:
-        """List names below the folder in natural order, and the folders where these are classes."""
+    def _list_images(self) -> tuple[list[str], bool, list[str]]:
+        """List names below the folder in natural order, tell whether folders are classes, and list tables."""
         path = self.path
         if file_type(path) != "folder":
             raise UserError(f"data path {path!r} is not a folder; give a folder of images")
-        flat = [name for name in list_files(path) if is_image(name)]
+        files = list_files(path)
+        flat = [name for name in files if is_image(name)]
+        tables = [name for name in files if name.lower().endswith(TABLES)]
         groups = {
             folder: [f"{folder}/{name}" for name in list_files(join(path, folder)) if is_image(name)]
             for folder in list_folders(path)
@@ -390,40 +444,44 @@ class ImageFolderConfig(ImagesConfig):
                 f"{path} holds images but no folders, so there are no classes; make a folder for each or drop `classes`"
             )
         if flat:
-            return flat, []
+            return flat, False, tables
         images, masks = ([name for name in groups if name.lower() in words] for words in (IMAGES, MASKS))
         if self.classes is None and images and masks:
             raise UserError(
                 f"{path} holds {images[0]}/ and {masks[0]}/, which look like images and labels, not like classes; "
                 f"give path: {join(path, images[0])} and labels: {join(path, masks[0])}, or say classes: true"
             )
-        return [name for names in groups.values() for name in names], [] if self.classes is False else list(groups)
+        by_folder = self.classes is not False and self.class_pattern is None and self.class_table is None
+        return [name for names in groups.values() for name in names], by_folder, tables
 
-    def _list_labels(self, folder: str, names: list[str]) -> list[str]:
+    def _list_labels(self, labels: str, names: list[str], stars: list[tuple[str, ...]] | None) -> list[str]:
         """List the image of labels of each image."""
-        inside: dict[str, dict[str, str]] = {}
-        found = []
+        if has_stars(labels):
+            every = stars or [(name.rpartition(".")[0],) for name in names]
+            return [named_labels(labels, each, name) for name, each in zip(names, every, strict=True)]
+        groups: dict[str, list[str]] = {}
         for name in names:
-            group, _, last = name.rpartition("/")
-            place = join(folder, group) if group else folder
-            if group not in inside:
-                inside[group] = {
-                    n.rpartition(".")[0]: n for n in list_files(place) if is_image(n) or n.endswith(".npy")
-                }
-            label = inside[group].get(last.rpartition(".")[0])
-            if label is None:
+            groups.setdefault(name.rpartition("/")[0], []).append(name)
+        found: dict[str, str] = {}
+        for group, members in groups.items():
+            place = join(labels, group) if group else labels
+            inside = {n.rpartition(".")[0]: n for n in list_files(place) if is_image(n) or n.endswith(".npy")}
+            stems = {name: base_name(name).rpartition(".")[0] for name in members}
+            pairs = pair_names(list(stems.values()), list(inside))
+            lost = next((name for name in members if stems[name] not in pairs), None)
+            if lost is not None:
                 raise UserError(
-                    f"{folder} holds no labels for the image {name}; give every image one of the same name, or leave "
-                    "`labels` out"
+                    f"{labels} holds no labels for the image {lost}; give every image one of the same name, say what "
+                    "they are called with stars (labels: masks/*_drawn.png), or leave `labels` out"
                 )
-            found.append(join(place, label))
-        return found
+            found |= {name: join(place, inside[pairs[stems[name]]]) for name in members}
+        return [found[name] for name in names]
 
     def _state(self, names: list[str]) -> str:
         """Return what changes when images come, go or are renamed; a read notices one that is written over."""
         times = []
         if not is_url(self.path):
-            root = local_path(self.path)
+            root = local_path(fixed_part(self.path))
             folders = sorted({name.rpartition("/")[0] for name in names}) if root.is_dir() else [""]
             times = [str(root.resolve()), *(str((root / folder).stat().st_mtime_ns) for folder in folders)]
         return hashlib.blake2b("\n".join([*times, *names]).encode("utf-8", "surrogateescape")).hexdigest()

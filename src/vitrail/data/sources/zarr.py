@@ -2,6 +2,7 @@
 
 - a path to an array of a pyramid (`volume.zarr/recon-1/em/fibsem-uint8/s0`) reads that level alone, at its place in the
   world; a path to the group above it offers all levels; a path further up is refused, with what lies below
+- a path with stars stands for many volumes (`data/**/s0`), and so does a folder of hierarchies; each is an item
 - the level is named by number or found by voxel size; region and windows are in voxels of that level
 - a channel axis becomes named variables; of a time axis one moment is read
 - labels may lie elsewhere in the hierarchy, and cover a small box of the volume: places are in world coordinates.
@@ -13,7 +14,7 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from vitrail.data.chunks.nodes import (
     told_axes,
     told_place,
 )
+from vitrail.data.files.patterns import fill_stars, find_volumes, has_stars
 from vitrail.data.files.places import Place, Remote, find_place
 from vitrail.data.formats.ngff import Multiscale, load_attributes, read_multiscale, safe_join
 from vitrail.data.grid import GridConfig, GridSource
@@ -44,14 +46,18 @@ _SHOWN = 12
 class HierarchySource(GridSource):
     """A source whose arrays are read chunk by chunk; crops can be copied straight to their place in a batch."""
 
-    def __init__(self, settings: GridConfig, entry: Entry, *, kind: str) -> None:
-        super().__init__(settings, [entry], kind=kind)
-        entry = self.entries[0]
+    def __init__(self, settings: GridConfig, entries: Sequence[Entry], *, kind: str, notes: Sequence[str] = ()) -> None:
+        super().__init__(settings, entries, kind=kind, notes=notes)
         picked = [channel for _, channel in self._picked]
-        self.keeps_chunks = all(stored.chunk_reader is not None for stored in entry.images)
-        self.reads_straight = self.keeps_chunks and len(entry.images) == 1
+        images = [entry.images[0] for entry in self.entries]
+        labels = [entry.labels for entry in self.entries]
+        self.keeps_chunks = all(stored.chunk_reader is not None for stored in images)
+        self.reads_straight = self.keeps_chunks and all(stored.dtype == self.dtype for stored in images)
         self.reads_straight &= picked == list(range(picked[0], picked[0] + len(picked)))
-        self.labels_straight = self.label_dtype is not None and entry.labels.chunk_reader is not None  # type: ignore
+        self.labels_straight = self.label_dtype is not None and all(
+            stored is not None and stored.chunk_reader is not None and stored.dtype == self.label_dtype
+            for stored in labels
+        )
 
     def read_into(self, item: int, region: Window, out: np.ndarray, touched: Any = None) -> None:
         """Read as `read` does, into memory that is there: [C, *spatial], of a type that holds the values.
@@ -261,10 +267,33 @@ def _options(c: GridConfig) -> dict[str, Any]:
 
 
 def _open(c: GridConfig, kind: str) -> HierarchySource:
-    place, options = find_place(c.path), _options(c)
-    image = open_volume(place, kind=kind, **options)
-    labels = None if c.labels is None else open_labels(place, c.labels, kind=kind, **options)
-    return HierarchySource(c, Entry(place.name or str(place), (image,), labels), kind=kind)
+    options = _options(c)
+
+    def open_one(path: str, labels: str | None) -> Entry:
+        place = find_place(path)
+        image = open_volume(place, kind=kind, **options)
+        drawn = None if labels is None else open_labels(place, labels, kind=kind, **options)
+        return Entry(place.name or str(place), (image,), drawn)
+
+    return _open_all(c, kind, open_one)
+
+
+def _open_all(c: GridConfig, kind: str, open_one: Callable[[str, str | None], Entry]) -> HierarchySource:
+    """Open the volume at a path, or all that it stands for; what lies in a folder of labels only if it names that."""
+    found, notes = find_volumes(c.path), []
+    if has_stars(c.path) and "labels" not in c.path.split("/"):
+        kept = [each for each in found if each.is_folder and "labels" not in each.name.split("/")]
+        if kept and len(kept) < len(found):
+            lost = next(each.path for each in found if each not in kept)
+            notes.append(f"{c.path}: {len(found) - len(kept)} labels and files are left out, such as {lost}")
+        found = kept or found
+    entries = []
+    for each in found:
+        starred = c.labels is not None and has_stars(c.labels)
+        labels = fill_stars(c.labels or "", each.stars, where=f"labels = {c.labels!r}") if starred else c.labels
+        entry = open_one(each.path, labels)
+        entries.append(replace(entry, name=each.name) if each.name else entry)
+    return HierarchySource(c, entries, kind=kind, notes=notes)
 
 
 @config
@@ -297,13 +326,15 @@ class OmeZarrConfig(GridConfig):
 
     def open(self) -> HierarchySource:
         """Read the metadata; no voxel is read yet."""
-        image = read_multiscale(self.path)
+        return _open_all(self, "ome_zarr", self._open_one)
+
+    def _open_one(self, path: str, labels: str | None) -> Entry:
+        image = read_multiscale(path)
         stored = open_image(image, **_options(self))
-        labels = None if self.labels is None else self._open_labels(image, self.labels)
+        drawn = None if labels is None else self._open_labels(image, labels)
         levels = [{"path": e.path, "spacing": list(image.spacing(i))} for i, e in enumerate(image.levels)]
         facts = {"version": image.version, "levels": levels, "labels": list_labels(image.group)}
-        entry = Entry(image.group.name or str(image.group), (stored,), labels, facts=facts)
-        return HierarchySource(self, entry, kind="ome_zarr")
+        return Entry(image.group.name or str(image.group), (stored,), drawn, facts=facts)
 
     def _open_labels(self, image: Multiscale, name: str) -> Stored:
         known = list_labels(image.group)

@@ -1,0 +1,144 @@
+"""Reads configurations of other systems: which system a file is of, and what its command line changes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrail.convert import study, torchtitan, ucf
+from vitrail.convert.engine import UNKNOWN, Converted, Row, convert_tree
+from vitrail.errors import UserError
+from vitrail.foreign import read_plain
+from vitrail.recipe import yaml
+from vitrail.recipe.yaml import show
+
+MOST = 1 << 20  # bytes of a configuration
+SYSTEMS = ("ucf-vit", "torchtitan-mae", "torchditan", "vit-fsdp-study")
+QUOTES = "\"'"
+TASKS = tuple(ucf.TASKS)
+
+
+def convert(
+    path: str | Path,
+    *,
+    system: str | None = None,
+    task: str | None = None,
+    words: Sequence[str] = (),
+    script: str | Path | None = None,
+) -> Converted:
+    """Turn another system's configuration into a recipe.
+
+    `system` is one of SYSTEMS, found out by the file if None; `task`, one of TASKS, says what a file of UCF-VIT trains
+    where its folder does not. `words` are what its script is called with beside the file; a `script` that calls it may
+    hold more of them.
+    """
+    path = Path(path)
+    text = read(path)
+    system = system or find_system(path, text)
+    if task is not None and system != "ucf-vit":
+        raise UserError(f"--as {task}: only files of UCF-VIT leave open what they train; leave it out")
+    called, told = read_words(read(Path(script)), str(script)) if script is not None else ([], [])
+    called += words
+    tree: Any
+    if system == "ucf-vit":
+        if called:
+            raise UserError(
+                f"{called[0]!r}: UCF-VIT's scripts take nothing but the file and the launcher; leave it out"
+            )
+        tree = yaml.parse(text, str(path))
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: expected a mapping with trainer, model and data")
+        return convert_tree(tree, ucf.TABLE, find_task(path, tree, task), name_of(path))
+    if system == "vit-fsdp-study":
+        return convert_tree(study.read_script(text) | study.read_flags(called), study.TABLE, "", path.name)
+    try:
+        tree = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML ({error}); mend the file") from None
+    table = torchtitan.DITAN if system == "torchditan" else torchtitan.MAE
+    return convert_tree(override(yaml.plain(tree), called), table, "", path.name, told)
+
+
+def override(tree: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Put what torchtitan is called with over a tree: `--section.key=value`, `--section.key value`, `--section.key`."""
+    place: dict[str, Any] = {}
+    last = ""
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            section, dot, last = key.partition(".")
+            if not dot or not isinstance(tree.setdefault(section, {}), dict):
+                raise UserError(f"{word!r}: expected --section.key or --section.key=value, as torchtitan takes it")
+            place = tree[section]
+            place[last] = yaml.resolve(value) if equals else True
+        elif last and place[last] is True:
+            place[last] = yaml.resolve(word)
+        else:
+            raise UserError(f"{word!r}: expected --section.key or --section.key=value, as torchtitan takes it")
+    return tree
+
+
+def read_words(text: str, name: str) -> tuple[list[str], list[Row]]:
+    """Return the `--section.key=value` of a script, and rows for those whose value is the shell's to know."""
+    found = re.findall(
+        r"(?<!\S)--([a-z_0-9]+\.[a-z_0-9]+)(?:=(\S+))?", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)
+    )
+    words: list[str] = []
+    told: list[Row] = []
+    for key, value in found:
+        if key == "job.config_file":
+            continue
+        if "$" in value:
+            why = f"{name} makes the value as it runs; give it: -- --{key}=VALUE"
+            told.append(Row(f"--{key}", show(value), UNKNOWN, "", why))
+        else:
+            words.append(f"--{key}={value.strip(QUOTES)}" if value else f"--{key}")
+    return words, told
+
+
+def read(path: Path) -> str:
+    try:
+        return read_plain(path, MOST).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the file is not UTF-8 text; give the configuration itself") from None
+    except OSError as error:
+        raise UserError(f"{path}: the file cannot be read ({error.strerror})") from None
+
+
+def find_system(path: Path, text: str) -> str:
+    """Tell whose configuration a file is."""
+    kind = path.suffix.lower()
+    if kind in (".yaml", ".yml"):
+        return "ucf-vit"
+    if kind == ".toml":
+        return "torchditan" if re.search(r"^\s*\[dataset\]|diffusion", text, re.MULTILINE) else "torchtitan-mae"
+    if "main_training.py" in text or "--model_size" in text:
+        return "vit-fsdp-study"
+    raise UserError(
+        f"{path}: it is not clear whose configuration this is; expected a .yaml file of UCF-VIT, a .toml file of "
+        f"torchtitan-mae or TorchDiTan, or a script of the ViT-FSDP study. Say so with --from ({', '.join(SYSTEMS)})"
+    )
+
+
+def find_task(path: Path, tree: dict[str, Any], task: str | None) -> str:
+    """Tell what a file of UCF-VIT trains: by `model.type` of the newer layout, or the folder that it lies in."""
+    model = tree.get("model")
+    named = ucf.TYPES.get(str(model.get("type"))) if isinstance(model, dict) else None
+    found = task or named or next((name for name in reversed(path.absolute().parts[:-1]) if name in TASKS), None)
+    if found is None:
+        raise UserError(
+            f"{path}: neither the file nor its folders say what it trains; add --as with one of {', '.join(TASKS)}"
+        )
+    if isinstance(model, dict) and named is not None and found != named:
+        raise UserError(f"--as {task}: the file's model.type is {model['type']!r}; leave --as out")
+    return found
+
+
+def name_of(path: Path) -> str:
+    """Return a file's name with the folders that UCF-VIT and others tell their configurations apart by."""
+    return "/".join(path.absolute().parts[-3:]).lstrip("/")

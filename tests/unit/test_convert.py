@@ -1,0 +1,376 @@
+"""Configurations of other systems become recipes that say the same, and tell what they do not say."""
+
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import ROOT, events, write_volume
+
+from vitrail import train
+from vitrail.cli import main
+from vitrail.convert import Converted, convert
+from vitrail.convert.engine import CHANGED, DROPPED, MAPPED, UNKNOWN
+from vitrail.cost.plan import num_parameters, plan
+from vitrail.errors import UserError
+from vitrail.recipe import load_recipe, yaml
+
+SEEDS = ROOT / "tests/golden/seeds"
+FILES = sorted(path for path in SEEDS.rglob("*") if path.is_file())
+UCF = sorted((SEEDS / "ucf-vit").rglob("*.yaml"))
+MAE = SEEDS / "torchtitan-mae/demo.toml"
+DIT = SEEDS / "torchditan/llama3_latent_diffusion.toml"
+STUDY = SEEDS / "vit-fsdp-study/sub_15B_HYBRID_4G_4N.sh"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SEEDS).with_suffix(""))
+
+
+def value(found: Converted, key: str) -> Any:
+    """The value at a dotted key of the recipe."""
+    place: Any = found.tree
+    for name in key.split("."):
+        place = place[int(name)] if isinstance(place, list) else place[name]
+    return place
+
+
+def statuses(found: Converted) -> dict[str, str]:
+    return {row.old: row.status for row in found.rows}
+
+
+def write(folder: Path, text: str, name: str = "base_config.yaml") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_all_eleven_files_are_here() -> None:
+    assert (len(FILES), len(UCF)) == (11, 8)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_becomes_a_recipe_in_which_nothing_is_missing(path: Path) -> None:
+    found = convert(path)
+    assert yaml.parse(found.text) == found.tree
+    load_recipe(found.tree)
+    assert found.count(UNKNOWN) == 0
+    for row in found.rows:
+        assert row.why or row.status == MAPPED, row
+        assert bool(row.new) == (row.status in (MAPPED, CHANGED)), row
+        assert row.old in found.text or json.dumps(row.old) in found.text or repr(row.old) in found.text, row
+
+
+@pytest.mark.parametrize("path", [UCF[0], MAE, STUDY], ids=name_of)
+def test_a_key_that_no_table_has_is_told_of(path: Path, tmp_path: Path) -> None:
+    more = {".yaml": "\nfurther:\n  key: 7\n", ".toml": "\n[further]\nkey = 7\n", ".sh": ""}[path.suffix]
+    copy = write(tmp_path, path.read_text() + more, path.name)
+    task = path.parent.name if path.suffix == ".yaml" else None
+    found = convert(copy, task=task, words=["--further_key", "7"] if path == STUDY else [])
+    assert found.count(UNKNOWN) == 1
+    assert "further" in found.text.split("# Not understood:")[1]
+
+
+@pytest.mark.parametrize("path", [UCF[3], MAE, DIT, STUDY], ids=name_of)
+def test_values_that_make_no_sense_are_told_of(path: Path, tmp_path: Path) -> None:
+    """Every value of a file in turn is replaced: a recipe that says so, or a sentence, and never a traceback."""
+    if path == STUDY:
+        for flag in ("--bs", "--image_size", "--model_size", "--strategy", "--scaling_group_size", "--model"):
+            _refuses_or_tells(path, None, [flag, "odd"], flag)
+        return
+    tree = yaml.read(path) if path.suffix == ".yaml" else tomllib.loads(path.read_text())
+    task = path.parent.name if path.suffix == ".yaml" else None
+    for key in list(_leaves(tree)):
+        odd = json.loads(json.dumps(tree))
+        place = odd
+        for part in key[:-1]:
+            place = place[part]
+        place[key[-1]] = {"odd": ["odd"]}
+        if path.suffix == ".toml":
+            text = "\n".join(
+                f"[{name}]\n" + "\n".join(_toml(k, v) for k, v in part.items()) for name, part in odd.items()
+            )
+        else:
+            text = json.dumps(odd)
+        _refuses_or_tells(write(tmp_path, text, path.name), task, [], ".".join(key))
+
+
+def _refuses_or_tells(path: Path, task: str | None, words: list[str], key: str) -> None:
+    try:
+        found = convert(path, task=task, words=words)
+    except UserError:
+        return
+    row = next(row for row in found.rows if f"{key}.odd".startswith(row.old))
+    assert row.status in (UNKNOWN, DROPPED), row
+
+
+def _toml(key: str, value: Any) -> str:
+    return f'{key} = {{odd = ["odd"]}}' if isinstance(value, dict) else f"{key} = {json.dumps(value)}"
+
+
+def _leaves(tree: dict[str, Any], above: tuple[str, ...] = ()) -> Any:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name)
+
+
+# ------------------------------------------------------------ what trains
+
+
+def tiny_data(folder: Path, kind: str) -> dict[str, Any]:
+    """A few samples of a kind, and the keys of an entry that reads them."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0)
+    if kind == "image_folder":
+        for number in range(8):
+            place = folder / f"class{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.integers(0, 255, (36, 40, 3), dtype=np.uint8)).save(place / f"{number}.png")
+        return {"path": str(folder)}
+    if kind == "nifti":
+        nibabel = pytest.importorskip("nibabel")
+        folder.mkdir()
+        for name, most in (("image", 255), ("label", 5)):  # Basic_CT's names and labels
+            for number in range(2):
+                voxels = noise.integers(1, most, (32, 32, 32), dtype=np.uint8)
+                nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), folder / f"{name}{number}.nii")
+        return {"path": str(folder)}
+    if kind == "latents":
+        return {"kind": "dummy", "path": "dummy", "shape": [8, 8], "channels": 16, "classes": 10, "items": 100}
+    if kind == "dummy":
+        return {"path": "dummy", "shape": [28, 28], "items": 100, "classes": 10}
+    return {"path": str(write_volume(folder / "em.zarr"))}
+
+
+def tiny(found: Converted, folder: Path) -> dict[str, Any]:
+    """The converted recipe with everything that takes time made small."""
+    tree = json.loads(json.dumps(found.tree))
+    entry = tree["data"]["train"][0]
+    entry |= tiny_data(folder / "data", entry.get("kind", "zarr"))
+    model = tree["model"]
+    encoder = model.get("encoder", model)
+    small = {"width": 24, "depth": 4, "heads": 2}
+    encoder |= small
+    for name in ("hidden", "kv_heads"):
+        encoder.pop(name, None)
+    if isinstance(model.get("decoder"), dict):
+        model["decoder"] = {"kind": model["decoder"]["kind"], "width": 24, "depth": 1, "heads": 2}
+    adaptive = encoder.get("tokens")
+    if adaptive:
+        adaptive["length"] = 8 if model["ndim"] == 3 else 13
+    if "features" in model or model["kind"] == "sap":
+        model["features"] = 4
+    if model["kind"] == "mae":
+        model["mask"]["ratio"] = 0.5
+    if "fit" in tree["data"]:
+        tree["data"]["fit"]["resize"] = 32
+    if model.get("classes") in (1000, 2):
+        model["classes"] = {"image_folder": 2}.get(entry["kind"], 10)
+    patch = encoder.get("patch", 14 if model["kind"] == "study_vit" else 4)
+    if model["kind"] == "study_vit":
+        model |= {"shape": 28, "classes": 10}
+    tree["data"] |= {"crop": {"dit": 8, "study_vit": 28}.get(model["kind"], 32 if patch > 8 else 16), "batch": 2}
+    tree["parallel"] = {key: item for key, item in tree["parallel"].items() if key == "recompute"}
+    tree["parallel"]["strategy"] = "FULL_SHARD"
+    tree["precision"] = {"compute": "fp32"}
+    tree["run"] |= {"steps": 2, "device": "cpu", "dir": str(folder / "run")}
+    tree["schedule"] |= {"warmup": 1}
+    tree["checkpoint"] = {"every": "off"}
+    tree["log"] = {"every": 1, "pictures": "off", "to": [], "report": False}
+    return tree
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_converted_recipe_is_planned_and_starts(path: Path, tmp_path: Path) -> None:
+    tree = tiny(convert(path), tmp_path)
+    if tree["model"]["kind"] == "sap" or tree["model"]["kind"] == "unetr":
+        assert tree["model"]["classes"] == 4
+    (found,) = plan(load_recipe(tree), cluster="dgx_h100", gpus=1, as_is=True)
+    assert found.fits
+    assert train(tree, quiet=True).code == 0
+    assert [line["step"] for line in events(tmp_path / "run", "train")] == [1, 2]
+
+
+# ------------------------------------------------------------ what stays as it was
+
+
+def test_models_are_as_large_as_the_originals() -> None:
+    """Parameters that the originals count; where ours have a table of positions less or more, by that many."""
+    assert num_parameters(load_recipe(convert(MAE).tree)) == pytest.approx(2_055_577_600, rel=1e-4)
+    assert num_parameters(load_recipe(convert(STUDY).tree)) == 14_720_355_376
+
+
+def test_words_of_the_command_line_and_of_a_script_count(tmp_path: Path) -> None:
+    found = convert(MAE, words=["--training.mask_ratio=0.95", "--training.compile", "--model.flavor", "8B"])
+    assert value(found, "model.mask.ratio") == 0.95
+    assert value(found, "parallel.compile") is True
+    assert value(found, "model.encoder.width") == 4096
+    script = write(
+        tmp_path,
+        "# --training.steps=1\ntorchrun train.py --job.config_file ${F} --training.steps=50 --training.batch_size=$b\n",
+        "run.sh",
+    )
+    found = convert(MAE, script=script, words=["--training.max_norm=2.0"])
+    assert (value(found, "run.steps"), value(found, "optimizer.clip")) == (50, 2.0)
+    assert statuses(found)["--training.batch_size"] == UNKNOWN
+    assert value(found, "data.batch") == "1/rank"
+    found = convert(STUDY, words=["--model_size", "giant", "--use_ddp"])
+    assert (value(found, "model.size"), value(found, "parallel.strategy")) == ("1B", "DDP")
+    assert value(found, "precision.compute") == "fp32"
+    with pytest.raises(UserError, match="steps"):
+        convert(MAE, words=["steps"])
+    with pytest.raises(UserError, match="launcher"):
+        convert(UCF[0], words=["--trainer.max_epochs=1"])
+
+
+def test_the_task_of_a_file_is_told_by_its_folder_or_by_a_person(tmp_path: Path) -> None:
+    text = (SEEDS / "ucf-vit/imagenet/mae/base_config.yaml").read_text()
+    assert convert(write(tmp_path / "mae", text)).task == "mae"
+    away = write(tmp_path / "elsewhere", text)
+    with pytest.raises(UserError, match="--as"):
+        convert(away)
+    assert value(convert(away, task="mae"), "model.kind") == "mae"
+    with pytest.raises(UserError, match="--as mae"):
+        convert(MAE, task="mae")
+
+
+def test_files_are_opened_with_care(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.toml")
+    with pytest.raises(UserError, match="FIFO"):
+        convert(tmp_path / "a.toml")
+    with pytest.raises(UserError, match="there is no such file"):
+        convert(tmp_path / "b.toml")
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        convert(tmp_path / "c.toml")
+    with pytest.raises(UserError, match="more than"):
+        convert(write(tmp_path, "#" * 2**20 + "#", "d.toml"))
+    with pytest.raises(UserError, match="not valid TOML"):
+        convert(write(tmp_path, "a = = b", "e.toml"))
+    with pytest.raises(UserError, match="whose configuration"):
+        convert(write(tmp_path, "echo hello", "f.sh"))
+
+
+def test_odd_names_do_not_leave_their_comments(tmp_path: Path) -> None:
+    """A key with a line break in it is written on one line, and what it holds is no key of the recipe."""
+    text = UCF[0].read_text() + '\n"a\\nrun: {name: evil}": 1\n"b\\u2028run: 2": 3\n'
+    found = convert(write(tmp_path, text), task="diffusion")
+    assert found.count(UNKNOWN) == 2
+    assert yaml.parse(found.text) == found.tree
+
+
+def test_the_verb_writes_a_recipe_and_never_over_another_file(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "mae.yaml"
+    words = ["convert", str(MAE), "-o", str(out)]
+    with pytest.raises(SystemExit) as done:
+        main(words)
+    assert done.value.code == 0
+    assert "training.mask_ratio = 0.01 -> model.mask.ratio = 0.01" in capsys.readouterr().out
+    assert load_recipe(out).run.steps == 100_000
+    out.write_text("mine")
+    with pytest.raises(SystemExit) as done:
+        main(words)
+    assert done.value.code == 2
+    assert "not as vitrail would have written it" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
+# ------------------------------------------------------------ the pages for people who come from there
+
+PAGES = sorted((ROOT / "docs/coming-from").glob("*.md"))
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def rows_of(page: Path) -> list[tuple[Path, list[str], list[str], str]]:
+    """The rows of the tables of a page: the file that they change, its words, those of the recipe, and why."""
+    found = []
+    for name, table in re.findall(r"<!-- rows: (\S+) -->\n((?:\|.*\n)+)", page.read_text(encoding="utf-8")):
+        for line in table.splitlines()[2:]:
+            there, here, why = (cell.strip() for cell in line.strip("|").split("|"))
+            assert here == "nothing" or SPAN.search(here), line
+            found.append((SEEDS / name, SPAN.findall(there), SPAN.findall(here), why))
+    return found
+
+
+def changed(path: Path, words: list[str], folder: Path) -> tuple[Converted, list[str]]:
+    """What becomes of a file with keys set, and the names of these."""
+    if words and words[0].startswith("--"):
+        flags = words[0].split()
+        return convert(path, words=flags), [flag for flag in flags if flag.startswith("--")]
+    if not words or "(" in words[0]:  # it is in the code there
+        return convert(path), []
+    text = path.read_text()
+    if path.suffix == ".toml":
+        tree = tomllib.loads(text)
+        for word in words:
+            (section, values), *_ = tomllib.loads(word).items()
+            tree.setdefault(section, {}).update(values)
+        lines = (f"[{name}]\n" + "\n".join(_toml(k, v) for k, v in part.items()) for name, part in tree.items())
+        names = [word.partition(" = ")[0] for word in words]
+        return convert(write(folder, "\n".join(lines), path.name)), names
+    tree = yaml.parse(text)
+    names = []
+    for word in words:
+        key, item = next(iter(yaml.parse(word).items()))
+        *above, last = key.split(".")
+        place = tree
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = item
+        names.append(key)
+    return convert(write(folder, json.dumps(tree), path.name), task=path.parent.name), names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_row_of_a_page_is_what_the_converter_does(page: Path, tmp_path: Path) -> None:
+    rows = rows_of(page)
+    assert len(rows) > 15
+    for path, there, here, why in rows:
+        found, names = changed(path, there, tmp_path)
+        for word in here:
+            key, wanted = next(iter(yaml.parse(word).items()))
+            got = value(found, key)
+            assert got == wanted or _holds(got, wanted), (there, key, got, wanted)
+        told = statuses(found)
+        for name in names:
+            assert told[name] != UNKNOWN, (there, name)
+            assert (told[name] == DROPPED) <= bool(why or here), there
+            assert here or told[name] == DROPPED, there
+            assert why or told[name] != CHANGED, there
+
+
+def _holds(got: Any, wanted: Any) -> bool:
+    """Whether a mapping or a list has what is wanted, and more."""
+    if isinstance(wanted, dict):
+        return isinstance(got, dict) and all(key in got and _holds(got[key], item) for key, item in wanted.items())
+    if isinstance(wanted, list) and isinstance(got, list) and len(got) == len(wanted):
+        return all(_holds(a, b) for a, b in zip(got, wanted, strict=True))
+    return bool(got == wanted)
+
+
+def test_every_key_of_a_file_has_a_row_on_a_page() -> None:
+    """What people find in their files, they find on the page of their system."""
+    for folder, pages in PAGES_OF.items():
+        text = "".join((ROOT / f"docs/coming-from/{page}.md").read_text(encoding="utf-8") for page in pages)
+        for path in FILES:
+            if path.relative_to(SEEDS).parts[0] == folder:
+                keys = {row.old for row in convert(path).rows if row.value and "(default)" not in row.value}
+                keys = {key for key in keys if not key.startswith(("(", "#SBATCH"))}
+                assert not (missing := sorted(key for key in keys if key not in text)), (path.name, missing)
+
+
+PAGES_OF = {
+    "ucf-vit": ["ucf-vit"],
+    "torchtitan-mae": ["torchtitan-mae"],
+    "torchditan": ["torchditan", "torchtitan-mae"],
+    "vit-fsdp-study": ["vit-fsdp-study"],
+}
