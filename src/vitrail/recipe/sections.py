@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength
+from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength, SaveEvery
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 
@@ -449,8 +449,10 @@ class Precision(Section):
 class Checkpoint(Section):
     """When the state of a run is stored."""
 
-    every: EveryOrOff = Field(default="10%", description="off saves only when the run is stopped")
-    keep: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    every: SaveEvery = Field(
+        default="10%", description='a duration, or a clock such as "30m"; off saves only when the run is stopped'
+    )
+    keep: PositiveInt | Literal["all"] = Field(default=2, description="newest checkpoints kept, or all")
     best: str | None = Field(
         default=None, description="metric whose best checkpoint is kept too; null is the objective's own"
     )
