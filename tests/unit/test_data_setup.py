@@ -136,6 +136,34 @@ def test_trees_see_values_by_the_statistics_of_the_data(tmp_path: Path, monkeypa
         vitrail.train(merge(tree, {"data": data, "run.dir": str(tmp_path / "none")}), quiet=True)
 
 
+def test_batches_of_one_variable_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As UCF-VIT's single_channel: a step has one variable of many, all as often."""
+    rng = np.random.default_rng(0)
+    values = np.stack([rng.normal(100 * number, 1, (32, 32)) for number in range(3)]).astype(np.float32)
+    np.save(tmp_path / "a.npy", values)
+    entry = {"path": str(tmp_path / "a.npy"), "axes": "cyx"}
+    tree = tiny_recipe(tmp_path, tmp_path / "run", run__steps=6, model__ndim=2, eval__samples=6)
+    tree["data"] |= {"train": [entry], "valid": [entry], "crop": 8, "batch": 4, "one_variable": True}
+    with pytest.raises(UserError, match=r"data\.one_variable: .*give model\.encoder\.variables=\{known"):
+        vitrail.train(tree, quiet=True)
+    names = [f"channel{number}" for number in range(3)]
+    tree["model"]["encoder"]["variables"] = {"known": names}
+    known = {"mean": [0.0, 100.0, 200.0], "std": [1.0, 2.0, 3.0]}
+    own = merge(tree, {"data.train": [entry | {"statistics": known}]})
+    for batch in batches(own, last=3):
+        at = names.index(batch.variables[0])
+        assert [table[0].item() for table in batch.statistics] == [known["mean"][at], known["std"][at]]
+    found = list(batches(tree))
+    assert [len(batch.variables) for batch in found] == [1] * 6
+    assert sorted(batch.variables[0] for batch in found) == sorted(names * 2)
+    for batch in found:
+        assert batch.values.shape == (4, 1, 8, 8)
+        assert abs(float(batch.values.mean()) - 100 * names.index(batch.variables[0])) < 2
+    assert vitrail.train(tree, quiet=True).code == 0
+    assert vitrail.train(merge(tree, {"run.steps": 7}), quiet=True).step == 7  # its stored recipe names the entries
+    assert vitrail.evaluate(tmp_path / "run")["samples"] == 6
+
+
 def test_held_out_entries_are_normalised_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With data.statistics: each, of entries at other places: not by the training entries in their order."""
     means = {"train": (0, 100), "valid": (50, 200)}

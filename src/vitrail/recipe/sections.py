@@ -303,6 +303,9 @@ class Data(Section):
     statistics: Literal["shared", "each"] = Field(
         default="shared", description="normalise all entries alike, or each by its own statistics"
     )
+    one_variable: bool = Field(
+        default=False, description="batches have one variable each; those of an entry take turns step by step"
+    )
     reuse: PositiveInt | None = Field(
         default=None, description="crops cut from one super-block before the next is read; 4 for volumes, 1 for images"
     )
