@@ -50,13 +50,19 @@ def test_vit(tmp_path: Path, sizes: dict[str, int], size: int, patch: int) -> No
 
 
 @torch.no_grad()
-def test_an_oblong_vit() -> None:
+def test_an_oblong_vit(tmp_path: Path) -> None:
     """Without a config.json, 4 x 9 patches are no 6 x 6: the model's own grid decides."""
     config = transformers.ViTConfig(**SMALL, image_size=(32, 72), patch_size=8)
     theirs = scramble(transformers.ViTModel(config, add_pooling_layer=False), std=0.2)
     ours = empty(ViTConfig(**encoder_of(SMALL, 8, positions="learned"), shape=(32, 72), channels=3, pool="tokens"))
     report = load_weights(ours, theirs.state_dict())
     assert any("4 x 9 after 1 of other tokens or 6 x 6" in note for note in report.notes)
+    theirs.save_pretrained(tmp_path)
+    assert not any("or 6 x 6" in note for note in load_weights(empty(ours.config), tmp_path).notes)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"image_size": [40, 72]}))
+    with pytest.raises(UserError, match=r"config\.json says 5 x 9 patches, but the file holds 37 positions"):
+        load_weights(empty(ours.config), tmp_path)
     images = torch.randn(2, 3, 32, 72, generator=torch.Generator().manual_seed(1))
     expected = theirs(pixel_values=images).last_hidden_state[:, 1:]
     torch.testing.assert_close(ours(**ours.inputs(images)), expected, atol=1e-5, rtol=1e-5)

@@ -285,6 +285,32 @@ def test_a_conditional_run_writes_what_it_was_given_and_the_truth(place, tmp_pat
     assert vitrail.sample(place / "colours", number=5, batch=2, out=tmp_path / "out")["files"] == made["files"]
 
 
+def test_several_guidances_lie_side_by_side(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "out"
+    words = ["sample", str(place / "fields"), "--number", "3", "--steps", "2", "--out", str(out)]
+    for _ in range(2):  # a second call finds all of it
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words, "--guidance", "1,2.5", "--json"])
+        assert not ended.value.code
+        found = json.loads(capsys.readouterr().out)
+    assert (found["made"], found["number"], found["out"]) == (0, 3, str(out))
+    assert [each["settings"]["guidance"] for each in found["scales"]] == [1.0, 2.5]
+    assert sorted(path.name for path in out.iterdir()) == ["grid.png", "guidance-1", "guidance-2.5"]
+    alone = vitrail.sample(place / "fields", number=3, steps=2, guidance=2.5, out=tmp_path / "alone")
+    assert files(out / "guidance-2.5").keys() == files(Path(alone["out"])).keys()
+    assert np.array_equal(samples(out / "guidance-2.5"), samples(tmp_path / "alone"))
+    assert not np.array_equal(samples(out / "guidance-2.5"), samples(out / "guidance-1"))
+    with pytest.raises(UserError, match=r"alone holds '.*', which is of no guidance; choose another folder"):
+        vitrail.sample(place / "fields", number=3, guidance=[1.0, 3.0], out=tmp_path / "alone")
+    for wrong in ([2.0], [1.0, 1.0]):
+        with pytest.raises(UserError, match=r"must be one number, or several different ones"):
+            vitrail.sample(place / "fields", guidance=wrong, out=tmp_path / "none")
+    with pytest.raises(UserError, match="guidance -1 must be 0 or more"):
+        vitrail.sample(place / "fields", guidance=[2.0, -1.0], out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 # ---------------------------------------------------------------- words and refusals
 
 

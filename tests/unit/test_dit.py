@@ -36,6 +36,7 @@ MAKES = {
     "dit": SMALL,
     "ditan": DITAN,
     "3-D": replace(SMALL, ndim=3, shape=(4, 6, 8), channels=1, positions="rope", learn_sigma=True),
+    "grouped": replace(SMALL, kv_heads=1, affine=True, init="depth_scaled"),
     "learned": replace(SMALL, positions="learned", final="plain", classes=None),
     "rms": replace(SMALL, norm="rms", mlp="swiglu", hidden=32, qk_norm=True, condition_channels=2),
 }
@@ -238,7 +239,7 @@ def test_modulation_at_zero_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm", ["layer", "rms", "affine"])
 def test_block_in_plain_steps(mlp: str, norm: str) -> None:
     c = BlockConfig(
         width=8,
@@ -246,13 +247,13 @@ def test_block_in_plain_steps(mlp: str, norm: str) -> None:
         kv_heads=2,
         hidden=12,
         mlp=mlp,
-        norm=norm,
+        norm="rms" if norm == "rms" else "layer",
         eps=1e-6,
         bias=True,
         qk_norm=False,
         layer_scale=None,
     )
-    block = ModulatedBlock(c)
+    block = ModulatedBlock(c, affine=True if norm == "affine" else None)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(parameter.numel()))
     condition, tokens = torch.randn(3, 8), torch.randn(3, 5, 8)
@@ -260,7 +261,8 @@ def test_block_in_plain_steps(mlp: str, norm: str) -> None:
     def norm_of(x: Tensor, layer: torch.nn.Module) -> Tensor:
         if norm == "rms":
             return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.weight
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+        return x * layer.weight + layer.bias if norm == "affine" else x
 
     def attention(x: Tensor) -> Tensor:
         q, k, v = block.attn.qkv(x).unflatten(-1, (2, 3, 4)).unbind(-2)  # rows are head-major

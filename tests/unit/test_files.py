@@ -11,11 +11,15 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pytest
 
 from vitrail.data.dataset import Dataset
 from vitrail.data.files import paths as files
+from vitrail.data.files import patterns
+from vitrail.data.files.paths import read_bytes
+from vitrail.data.files.patterns import fill_stars, find_matches
 from vitrail.data.look.inspect import open_source
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
@@ -248,3 +252,43 @@ def test_what_cannot_be_opened_is_explained(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("VITRAIL_CACHE", "/proc/nothing/here")
     with pytest.raises(UserError, match="set VITRAIL_CACHE to a folder of yours"):
         files.cache_folder("files")
+
+
+# Paths with stars ------------------------------------------------------------------------------------------------
+
+
+def test_stars_stand_for_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "a/s0/.zarray", "a/s0/1/s0/x", "a/b/s0/x", "a/b10.npy", "a/b9.npy", "a/.b8.npy", ".c/s0/x", "a[1]/s0/x",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "a" / "b" / "again").symlink_to(tmp_path)  # a ring
+    (tmp_path / "a" / "twice").symlink_to(tmp_path / "a" / "b")
+    found = find_matches(f"{tmp_path}/**/s0")
+    assert [(match.name, match.stars) for match in found] == [  # none below an array, none twice, none hidden
+        ("a/s0", ("a",)),
+        ("a/b/s0", ("a/b",)),
+        ("a[1]/s0", ("a[1]",)),
+    ]
+    assert all(match.is_folder and match.path == f"{tmp_path}/{match.name}" for match in found)
+    monkeypatch.chdir(tmp_path)
+    assert [(m.path, m.stars) for m in find_matches("*/b*.npy")] == [
+        ("a/b9.npy", ("a", "9")),
+        ("a/b10.npy", ("a", "10")),
+    ]
+    assert [m.path for m in find_matches("a[1]/*")] == ["a[1]/s0"]
+    system = fsspec.filesystem("memory")
+    system.pipe({"/stars/x1.npy": b"1", "/stars/x2.npy": b"2", "/stars/deep/x3.npy": b"3"})
+    assert [m.name for m in find_matches("memory://stars/**/x*.npy")] == ["x1.npy", "x2.npy", "deep/x3.npy"]
+    with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
+        archive.writestr("in/x1.npy", b"1")
+    (match,) = find_matches(f"zip://in/*.npy::{tmp_path}/z.zip")
+    assert read_bytes(match.path) == b"1"
+    for wrong in ("b/*", "a/*.tif", "memory://stars/*.tif"):
+        with pytest.raises(UserError, match="stands for no file or folder"):
+            find_matches(wrong)
+    assert fill_stars("l/**/y*", ("", "3", "4"), where="labels") == "l/y3"
+    monkeypatch.setattr(patterns, "MOST_FOLDERS", 2)
+    with pytest.raises(UserError, match="more than 2 folders are looked into"):
+        find_matches("**/x")

@@ -353,7 +353,7 @@ def test_images_and_labels_side_by_side(tmp_path: Path) -> None:
     assert (source.variables, source.label_names) == (("CT",), {0: "none", 1: "lung"})
     (tmp_path / "labelsTr" / "ct_1.nii.gz").rename(tmp_path / "labelsTr" / "ct_2.nii.gz")
     assert len(opened("nifti", tmp_path).items) == 1  # no labels are asked for until an objective needs them
-    with pytest.raises(UserError, match=r"needs the class of every voxel; .*holds no labels of ct_1; add ct_1"):
+    with pytest.raises(UserError, match=r"needs the class of every voxel; .*holds no labels of ct_1; add them there"):
         dataset_of("nifti", tmp_path, labels="voxel")
 
 

@@ -12,6 +12,8 @@ from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.masks import RandomMask
 from vitrail.layers.patches import grid_coordinates, patchify
+from vitrail.layers.scores import GradientScore
+from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
 from vitrail.models.model import Model
 from vitrail.objectives.objective import drop_path_table
@@ -360,3 +362,74 @@ def test_flops_equal_what_pytorch_counts(kind: str, mlp: str, on: str) -> None:
     # Nothing reads what the last layer of a block gave, so that it is not computed again.
     again = flops.linear - flops.last + flops.attention
     assert flops.hardware(recompute=True) == flops.hardware(recompute=False) + again
+
+
+# ---------------------------------------------------------------- decoders and starts of their own
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_a_decoder_has_key_value_heads_and_theta_of_its_own(kind: str) -> None:
+    decoder = DecoderConfig(kind=kind, width=32, depth=1, heads=2, kv_heads=1, theta=7.0)  # type: ignore[arg-type]
+    config = small_mae(decoder=decoder)
+    model = make(config)
+    attention = model.decoder.blocks[0].attn
+    rows = attention.qkv.out_features - 32 if kind == "self" else attention.kv.out_features
+    assert rows == 2 * 16  # a key and a value of one head
+    coordinates = grid_coordinates((8, 8, 8), (4, 4, 4)).expand(1, -1, -1)
+    turns = {
+        theta: make(small_mae(decoder=replace(decoder, theta=theta))).decoder.turn(coordinates, 0)
+        for theta in (7, None)
+    }
+    alike = small_mae(encoder=replace(SMALL, theta=7.0), decoder=replace(decoder, theta=None))
+    own = make(alike).decoder.turn(coordinates, 0)
+    assert torch.equal(turns[7], own)
+    assert not torch.equal(turns[7], turns[None])
+
+    objective, _, inputs, targets = prepared(config)
+    with use_backend("math"), FlopCounterMode(display=False) as counter:
+        output = model(**inputs)
+    assert counter.get_total_flops() == 2 * objective.flops(model).forward
+    objective.loss(output, targets).sum.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.decoder.parameters())
+    with pytest.raises(ValueError, match="heads 2 must be a multiple of kv_heads 3"):
+        replace(decoder, kv_heads=3)
+    with pytest.raises(ValueError, match=r"theta 0\.0 must be above 0"):
+        replace(decoder, theta=0.0)
+
+
+def test_blocks_start_scaled_by_their_depth() -> None:
+    """As in torchtitan: 0.02, and 0.02 / sqrt(2 n) for what is written to the stream, and SwiGLU's value."""
+    encoder = EncoderConfig(width=96, depth=3, heads=2, patch=4, mlp="swiglu", hidden=256, init="depth_scaled")
+    model = make(
+        small_mae(encoder=encoder, decoder=DecoderConfig(kind="cross", width=96, depth=2, heads=2, hidden=256))
+    )
+    for blocks in (model.encoder.blocks, model.decoder.blocks):
+        for number, block in enumerate(blocks, start=1):
+            scaled = 0.02 / (2 * number) ** 0.5
+            inside = ("qkv",) if hasattr(block.attn, "qkv") else ("q", "kv")
+            for layer in (*(getattr(block.attn, name) for name in inside), block.mlp.gate):
+                assert float(layer.weight.std()) == pytest.approx(0.02, rel=0.05)
+            for layer in (block.attn.proj, block.mlp.fc1, block.mlp.fc2):
+                assert float(layer.weight.std()) == pytest.approx(scaled, rel=0.05)
+    assert float(make(small_mae()).encoder.blocks[0].attn.proj.weight.std()) > 0.1  # Xavier's
+
+
+def test_adaptive_tokens_may_be_told_their_number_alone() -> None:
+    """UCF-VIT's use_adaptive_pos_emb: false: a learned row for each token of the tree, no place and no size."""
+    tokens = AdaptiveTokens(length=22, score=GradientScore(), told="number")
+    encoder = EncoderConfig(width=24, depth=1, heads=2, patch=4, positions="learned", tokens=tokens)
+    config = small_mae(encoder=encoder, ndim=2, shape=32)
+    model = make(config)
+    assert model.encoder.size_embed is model.decoder.size_embed is None
+    assert model.encoder.pos_embed.table.shape == (22, 24)
+    assert model.decoder.pos_embed.table.shape == (22, 16)
+    images = torch.rand(2, 1, 32, 32)
+    inputs = model.inputs(images)
+    assert (inputs["coordinates"][..., 0] / 4 - 0.5).tolist() == [list(range(22))] * 2
+    moved = inputs | {"sizes": inputs["sizes"] * 2, "queries": inputs["queries"]}
+    assert torch.equal(model(**inputs), model(**moved))
+    prediction, hidden = model.reconstruct(images, torch.rand(2, 22))
+    assert prediction.shape == (2, 22, 16)
+    assert hidden.any()
+    with pytest.raises(ValueError, match=r"no table for the places of adaptive tokens; .* set tokens.told: number"):
+        replace(encoder, tokens=replace(tokens, told="place"))

@@ -5,13 +5,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from parity.references import Block, DiT, LabelEmbedder, PatchEmbed, TimeEmbedder, empty, scramble
+from PIL import Image
+from support import tiny_recipe
 from torch import Tensor, nn
 
+import vitrail
+from vitrail.diffusion import SamplingConfig, Straight, sample
 from vitrail.errors import UserError
 from vitrail.layers.patches import gather_tokens, unpatchify
 from vitrail.layers.variables import VariablesConfig
@@ -19,6 +24,8 @@ from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTCon
 from vitrail.models.dit import DiTConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.objectives.denoise import DenoiseConfig
+from vitrail.objectives.flow import FlowConfig
 from vitrail.recipe.sections import Init
 from vitrail.weights import load_initial, load_weights
 
@@ -352,14 +359,58 @@ def test_sit() -> None:
     assert any("needs adapter: sit" in note for note in load_weights(plain.build(), theirs.state_dict()).notes)
 
 
-def test_a_flow_does_not_take_one_for_the_other(tmp_path: Path) -> None:
+def test_an_objective_takes_what_predicts_as_it_asks(tmp_path: Path) -> None:
     path = str(tmp_path / "weights.pt")
     torch.save(foreign_dit().state_dict(), path)
-    with pytest.raises(UserError, match=r"set init\.adapter: sit \(and model\.time_scale: 0\.001\)"):
-        load_initial(DiTConfig(**DIT, learn_sigma=True).build(), Init(path=path), objective="flow")
-    load_initial(DiTConfig(**DIT, learn_sigma=True).build(), Init(path=path), objective="ddpm")
-    load_initial(DiTConfig(**DIT, learn_sigma=True).build(), Init(path=path, adapter="dit"), objective="flow")
-    load_initial(DiTConfig(**DIT, time_scale=1e-3).build(), Init(path=path, adapter="sit"), objective="flow")
+    noise, unit = DiTConfig(**DIT, learn_sigma=True).build(), DiTConfig(**DIT, time_scale=1e-3).build()
+    with pytest.raises(UserError, match=r"set init\.adapter: sit and model\.time_scale: 0\.001; strict: false"):
+        load_initial(noise, Init(path=path), objective=FlowConfig())
+    load_initial(noise, Init(path=path, strict=False), objective=FlowConfig())
+    load_initial(noise, Init(path=path), objective=DenoiseConfig())
+    with pytest.raises(UserError, match="predicts noise, the objective wants data"):
+        load_initial(noise, Init(path=path), objective=DenoiseConfig(predict="data"))
+    load_initial(unit, Init(path=path, adapter="sit"), objective=FlowConfig())
+    with pytest.raises(UserError, match="predicts velocities from noise to data, the objective wants noise"):
+        load_initial(unit, Init(path=path, adapter="sit"), objective=DenoiseConfig())
+
+
+@torch.no_grad()
+def test_a_run_starts_from_sit_and_samples_with_its_velocities(tmp_path: Path) -> None:
+    for number, name in enumerate("abcde"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.fromarray(np.full((8, 8, 3), 50 * number, np.uint8)).save(tmp_path / "images" / name / "0.png")
+    theirs = scramble(DiT(size=8, patch=2, width=32, depth=2, heads=2, classes=5, channels=3), std=0.1)
+    torch.save(theirs.state_dict(), tmp_path / "SiT.pt")
+    source = [{"path": str(tmp_path / "images")}]
+    with torch.enable_grad():
+        outcome = vitrail.train(
+            tiny_recipe(
+                tmp_path,
+                tmp_path / "run",
+                run__steps=1,
+                checkpoint__every=1,
+                model={"kind": "dit", **DIT, "channels": 3, "time_scale": 1e-3},
+                objective={"kind": "flow", "sampling": {"sampler": "euler", "steps": 4}},
+                data={"train": source, "valid": source, "crop": 8, "batch": 2},
+                optimizer={"kind": "sgd", "lr": 1e-12, "weight_decay": 0.0},
+                init={"path": str(tmp_path / "SiT.pt"), "adapter": "sit"},
+                eval__samples=2,
+            ),
+            quiet=True,
+        )
+    model = vitrail.load(outcome.run_dir)
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([1, 5])
+
+    def ask(x: Tensor, times: Tensor) -> Tensor:
+        told = Straight().told(times)
+        return unpatchify(model(**model.inputs(x), times=told, labels=labels), (2, 2), (8, 8))
+
+    settings = SamplingConfig(sampler="euler", steps=4)
+    found = sample(Straight(), "velocity", ask, x, settings, fresh=torch.zeros_like)
+    for step in range(4):
+        x = x + theirs(x, torch.full((2,), step / 4), labels)[:, :3] / 4
+    torch.testing.assert_close(found, x, atol=1e-4, rtol=1e-4)
 
 
 def as_diffusers(state: dict[str, Tensor]) -> dict[str, Tensor]:

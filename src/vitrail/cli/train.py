@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from vitrail.cli.options import Json, Kept, Overrides, Plugins, Quiet, Run, Step, ToContinue, Trust, load_plugins
-from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, read_pair, refuse_options
+from vitrail.cli.words import (
+    is_chief,
+    note,
+    print_found,
+    print_rows,
+    print_tree,
+    read_numbers,
+    read_pair,
+    refuse_options,
+)
 
 
 def add(app: typer.Typer) -> None:
@@ -165,7 +174,8 @@ def sample(
         str | None, typer.Option(metavar="NAME", help="auto, ancestral, ddim, euler or heun; else the recipe's.")
     ] = None,
     guidance: Annotated[
-        float | None, typer.Option(metavar="G", help="1: as trained, above: more like its class, 0: of any class.")
+        str | None,
+        typer.Option(metavar="G", help="1: as trained, above: more like its class, 0: of any; or several: 1,2,4."),
     ] = None,
     interval: Annotated[
         str | None, typer.Option(metavar="A,B", help="Guide on this part of the way from noise (0) to data (1).")
@@ -195,6 +205,7 @@ def sample(
     \b
     vitrail sample runs/digits-dit
     vitrail sample runs/digits-dit --classes 3,7 --number 100 --guidance 2 --out threes-and-sevens
+    vitrail sample runs/digits-dit --number 10 --guidance 1,2,4   the same samples by each, and grid.png, a row each
     vitrail sample runs/digits-dit --sampler heun --steps 20 --seed 1 --checkpoint 1000 --json
     torchrun --nproc-per-node 4 -m vitrail sample runs/digits-dit --number 10000 --batch 250
 
@@ -217,7 +228,7 @@ def sample(
         classes=classes,
         steps=steps,
         sampler=sampler,
-        guidance=guidance,
+        guidance=None if guidance is None else read_numbers(guidance, "--guidance"),
         interval=None if interval is None else read_pair(interval, "--interval"),
         seed=seed,
         batch=batch,

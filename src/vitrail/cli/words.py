@@ -51,6 +51,15 @@ def read_pair(text: str, option: str) -> tuple[float, float]:
     return first, second
 
 
+def read_numbers(text: str, option: str) -> float | list[float]:
+    """Return one number, or a list of several with commas."""
+    try:
+        first, *others = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"{option} {text!r}: expected a number, or several with commas, such as 1,2,4") from None
+    return [first, *others] if others else first
+
+
 def is_chief() -> bool:
     """Return whether this process may print: alone, or the first of several."""
     from vitrail.launch.world import is_chief

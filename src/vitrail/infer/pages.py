@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from vitrail.disk import told
 from vitrail.infer.folder import Kind, read_sample
 from vitrail.report.figures import SOFT, Sheet, shorten
 from vitrail.report.panels import find_range, paint
@@ -119,19 +120,48 @@ def draw_samples(folder: Path, manifest: Mapping[str, Any], kind: Kind, beside: 
     else:
         shown = files[: most * 6]
         rows = [("", list(map(read, shown[i : i + most]))) for i in range(0, len(shown), most)]
-    settings = manifest["settings"]
-    words = [f"{settings['sampler']} sampler, {settings['steps']} steps, seed {manifest['seed']}"]
-    if settings["guidance"] != 1:
-        words.append(f"guidance {settings['guidance']:g}")
-        if tuple(settings["interval"]) != (0.0, 1.0):
-            words.append("on {:g} to {:g} of the way".format(*settings["interval"]))
-    weights = {"ema": "averaged", "raw": "raw"}[manifest["weights"]]
     return draw_grid(
         folder / GRID,
         rows,
-        title=f"{manifest['run']}, step {manifest['step']}, {weights} weights",
-        caption=", ".join(words),
+        title=_title(manifest),
+        caption=_caption(manifest),
         heads=heads,
         spacing=kind.spacing if len(set(kind.spacing)) > 1 else (),
         value_range=kind.value_range,
     )
+
+
+def draw_scales(folder: Path, manifests: Sequence[Mapping[str, Any]], kind: Kind) -> None:
+    """Draw a row a guidance: the same samples by each of them, which lie in folders of their own."""
+    most = MOST_COLUMNS if len(kind.axes) == 2 else 4
+    rows = []
+    for manifest in manifests:
+        files = [Path(manifest["out"]) / entry["path"] for entry in manifest["files"][:most]]
+        rows.append((f"guidance {manifest['settings']['guidance']:g}", [read_sample(path, kind) for path in files]))
+    first = manifests[0]
+    heads = tuple(shorten(str(entry.get("class", "")), 12) for entry in first["files"][:most])
+    with told(folder):
+        draw_grid(
+            folder / GRID,
+            rows,
+            title=_title(first),
+            caption=_caption(first, guided=False),
+            heads=heads if any(heads) else (),
+            spacing=kind.spacing if len(set(kind.spacing)) > 1 else (),
+            value_range=kind.value_range,
+        )
+
+
+def _title(manifest: Mapping[str, Any]) -> str:
+    weights = {"ema": "averaged", "raw": "raw"}[manifest["weights"]]
+    return f"{manifest['run']}, step {manifest['step']}, {weights} weights"
+
+
+def _caption(manifest: Mapping[str, Any], *, guided: bool = True) -> str:
+    settings = manifest["settings"]
+    words = [f"{settings['sampler']} sampler, {settings['steps']} steps, seed {manifest['seed']}"]
+    if guided and settings["guidance"] != 1:
+        words.append(f"guidance {settings['guidance']:g}")
+        if tuple(settings["interval"]) != (0.0, 1.0):
+            words.append("on {:g} to {:g} of the way".format(*settings["interval"]))
+    return ", ".join(words)

@@ -53,7 +53,7 @@ from vitrail.infer.folder import (
     sweep,
     write_sample,
 )
-from vitrail.infer.pages import draw_samples
+from vitrail.infer.pages import GRID, draw_samples, draw_scales
 from vitrail.layers.patches import per_axis
 from vitrail.objectives.generate import range_of
 from vitrail.parallel.agree import on_chief, together
@@ -82,7 +82,7 @@ class Wishes:
     classes: str | Sequence[str | int] | None = None  # names or numbers, or "all", which take turns
     steps: int | None = None
     sampler: str | None = None
-    guidance: float | None = None
+    guidance: float | Sequence[float] | None = None  # several: the same samples by each of them, side by side
     interval: Sequence[float] | None = None
     seed: int | None = None
     batch: int | None = None  # samples computed at once
@@ -113,6 +113,16 @@ class Wishes:
         if self.interval is not None and settings.guidance == 1:
             raise UserError("interval: guidance is 1, so there is nothing to guide; give a guidance, or leave it out")
 
+    def each(self) -> dict[str, "Wishes"]:
+        """Return the wishes by the folder inside that of the call: one for each of several guidances."""
+        if self.guidance is None or isinstance(self.guidance, int | float):
+            return {"": self}
+        scales = list(self.guidance)
+        if len(scales) < 2 or len({f"{one:g}" for one in scales}) < len(scales):
+            raise UserError(f"guidance: {scales} must be one number, or several different ones, such as 1,2,4")
+        plain = dataclasses.replace(self, interval=None)  # for a guidance of 1, which acts nowhere
+        return {f"{SCALE}{one:g}": dataclasses.replace(plain if one == 1 else self, guidance=one) for one in scales}
+
     def folder(self, step: int) -> str:
         """Return a name that tells calls apart; number may grow in the same folder."""
         words = [f"step-{step:08d}"]
@@ -121,13 +131,14 @@ class Wishes:
             if field.name == "number" or value == field.default:
                 continue
             if isinstance(value, Sequence) and not isinstance(value, str):
-                value = ",".join(map(str, value))
+                value = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
             elif isinstance(value, float):
                 value = f"{value:g}"
             words.append(field.name if value is True else f"{field.name}-{value}")
         return re.sub(r"[^\w.,=-]+", "_", "-".join(words))[:150]
 
 
+SCALE = "guidance-"  # folders of several guidances begin with it
 CONDITION, TRUTH = "condition", "truth"  # folders beside the samples of a run that makes them from something
 
 
@@ -262,9 +273,10 @@ def sample_run(
     """Write samples of a run's checkpoint to a folder; its manifest, with what is to be said about the making.
 
     The wishes are number, classes, steps, sampler, guidance, interval, seed, batch, weights, format and latents, as
-    `vitrail sample --help` explains them.
+    `vitrail sample --help` explains them. Of several guidances the manifest of each is in a list, `scales`.
     """
     began, wish = time.monotonic(), Wishes(**wishes)
+    wishes_of = wish.each()
     for name in ("number", "batch"):
         value = getattr(wish, name)
         if value is not None and value < 1:
@@ -278,12 +290,28 @@ def sample_run(
             changed = stored_recipe(manifest, overrides)
             recipe = fitting(generating(changed, run), overrides)
             folder = Path(out) if out is not None else Path(run) / "samples" / wish.folder(manifest["step"])
-            asked = wish
-            if wish.batch is None:
-                before = on_chief(lambda: read_settings(folder), place.control) or {}
-                asked = dataclasses.replace(wish, batch=before.get("batch"))
             changes = unsafe_changes(stored_recipe(manifest).to_tree(), changed.to_tree())
-            job = Job(Path(run), recipe, manifest, asked, place, trust, {key: new for key, _, new in changes})
+            by_key = {key: new for key, _, new in changes}
+            if wishes_of.keys() != {""}:
+                on_chief(lambda: check_scales(folder), place.control)
+
+            def begin(folder: Path, asked: Wishes) -> Job:
+                if asked.batch is None:
+                    before = on_chief(lambda: read_settings(folder), place.control) or {}
+                    asked = dataclasses.replace(asked, batch=before.get("batch"))
+                return Job(Path(run), recipe, manifest, asked, place, trust, by_key)
+
+            jobs = {folder / name: begin(folder / name, asked) for name, asked in wishes_of.items()}
+            made = [finish(path, inside, job) for inside, job in jobs.items()]
+            if len(made) == 1:
+                return made[0]
+            kind = next(iter(jobs.values())).kind
+            on_chief(lambda: draw_scales(folder, made, kind), place.control)
+            notes = list(dict.fromkeys(line for each in made for line in each["notes"]))
+            number = sum(each["made"] for each in made)
+            return {"out": str(folder), "made": number, "notes": notes, "number": made[0]["number"], "scales": made}
+
+        def finish(path: Path, folder: Path, job: Job) -> dict[str, Any]:
             todo = job.open(folder)
             number = job.plan.number
             made = sum(counter < number for group in todo for counter in job.plan.counters(group))
@@ -296,6 +324,14 @@ def sample_run(
 
         whole = with_checkpoint(run, checkpoint, make, place.control)
     return whole | {"seconds": time.monotonic() - began}
+
+
+def check_scales(folder: Path) -> None:
+    """Refuse a folder for several guidances that holds anything else."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = [name for name in names if name != GRID and not name.startswith(SCALE)]
+    if others:
+        raise UserError(f"{folder} holds {min(others)!r}, which is of no guidance; choose another folder with --out")
 
 
 class Job:

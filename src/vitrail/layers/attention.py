@@ -95,16 +95,20 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Queries from one set of tokens, keys and values from another; `kv` rows are (group; key, value; head width)."""
+    """Queries from one set of tokens, keys and values from another; `kv` rows are (group; key, value; head width).
+
+    `kv_heads` None: as many as there are heads.
+    """
 
     token_inputs: ClassVar[int] = 2
     columns: ClassVar[tuple[str, ...]] = ("q", "kv")
 
-    def __init__(self, *, width: int, heads: int, qk_norm: bool, bias: bool, eps: float):
+    def __init__(self, *, width: int, heads: int, qk_norm: bool, bias: bool, eps: float, kv_heads: int | None = None):
         super().__init__()
         self.head_width = width // heads
+        self.per_group = heads // (kv_heads or heads)
         self.q = nn.Linear(width, width, bias=bias)
-        self.kv = nn.Linear(width, 2 * width, bias=bias)
+        self.kv = nn.Linear(width, 2 * width // self.per_group, bias=bias)
         self.proj = nn.Linear(width, width, bias=bias)
         self.norm_qk = QKNorm(self.head_width, eps) if qk_norm else None
 
@@ -117,7 +121,7 @@ class CrossAttention(_Attention):
         mask: KeyMask | None = None,
     ) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, self.head_width))  # B N H K
-        k, v = self.kv(memory).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)  # B M H K
+        k, v = self.kv(memory).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)  # B M G K
         q, k = self.turned(q, k, rope, memory_rope)
         return self.proj(self.attend(q, k, v, mask=mask).flatten(2))
 

@@ -12,6 +12,7 @@ Shapes: B batch, N tokens, D width.
 """
 
 import math
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import torch
@@ -176,7 +177,9 @@ class CrossBlock(_Residual):
 
     def __init__(self, c: BlockConfig):
         super().__init__(c)
-        self.attn = CrossAttention(width=c.width, heads=c.heads, qk_norm=c.qk_norm, bias=c.bias, eps=c.eps)
+        self.attn = CrossAttention(
+            width=c.width, heads=c.heads, kv_heads=c.kv_heads, qk_norm=c.qk_norm, bias=c.bias, eps=c.eps
+        )
 
     def forward(
         self,
@@ -190,6 +193,21 @@ class CrossBlock(_Residual):
         memory, queries = x[:, :-num_queries], x[:, -num_queries:]
         attention = self.attn(self.before(queries), memory, rope, memory_rope, mask)
         return torch.cat([memory, self.residual(queries, attention, drop_path)], dim=1)
+
+
+def scale_by_depth(blocks: Iterable[nn.Module]) -> None:
+    """Give the linear layers of blocks the start that torchtitan gives them: normal, of standard deviation 0.02.
+
+    Layers that write to the residual stream, and SwiGLU's value, start with 0.02 / sqrt(2 n) in the n-th block, so that
+    the stream does not grow with depth. (torchtitan cuts the distribution at +-2, so far out that nothing is cut.)
+    """
+    for number, block in enumerate(blocks, start=1):
+        for module in block.modules():
+            if not isinstance(module, SelfAttention | CrossAttention | MLP | SwiGLU):
+                continue
+            for name in (*module.columns, module.row):
+                scaled = name == module.row or (isinstance(module, SwiGLU) and name == "fc1")
+                mark(getattr(module, name).weight, Normal(0.02 / math.sqrt(2 * number) if scaled else 0.02))
 
 
 TimeOrder = Literal["cos_sin", "interleaved"]
@@ -316,9 +334,13 @@ def zero_linear(inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
-def modulated_norm(kind: str, width: int, eps: float) -> nn.Module:
-    """LayerNorm without weights of its own, which modulation has already, as in DiT; RMSNorm keeps its weight."""
-    return nn.LayerNorm(width, eps=eps, elementwise_affine=False) if kind == "layer" else nn.RMSNorm(width, eps=eps)
+def modulated_norm(kind: str, width: int, eps: float, affine: bool | None = None) -> nn.Module:
+    """Make a norm with or without weights of its own, which modulation has already.
+
+    None: LayerNorm has none, as in DiT; RMSNorm has.
+    """
+    affine = kind == "rms" if affine is None else affine
+    return (nn.LayerNorm if kind == "layer" else nn.RMSNorm)(width, eps=eps, elementwise_affine=affine)
 
 
 class ModulatedBlock(nn.Module):
@@ -329,12 +351,12 @@ class ModulatedBlock(nn.Module):
 
     gathered: ClassVar[tuple[str, ...]] = ("modulation",)  # layers whose outputs can be computed apart and gathered
 
-    def __init__(self, c: BlockConfig):
+    def __init__(self, c: BlockConfig, *, affine: bool | None = None):
         super().__init__()
         assert c.layer_scale is None, "gates take the place of LayerScale"
-        self.norm1 = modulated_norm(c.norm, c.width, c.eps)
+        self.norm1 = modulated_norm(c.norm, c.width, c.eps, affine)
         self.attn = c.make_attention()
-        self.norm2 = modulated_norm(c.norm, c.width, c.eps)
+        self.norm2 = modulated_norm(c.norm, c.width, c.eps, affine)
         self.mlp = c.make_mlp(approximate="tanh")
         self.modulation = zero_linear(c.width, 6 * c.width)
 

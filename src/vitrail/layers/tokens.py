@@ -10,7 +10,7 @@ of whole crops all the same: in the place of values they hold Rows, which say ho
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.layers import trees
+from vitrail.layers.init import constants
 from vitrail.layers.patches import Slab, gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
 from vitrail.layers.scores import CannyScore, GradientScore, Span, VarianceScore
 from vitrail.layers.trees import Tree
@@ -59,6 +60,7 @@ class UniformTokens:
     """Patches of one size on a grid."""
 
     kind: Literal["uniform"] = "uniform"
+    told: ClassVar[str] = "place"  # what encoders are told of a token
 
     def count(self, size: tuple[int, ...], patch: tuple[int, ...]) -> int:
         return math.prod(grid_of(size, patch))
@@ -75,6 +77,7 @@ class AdaptiveTokens:
     fill: bool = True  # spend the whole length; false: cells without any score stay whole, and the rest is padding
     resample: Literal["mean", "linear"] = "mean"
     per_variable: bool = False  # a tree for each variable; needs variables.aggregate: none
+    told: Literal["place", "number"] = "place"  # encoders are told place and size of a token, or its number in the tree
 
     def __post_init__(self) -> None:
         if self.min_leaf < 1 or self.min_leaf & (self.min_leaf - 1):
@@ -172,6 +175,13 @@ class Tokens:
             images = for_each(self.tree, values.shape[0]).paint(values)
         images = images.unflatten(0, (-1, self.separate))  # B V K *S
         return images.mean(dim=1) if merge else images.flatten(1, 2)
+
+    def numbered(self) -> Tensor:
+        """Coordinates [B, N, ndim] as if the tokens stood in a row along the first axis, in their order."""
+        patch = constants(self.patch, self.coordinates)
+        row = torch.arange(self.number // self.separate, device=patch.device).repeat(self.separate)
+        places = torch.nn.functional.pad(row[:, None], (0, len(self.patch) - 1))
+        return ((places + 0.5) * patch).expand_as(self.coordinates)
 
     def physical(self, spacing: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """Centres and sizes [B, N, ndim] in the unit of the voxels' spacing."""

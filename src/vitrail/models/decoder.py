@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.layers.attention import WHOLE, TokenSequence
-from vitrail.layers.block import Block, BlockConfig, CrossBlock, make_norm
+from vitrail.layers.block import Block, BlockConfig, CrossBlock, make_norm, scale_by_depth
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import num_voxels
 from vitrail.layers.variables import VariableHead
@@ -39,12 +39,16 @@ class DecoderBlocks:
     width: int = 512
     depth: int = 8
     heads: int = 16
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention; null: as many
+    theta: float | None = None  # of rope; null: the encoder's
     mlp_ratio: float | None = None  # as in the encoder
     hidden: int | None = None
     drop_path: float = 0.0
 
     def __post_init__(self) -> None:
-        check_heads(self.width, self.heads)
+        check_heads(self.width, self.heads, self.kv_heads)
+        if self.theta is not None and self.theta <= 0:
+            raise ValueError(f"theta {self.theta} must be above 0")
         check_mlp(self.width, self.mlp_ratio, self.hidden)
         check_drop_path(self.drop_path)
         if self.depth < 1:
@@ -52,7 +56,8 @@ class DecoderBlocks:
 
     def block(self, e: EncoderConfig) -> BlockConfig:
         hidden = hidden_width(self.width, e.mlp, self.mlp_ratio, self.hidden)
-        return replace(e.block(), width=self.width, heads=self.heads, kv_heads=self.heads, hidden=hidden)
+        groups = self.kv_heads or self.heads
+        return replace(e.block(), width=self.width, heads=self.heads, kv_heads=groups, hidden=hidden)
 
     def check(self, e: EncoderConfig, ndim: int) -> None:
         e.check_positions(self.block(e), ndim)
@@ -84,11 +89,14 @@ class TokenDecoder(nn.Module):
         learned = c is not None and e.positions == "learned"
         sized = None if c is None else encoder.size_embed
         self.embed = None if c is None else nn.Linear(encoder.width, self.width, bias=e.bias)
-        self.pos_embed = LearnedPositions(self.width, encoder.patch, shape) if learned else None
+        self.pos_embed = LearnedPositions(self.width, e, shape) if learned else None
         self.size_embed = None if sized is None else nn.Linear(sized.in_features, self.width)
         ndim = len(encoder.patch)
         self.rope_turns = None if c is None else rope_turns(e, ndim, self.width // self.heads)
+        self.theta = None if c is None else c.theta
         self.blocks = nn.ModuleList(block(self.block_config) for _ in self.rates)
+        if e.init == "depth_scaled":
+            scale_by_depth(self.blocks)
         self.norm = None if c is None else make_norm(e.norm, self.width, e.eps)
         voxels = num_voxels(encoder.patch)
         self.head: nn.Linear
@@ -105,7 +113,8 @@ class TokenDecoder(nn.Module):
 
     def turn(self, coordinates: Tensor, prefix: int) -> Tensor | None:
         """The encoder's rotations, at this decoder's head width."""
-        return self.rope(coordinates, prefix=prefix, head_width=self.width // self.heads, turns=self.rope_turns)
+        head_width = self.width // self.heads
+        return self.rope(coordinates, prefix=prefix, head_width=head_width, turns=self.rope_turns, theta=self.theta)
 
     def stages(self, first_block: int) -> list[Stage]:
         """`first_block` is where its rows begin in the drop-path table."""

@@ -8,6 +8,7 @@
 - channels that condition (a coarse field, a neighbouring image) come after those that are denoised, and do not go out
 """
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -101,9 +102,11 @@ class DiTConfig(DenoiserConfig):
     depth: int | None = None
     heads: int | None = None
     patch: int | tuple[int, ...] | None = None  # voxels: one number or one per axis
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention
     # These follow the size; without one they are facebookresearch/DiT's.
     mlp: Literal["gelu", "swiglu"] | None = None  # gelu is its tanh approximation here
     norm: Literal["layer", "rms"] | None = None
+    affine: bool | None = None  # weights of the modulated norms' own; null: RMSNorm has them, LayerNorm none
     eps: float | None = None
     bias: bool | None = None  # in attention and MLP; embeddings and modulations always have one
     positions: Positions | None = None
@@ -112,6 +115,7 @@ class DiTConfig(DenoiserConfig):
     mlp_ratio: float | None = None  # hidden over width; default 4 for gelu, Llama's two thirds of it for swiglu
     hidden: int | None = None  # the hidden width itself
     qk_norm: bool = False
+    init: Literal["xavier", "depth_scaled"] = "xavier"  # Xavier's; or torchtitan's, see layers/block.py
     drop_path: float = 0.0  # of the last block; earlier ones less
     ndim: int = 2
     channels: int | None = None  # that are denoised; default: as many as the data have variables
@@ -138,7 +142,7 @@ class DiTConfig(DenoiserConfig):
     @property
     def encoder(self) -> EncoderConfig:
         """The part that all models share."""
-        shared = ["width", "depth", "heads", "patch", "mlp_ratio", "hidden", "qk_norm", "drop_path"]
+        shared = ["width", "depth", "heads", "patch", "mlp_ratio", "hidden", "qk_norm", "drop_path", "kv_heads", "init"]
         shared += [key for key in DIT if key not in ("final", "label_dropout")]
         return EncoderConfig(**{key: getattr(self, key) for key in shared})
 
@@ -159,12 +163,13 @@ class DiT(EncodedModel):
     spared = ("label_embed.table",)
 
     def __init__(self, c: DiTConfig):
-        super().__init__(c, block=ModulatedBlock, norm=False, embed_bias=True)  # `bias` is of the blocks alone
+        block_of = partial(ModulatedBlock, affine=c.affine)
+        super().__init__(c, block=block_of, norm=False, embed_bias=True)  # `bias` is of the blocks alone
         assert c.channels_out is not None
         width, voxels, block = self.encoder.width, num_voxels(self.encoder.patch), c.encoder.block()
         self.time_embed = TimeEmbed(c.time_features, width, scale=c.time_scale)
         self.label_embed = None if c.classes is None else LabelEmbed(c.classes, width)
-        self.final = Final(block, voxels * c.channels_out, modulated=c.final == "modulated")
+        self.final = Final(block, voxels * c.channels_out, modulated=c.final == "modulated", affine=c.affine)
         initialise_here(self)
 
     def stages(self) -> list[Stage]:
@@ -201,9 +206,10 @@ class DiT(EncodedModel):
 class Final(nn.Module):
     """[condition; tokens] -> voxels: norm, modulated or plain, and a linear layer that starts at 0."""
 
-    def __init__(self, c: BlockConfig, features: int, *, modulated: bool):
+    def __init__(self, c: BlockConfig, features: int, *, modulated: bool, affine: bool | None = None):
         super().__init__()
-        self.norm = (modulated_norm if modulated else make_norm)(c.norm, c.width, c.eps)
+        norm = partial(modulated_norm, affine=affine) if modulated else make_norm
+        self.norm = norm(c.norm, c.width, c.eps)
         self.modulation = zero_linear(c.width, 2 * c.width) if modulated else None
         self.proj = zero_linear(c.width, features)
 

@@ -9,7 +9,7 @@ Parameter names are timm's where timm has them (patch_embed.proj, blocks.0.attn.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.layers.attention import WHOLE, TokenSequence
-from vitrail.layers.block import Block, BlockConfig, ModulatedBlock, make_norm, swiglu_hidden
+from vitrail.layers.block import Block, BlockConfig, ModulatedBlock, make_norm, scale_by_depth, swiglu_hidden
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import Constant, Normal, Table, constants, mark
 from vitrail.layers.patches import (
@@ -92,6 +92,7 @@ class EncoderConfig:
     qk_norm: bool = False
     layer_scale: float | None = None  # its starting value
     drop_path: float = 0.0  # of the last block; earlier ones less
+    init: Literal["xavier", "depth_scaled"] = "xavier"  # Xavier's; or torchtitan's, see layers/block.py
     positions: Positions = SIZED
     theta: float = SIZED  # longest wavelength of rope over 2 pi, in patches
     rope: Literal["axial", "superposed"] = "axial"  # superposed: as with one axis fewer, and learned turns on the first
@@ -109,7 +110,8 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
         known = {"kv_heads": None, **({"hidden": None} if self.mlp_ratio is None else {}), **self.make}
-        unfit = ("positions",) if adaptive is not None else ()  # a size's learned ones have no table for trees
+        placed = adaptive is not None and adaptive.told == "place"
+        unfit = ("positions",) if placed else ()  # a size's learned ones have no table for trees
         fill_size(self, self.sizes, known, unfit=unfit)
         check_heads(self.width, self.heads, self.kv_heads)
         check_mlp(self.width, self.mlp_ratio, self.hidden)
@@ -130,8 +132,11 @@ class EncoderConfig:
             raise ValueError(f"rope: superposed belongs to positions: rope, not {self.positions}")
         if self.registers < 0:
             raise ValueError(f"registers {self.registers} must be at least 0")
-        if adaptive is not None and self.positions == "learned":
-            raise ValueError("positions: learned has no table for adaptive tokens; use sincos or rope")
+        if placed and self.positions == "learned":
+            raise ValueError(
+                "positions: learned has no table for the places of adaptive tokens; use sincos or rope, or set "
+                "tokens.told: number"
+            )
         if adaptive is not None and adaptive.per_variable and not self.separate:
             raise ValueError(
                 "tokens.per_variable: a tree for each variable gives tokens that hold one variable each; "
@@ -158,6 +163,12 @@ class EncoderConfig:
     def count_tokens(self, size: tuple[int, ...]) -> int:
         """Tokens of one sample of this size, with all known variables."""
         return self.tokens.count(size, self.patch_on(len(size))) * self.parts
+
+    def grid(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the places on a grid that tokens of an image of this size are told, for a table of them."""
+        if isinstance(self.tokens, AdaptiveTokens):
+            return (self.tokens.length, *(1 for _ in size[1:]))
+        return grid_of(size, self.patch_on(len(size)))
 
     def check_size(self, ndim: int, size: tuple[int, ...] | None) -> None:
         """Refuse widths and sizes that cannot work, once these are known."""
@@ -310,11 +321,11 @@ class Encoder(nn.Module):
         ndim: int,
         channels: int,
         shape: tuple[int, ...] | None = None,
-        block: type[nn.Module] = Block,
+        block: Callable[[BlockConfig], nn.Module] = Block,
         norm: bool = True,
         embed_bias: bool | None = None,
     ):
-        """`block` is the class of the repeated blocks; `embed_bias` None: as in the other linear layers."""
+        """`block` makes the repeated blocks; `embed_bias` None: as in the other linear layers."""
         super().__init__()
         assert c.depth is not None
         self.config = c
@@ -331,11 +342,12 @@ class Encoder(nn.Module):
         else:
             self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=width, heads=heads, bias=bias)
         # How large an adaptive token is, in powers of two of a patch.
-        self.size_embed = nn.Linear(ndim, width) if isinstance(c.tokens, AdaptiveTokens) else None
+        sized = isinstance(c.tokens, AdaptiveTokens) and c.tokens.told == "place"
+        self.size_embed = nn.Linear(ndim, width) if sized else None
         self.prefix = int(c.cls_token) + c.registers  # tokens that stand before the patches
         self.prefix_tokens = mark(nn.Parameter(torch.empty(self.prefix, width)), Normal(0.02)) if self.prefix else None
         learned, has_cls = c.positions == "learned", c.cls_token and c.cls_position
-        self.pos_embed = LearnedPositions(width, self.patch, shape, cls=has_cls) if learned else None
+        self.pos_embed = LearnedPositions(width, c, shape, cls=has_cls) if learned else None
         self.rope_turns = rope_turns(c, ndim, width // heads)
         if c.rope_origin == "centre" and shape is None:
             raise ValueError("rope_origin: centre needs the size of the input: set model.shape")
@@ -345,12 +357,16 @@ class Encoder(nn.Module):
             self.origin = [(s / p - 1) / 2 for s, p in zip(shape, self.patch, strict=True)]
         self.input_norm = make_norm(c.norm, width, c.eps) if c.input_norm else None
         self.blocks = nn.ModuleList(block(made) for _ in range(c.depth))
+        if c.init == "depth_scaled":
+            scale_by_depth(self.blocks)
         self.norm = make_norm(c.norm, width, c.eps) if norm else None
 
-    def rope(self, coordinates: Tensor, *, prefix: int, head_width: int, turns: Tensor | None) -> Tensor | None:
+    def rope(
+        self, coordinates: Tensor, *, prefix: int, head_width: int, turns: Tensor | None, theta: float | None = None
+    ) -> Tensor | None:
         """Rotation table for patches at these coordinates (voxels), after `prefix` tokens that are not turned.
 
-        `turns` are the learned ones of superposed rotations, None for axial ones.
+        `turns` are the learned ones of superposed rotations, None for axial ones; `theta` None is the encoder's.
         """
         if self.config.positions != "rope":
             return None
@@ -358,9 +374,10 @@ class Encoder(nn.Module):
         if any(self.origin):
             patches = patches - constants(tuple(self.origin), patches)
         patches = nn.functional.pad(patches * self.config.rope_scale, (0, 0, prefix, 0))
+        theta = self.config.theta if theta is None else theta
         if turns is None:
-            return rope_table(patches, head_width, self.config.theta)
-        return inflated_rope_table(patches, head_width, self.config.theta, turns)
+            return rope_table(patches, head_width, theta)
+        return inflated_rope_table(patches, head_width, theta, turns)
 
     def to_patches(self, coordinates: Tensor) -> Tensor:
         """Coordinates in voxels to units of patches, the first patch at 0."""
@@ -478,14 +495,14 @@ class EncodedModel(Model):
 class LearnedPositions(nn.Module):
     """A trainable table over the grid, looked up by the tokens' own coordinates; it starts as the sin-cos table."""
 
-    def __init__(self, width: int, patch: tuple[int, ...], shape: tuple[int, ...] | None, *, cls: bool = False):
+    def __init__(self, width: int, c: EncoderConfig, shape: tuple[int, ...] | None, *, cls: bool = False):
         super().__init__()
         if shape is None:
             raise ValueError("learned positions need the size of the input: set model.shape")
-        self.grid = grid_of(shape, patch)
+        self.grid = c.grid(shape)
 
         def start() -> Tensor:
-            return sincos(grid_coordinates(self.grid, (1,) * len(patch)) - 0.5, width)
+            return sincos(grid_coordinates(self.grid, (1,) * len(self.grid)) - 0.5, width)
 
         self.table = mark(nn.Parameter(torch.empty(math.prod(self.grid), width)), Table(start))
         self.cls = mark(nn.Parameter(torch.empty(1, width)), Constant(0.0)) if cls else None

@@ -75,7 +75,13 @@ def make_inputs(
         raise ValueError(f"images have shape {list(images.shape)}; a model of {config.ndim} axes takes {expected}")
     encoder = encoder_of(config)
     size = tuple(images.shape[2:]) if slab is None else slab.size
-    if encoder.positions == "learned" and config.shape is not None and size != per_axis(config.shape, config.ndim):
+    placed = encoder.tokens.told == "place"
+    if (
+        placed
+        and encoder.positions == "learned"
+        and config.shape is not None
+        and size != per_axis(config.shape, config.ndim)
+    ):
         raise ValueError(
             f"images of {list(size)} do not fit learned positions for {list(per_axis(config.shape, config.ndim))}; "
             "resize the images, or use positions sincos or rope"
@@ -85,7 +91,7 @@ def make_inputs(
     patch = per_axis(encoder.patch, config.ndim)
     grown: dict[str, Any] = {"scored": scored, "span": span, "draws": draws}
     tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=slab, **grown)
-    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates}
+    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates if placed else tokens.numbered()}
     if tokens.tree is not None:
         inputs |= {"sizes": tokens.sizes, "valid": tokens.valid}
     if ids is not None:

@@ -86,7 +86,7 @@ def gathered(inner: Callable[[Tensor], Tensor], group: Any) -> Callable[[Tensor]
 def heads_of(attention: Any) -> tuple[int, int]:
     """Return the heads of an attention over all tensor ranks, and the key-value heads that they share."""
     heads: int = attention.proj.in_features // attention.head_width
-    return heads, heads // getattr(attention, "per_group", 1)
+    return heads, heads // int(attention.per_group)
 
 
 Keys = dict[int, ContextKeys]  # by how many ranks trade heads

@@ -117,9 +117,9 @@ class Session:
             names = getattr(recipe.objective, "names", None)
             with torch.device("meta"):
                 whole = recipe.model.build()
-            kind = recipe.objective.kind
+            asked = recipe.objective
             self.initial = together(
-                lambda: load_initial(self.parts.model, recipe.init, names, whole, objective=kind), place.control
+                lambda: load_initial(self.parts.model, recipe.init, names, whole, objective=asked), place.control
             )
         self.trainer = Trainer(recipe, place, self.data, self.parts, self.objective, self.sampler.epoch)
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)

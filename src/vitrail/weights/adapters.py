@@ -27,6 +27,8 @@ from vitrail.weights.pieces import Pairs, Piece, Target, Translation, place_patc
 from vitrail.weights.positions import place_positions
 from vitrail.weights.rotations import find_rotations
 
+GATE_FIRST = "mlp.fc1 holds gate and value: taken as timm's SwiGLUPacked, whose gate comes first and is SiLU"
+
 
 def translate(weights: Weights, target: Target, adapter: str, names: tuple[str, ...] | None = None) -> Translation:
     if adapter == "vitrail":
@@ -98,6 +100,8 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
             make = partial(pieces.fused_head_major, head_width=width, pairs=pairs, masked_keys=masked)
             out.pieces[ours] = Piece((name,), make)
         elif ".mlp.packed." in ours or (".mlp.fc1." in ours and _is_packed(ours, weights.shapes[name], target)):
+            if ".mlp.packed." not in ours and GATE_FIRST not in out.notes:
+                out.notes.append(GATE_FIRST)
             for index, layer in enumerate(("gate", "fc1")):
                 to = re.sub(r"\.mlp\.\w+\.", f".mlp.{layer}.", ours)
                 out.pieces[to] = Piece((name,), partial(pieces.part, index=index, of=2))

@@ -20,6 +20,8 @@ from vitrail.weights.names import ADAPTERS, recognise
 from vitrail.weights.pieces import Entry, Made, Piece, Report, Target, Translation
 
 NOT_THERE, NO_PLACE = "the file does not have it", "the model has no place for it"
+VELOCITY = "velocities from noise to data"
+LEARNED = {"dit": "noise", "diffusers": "noise", "sit": VELOCITY, "torchditan": VELOCITY}  # what models predict
 # Parts of an encoder that files of plain images cannot have, and that may start anew.
 NEW = r"(encoder|decoder)\.(size_embed|rope_turns|patch_embed\.(variable|aggregate|group_aggregate))\b.*"
 
@@ -89,9 +91,9 @@ def load_initial(
     names: Sequence[str] | None = None,
     whole: nn.Module | None = None,
     *,
-    objective: str | None = None,
+    objective: Any = None,
 ) -> Report:
-    """Load what the section `init` of a recipe asks for; `names` are the classes of its `objective`, a kind."""
+    """Load what the section `init` of a recipe asks for; `names` are the classes of its `objective`."""
     try:
         report = load_weights(
             model,
@@ -105,12 +107,20 @@ def load_initial(
         )
     except UserError as error:
         raise UserError(f"init: {error}") from None
-    if report.adapter == "dit" and init.adapter == "auto" and objective == "flow":
+    learned, asked = LEARNED.get(report.adapter), _predicted(objective)
+    if init.strict and learned and asked and learned != asked:
+        same = "; SiT's have the same names: for such a one set init.adapter: sit and model.time_scale: 0.001"
         raise UserError(
-            f"init: {init.path}: DiT, which predicts noise, and SiT, which predicts velocities as objective 'flow' "
-            "asks, have the same names; set init.adapter: sit (and model.time_scale: 0.001), or init.adapter: dit"
+            f"init: {init.path} ({report.adapter}): its model predicts {learned}, the objective wants {asked}"
+            f"{same if report.adapter == 'dit' else ''}; strict: false starts from it all the same"
         )
     return report
+
+
+def _predicted(objective: Any) -> str | None:
+    """Return what an objective wants of a model that denoises; None for other objectives."""
+    kind = getattr(objective, "kind", None)
+    return {"flow": VELOCITY, "denoise": getattr(objective, "predict", None)}.get(str(kind))
 
 
 def _choose(weights: Weights, adapter: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.layers.patches import grid_of, per_axis
+from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of
 from vitrail.weights import pieces
 from vitrail.weights.files import Weights
@@ -52,7 +52,7 @@ def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | Non
     if source.variables is not None and target.config.variables is not None:
         _match_variables(source.variables.known, target, out)
     shape = getattr(config, "shape", None)
-    old = None if shape is None else grid_of(per_axis(shape, config.ndim), patch)
+    old = None if shape is None else source.grid(per_axis(shape, config.ndim))
     for part in ("encoder", "decoder"):
         _own_table(f"{part}.pos_embed.table", source.positions, old, target, out)
     row = target.parameters.get("encoder.pos_embed.cls")

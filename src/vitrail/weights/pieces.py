@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.layers.patches import grid_coordinates, grid_of, per_axis, sincos
+from vitrail.layers.patches import grid_coordinates, per_axis, sincos
 
 Action = Literal["copied", "permuted", "resized", "inflated", "skipped", "unused"]
 
@@ -301,7 +301,7 @@ class Target:
         config: Any = model.config
         self.channels: int = getattr(config, "channels_in", None) or config.channels
         shape = getattr(config, "shape", None)
-        self.grid = None if shape is None else grid_of(per_axis(shape, self.ndim), self.patch)
+        self.grid = None if shape is None else self.config.grid(per_axis(shape, self.ndim))
         self.positions: str = self.config.positions
 
     def by_class(self, name: str) -> bool:

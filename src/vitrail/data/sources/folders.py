@@ -255,9 +255,7 @@ def read_layout(path: str, suffixes: Sequence[str], *, labels: str | None = None
     if labels is None and any(case != stem(base_name(place), endings) for case, place in pairs.items()):
         notes.append(_told(cases))
     if known and (lost := [case for case in grouped if case not in pairs]):
-        notes.append(
-            f"{path}/labelsTr holds no labels of {lost[0]}; add {lost[0]}{endings[0]} there, or remove the image"
-        )
+        notes.append(f"{path}/labelsTr holds no labels of {lost[0]}; add them there, or remove the image")
     channels = _in_order(names if names is not None else modality)
     told = ("name", "description", "licence", "license")
     facts = {"layout": "imagesTr", **{key: described[key] for key in told if key in described}}
