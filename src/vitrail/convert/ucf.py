@@ -123,11 +123,10 @@ def positions(value: Any, given: Given) -> Made:
     if not is_adaptive(given):
         why = "of adaptive tokens alone; other positions are learned tables that start as sines and cosines, here too"
         return {at(given.task) + "positions": "learned"}, why if value else ""
-    was = (
-        "a layer on raw pixel numbers" if value else "a table by the place in the sequence, whatever leaf stands there"
-    )
-    why = f"sines and cosines of the leaf's centre and size in patches, where it was {was}"
-    return {at(given.task) + "positions": "sincos"}, why
+    if value:
+        why = "sines and cosines of the leaf's centre and size in patches, where it was a layer on raw pixel numbers"
+        return {at(given.task) + "positions": "sincos"}, why
+    return {at(given.task) + "positions": "learned", at(given.task) + "tokens.told": "number"}, ""
 
 
 def adaptive(value: Any, given: Given) -> Made:
