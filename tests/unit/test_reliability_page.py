@@ -17,7 +17,7 @@ from vitrail.data.latents import store
 from vitrail.data.reading import pool
 from vitrail.infer import sample
 from vitrail.launch import jobs, world
-from vitrail.recipe.sections import Data, Log
+from vitrail.recipe.sections import Data, Log, Prefetch
 from vitrail.training import evaluate, failures, garbage, loggers, setup
 from vitrail.training.failures import Watchdog
 
@@ -109,6 +109,10 @@ FACTS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("formats.md", r"decoded whole and up to (\d+) GiB of them are kept", (handles.WHOLE_BYTES / 2**30,)),
     ("bad-data.md", r"the read has not ended after (\d+) s", (default(Data, "read_limit"),)),
     ("bad-data.md", r"`data.retries` times, after ([\d.]+) s, ([\d.]+) s", (pool.FIRST_WAIT, 3 * pool.FIRST_WAIT)),
+    ("bad-data.md", r"limit is at most ([\d.]+) of `run.hang_limit`", (pool.BEFORE_HANG,)),
+    ("bad-data.md", r"cannot be read after (\d+) tries", (default(Data, "retries") + 1,)),
+    ("parallel.md", r"`prefetch: \{backward: (\d)\}`, the default", (default(Prefetch, "backward"),)),
+    ("parallel.md", r"`prefetch: \{forward: (\d)\}`, the default", (default(Prefetch, "forward"),)),
     ("latents.md", r"a chunk a row and up to ([\d,]+) rows a file", (argument(store.write_latents, "rows"),)),
     ("diffusion.md", r"vitrail sample runs/digits-dit +# (\d+) samples", (sample.Wishes.number,)),
     ("logging.md", r"`log.slices` slices \((\d+)\)", (default(Log, "slices"),)),
