@@ -1,18 +1,21 @@
 """The planner against published studies: one command writes planner_studies.md and its plots.
 
-    python benchmarks/planner_studies.py [--calibrate] [--out benchmarks]
+    python benchmarks/planner_studies.py [--fit] [--out benchmarks]
 
-The Frontier sharding study (images/s and memory of four sizes under five strategies, prefetch of 5B; 5B and 15B),
-torchtitan-mae on GH200, ORBIT's ladder. `--calibrate` first solves for three values of clusters/frontier.yaml again
-and writes them there. No GPU is needed (what study_memory.py measured is read from results); it takes about 20 s.
+The Frontier sharding study (images/s of six sizes under nine strategies, memory, prefetch of 5B), torchtitan-mae on
+GH200, ORBIT's ladder. `--fit` first seeks nine numbers of clusters/frontier.yaml again, once for all sizes and once
+for each choice of sizes that is to predict the others, and writes them. What `vitrail plan` says of its own errors,
+`checked` of clusters/{frontier,gh200,h200}.yaml, is written each time. No GPU is needed (what study_memory.py and
+planner.py measured is read from results); it takes about a minute, and some more with --fit.
 """
 
 import argparse
 import dataclasses
+import json
 import re
 import statistics
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,11 +23,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 import published as p
 import study_predictions as s
 import study_tables as t
-from study_plots import plot_frontier, plot_ladder, plot_large, plot_memory
+from study_plots import plot_frontier, plot_ladder, plot_memory
 
-from vitrail.cost.cluster import FOLDER, Cluster, load_cluster
+from vitrail.cost.cluster import FOLDER, Checked, Cluster, load_cluster
+from vitrail.cost.step import Group, all_gather
 
 HERE = Path(__file__).resolve().parent
+MEANING = {  # of the fitted numbers
+    "1e10": "share of the bf16 peak that products of up to 10^10 FLOPs reach",
+    "1e11": "of 10^11 FLOPs",
+    "1e12": "of 10^12 FLOPs and more",
+    "odd": "of that, left where a size of the product is odd (15B's 13,545 hidden units)",
+    "latency_us": "latency of a hop from node to node, us",
+    "gb_s": "a GCD's share of the network on up to 8 nodes, GB/s",
+    "gb_s_64": "the same on 64 nodes and more",
+    "hop_speed_128": "of a hop's speed, left on 128 nodes (all of it up to 64)",
+    "overlap_reduce": "of hidden reductions, free (they compute, too)",
+}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -54,34 +69,23 @@ def _range(errors: Sequence[float]) -> str:
     return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
 
 
-def page(cluster: Cluster, out: Path) -> str:
+def page(cluster: Cluster, rows: Sequence[t.Row], out: Path) -> str:
     """All of it as Markdown; plots are written beside."""
-    rates = t.frontier_rates(cluster)
-    missed = t.errors(rates)
+    grid = t.by_mode(rows)
     hopper = load_cluster("gh200")
-    memory, rungs, large = t.memory_rows(cluster), t.ladder_rows(cluster), t.large_rates(cluster)
+    memory, rungs = t.memory_rows(cluster), t.ladder_rows(cluster)
     plots = out / "results"
     plots.mkdir(parents=True, exist_ok=True)
-    plot_frontier(rates, plots / "planner_frontier.png")
+    plot_frontier(grid, plots / "planner_frontier.png")
     plot_memory(memory, plots / "planner_memory.png")
-    plot_large(large, plots / "planner_large.png")
     plot_ladder(rungs, plots / "planner_ladder.png")
-    cells = table(
-        ("model", "mode", *(f"{nodes}" for nodes in p.NODES)),
-        (
-            (model, mode, *(f"{r:,.0f} ({percent(1 + e)})" for r, e in zip(rates[model, mode], row, strict=True)))
-            for (model, mode), row in missed.items()
-        ),
-    )
-    by_model = {
-        model: statistics.mean(abs(e) for (m, _), row in missed.items() if m == model for e in row[: t.JUDGED])
-        for model in p.MODELS
-    }
-    pairs5, wrong5 = t.ranked(rates, 0.05)
-    pairs10, wrong10 = t.ranked(rates, 0.10)
+    far = t.far_off(rows)
+    pairs5, wrong5 = t.ranked(rows, 0.05)
+    pairs10, wrong10 = t.ranked(rows, 0.10)
+    order_15b = [t.ranked([row for row in rows if row.cell[0] == "15b"], 0.10)][0]
     allocated = t.allocated_rows(cluster)
-    shares = [planned / gib for *_, gib, _, planned in allocated if gib]
-    shares_again = [planned / gib for *_, gib, planned in allocated if gib]
+    plain = [row.planned / row.published for row in allocated if row.published]
+    there = [row.as_there / row.published for row in allocated if row.published]
     again = s.software_rows()[0]
     free = [row.ratio for row in memory if not row.full]
     own = {
@@ -90,30 +94,83 @@ def page(cluster: Cluster, out: Path) -> str:
         if not row.mode.startswith("FULL_SHARD") and not row.full
     }
     holds = s.other_holds()
-    prefetch = t.prefetch_rows(cluster)
-    on_one_node = {mode: row[0].reserved for (model, mode), row in large.items() if model == "15b" and row[0]}
+    lacking = [row for row in rows if not row.found.fits]
     values = {
-        "model_errors": ", ".join(f"{model} {100 * error:.0f} %" for model, error in by_model.items()),
-        "mean": f"{100 * t.mean_error(rates):.1f}",
-        "cells": cells,
-        "rank5": f"{pairs5 - len(wrong5)} of {pairs5}",
-        "rank10": f"{pairs10 - len(wrong10)} of {pairs10}",
-        "wrong10": "; ".join(wrong10) or "none",
-        "wrong5": "; ".join(pair for pair in wrong5 if pair not in wrong10) or "none",
-        "full_on_32": ", ".join(f"{m} {percent(1 + missed[m, 'FULL_SHARD'][5])}" for m in ("huge", "1b", "3b")),
-        "no_shard_on_32": percent(1 + missed["3b", "NO_SHARD"][5]),
-        "epochs": ", ".join(f"{rate:,}" for rate in p.EPOCHS_OF_A_LOG),
-        "allocated": table(
-            ("mode", "model", "published", "run again", "planned", "against published", "against run again"),
+        "rows": str(len(rows)),
+        "mean": _missed([1 + row.error for row in rows]),
+        "beyond_10": str(sum(abs(row.error) > 0.10 for row in rows)),
+        "by_model": _means(rows, lambda row: row.cell[0]),
+        "by_mode": _means(rows, lambda row: row.cell[1]),
+        "by_nodes": _means(rows, lambda row: row.cell[2]),
+        "mean_plain": _missed([1 + row.error for row in rows if row not in far]),
+        "most_plain": _most([1 + row.error for row in rows if row not in far]),
+        "cells": table(
+            ("model", "mode", *(f"{nodes}" for nodes in p.NODES)),
             (
-                (mode, m, _gib(a), _gib(b), _gib(c), percent(c / a) if a else "", percent(c / b) if b else "")
-                for mode, m, a, b, c in allocated
+                (*key, *(f"{r.rate:,.0f} ({percent(1 + r.error)})" if r else "" for r in row))
+                for key, row in grid.items()
             ),
         ),
-        "allocated_again": _most(shares_again),
-        "allocated_rows": str(len(shares)),
-        "allocated_mean": _missed(shares),
-        "allocated_most": _most(shares),
+        "far": table(
+            ("row", "published", "planned", "what is odd about it"),
+            (
+                (
+                    " ".join(row.cell[:2]) + f" on {row.cell[2]}",
+                    f"{row.published:,}",
+                    f"{row.rate:,.0f} ({percent(1 + row.error)})",
+                    t.ODD.get(row.cell[:3], "nothing that we know of"),
+                )
+                for row in far
+            ),
+        ),
+        "number_far": str(len(far)),
+        "command": s.command(("base", "FULL_SHARD", 1, ())),
+        "command_hybrid": s.command(("5b", "HYBRID_4", 8, ())),
+        "command_alone": s.command(("base", "HYBRID_1", 1, ())),
+        "example": f"{grid['base', 'FULL_SHARD'][0].rate:,.0f}",
+        "numbers": table(
+            ("number", "found", "mean error with a fifth less", "with a fifth more"),
+            (
+                (MEANING[name], f"{s.stored_fits()['all'][name]:.3g}", *(f"{100 * error:.1f} %" for error in both))
+                for name, both in t.moved(cluster).items()
+            ),
+        ),
+        "held_out": table(
+            ("fitted to", "mean error there", "of each size left out (and with all sizes fitted)"),
+            (
+                (
+                    name,
+                    f"{100 * own:.1f} %",
+                    ", ".join(f"{m} {100 * a:.1f} % ({100 * b:.1f} %)" for m, (a, b) in rest.items()),
+                )
+                for name, own, rest in t.left_out(cluster)
+            ),
+        ),
+        "rank5": f"{pairs5 - len(wrong5)} of {pairs5}",
+        "rank10": f"{pairs10 - len(wrong10)} of {pairs10}",
+        "rank_15b": f"{order_15b[0] - len(order_15b[1])} of {order_15b[0]}",
+        "allocated": table(
+            ("mode", "model", "published", "the command", "as there", "run again", "as there against that"),
+            (
+                (
+                    row.mode,
+                    row.model,
+                    _gib(row.published),
+                    _against(row.planned, row.published),
+                    _against(row.as_there, row.published),
+                    _gib(row.again),
+                    percent(row.as_there / row.again) if row.again else "",
+                )
+                for row in allocated
+            ),
+        ),
+        "allocated_rows": str(len(plain)),
+        "plain_mean": _missed(plain),
+        "plain_ddp": _range([r.planned / r.published - 1 for r in allocated if r.mode == "DDP" and r.published]),
+        "plain_rest": _range([r.planned / r.published - 1 for r in allocated if r.mode != "DDP" and r.published]),
+        "allocated_mean": _missed(there),
+        "allocated_most": _most(there),
+        "allocated_again": _most([row.as_there / row.again for row in allocated if row.again]),
         "again_device": again["device"],
         "again_torch": again["torch"],
         "again_date": again["date"],
@@ -123,7 +180,7 @@ def page(cluster: Cluster, out: Path) -> str:
         "memory_judged": str(len(free)),
         "memory_full": str(len(memory) - len(free)),
         "memory": table(
-            ("mode", "model", "published", "run again", "allocated, planned", "predicted", "error"),
+            ("mode", "model", "published", "run again", "allocated, as there", "predicted", "error"),
             (
                 (
                     *row[:2],
@@ -141,8 +198,6 @@ def page(cluster: Cluster, out: Path) -> str:
         "hold_most": _most([r for hold in (0.5, 2.0) for ratios in holds[hold].values() for r in ratios]),
         "unheld": _range([r - 1 for r in holds[0.0]["NO_SHARD"]]),
         "unheld_rest": _most([r for mode in ("HYBRID_2", "FULL_SHARD") for r in holds[0.0][mode]]),
-        "ddp_14": _range(missed["base", "DDP"][: t.JUDGED]),
-        "ddp_16": _range(t.errors(t.rates_by_the_tables(cluster))["base", "DDP"][: t.JUDGED]),
         "patches": table(
             ("mode", "published", "run again with 16", "run again with 14", "predicted with 16", "predicted with 14"),
             (
@@ -150,16 +205,21 @@ def page(cluster: Cluster, out: Path) -> str:
                 for mode, a, *others in t.patch_rows(cluster)
             ),
         ),
-        "sensitivity": table(
-            ("assumed instead", "mean error", "ranked as measured, beyond 10 %", "beyond 5 %"),
-            ((name, f"{100 * error:.1f} %", *counts) for name, error, *counts in t.sensitivity(cluster)),
+        "lacking": "; ".join(
+            f"{model} {mode} on {nodes} ({found.memory_gib:.1f} GiB planned, {found.reserved_gib:.1f} with gaps, "
+            f"{'may only just run' if found.tight else 'does not fit'})"
+            for (model, mode, nodes, _), _, _, found in lacking
+            if nodes == 1
         ),
+        "hybrid_4_reserved": f"{p.RESERVED_15B_HYBRID_4_GIB:.1f}",
         "gh200_cudnn": ", ".join(percent(b / a) for *_, a, b in t.gh200_rows(_with_cudnn(hopper))),
         "prefetch": table(
-            ("backward prefetch", "FULL_SHARD", "HYBRID_2", "HYBRID_16"),
-            ((name, *(f"{rate:.0f} (published {measured})" for rate, measured in row)) for name, row in prefetch),
+            ("groups gathered ahead in the backward", *p.PREFETCH_MODES),
+            (
+                (ahead, *(f"{r.rate:.0f}, published {r.published} ({percent(1 + r.error)})" for r in row))
+                for ahead, row in t.prefetch_rows(rows)
+            ),
         ),
-        "prefetch_most": _most([rate / measured for rate, measured in prefetch[-1][1]]),
         "gh200": table(
             ("nodes", "masked", "published tokens/s/GPU", "predicted", "error"),
             ((n, f"{100 * k:.0f} %", f"{a:,}", f"{b:,.0f}", percent(b / a)) for n, k, a, b in t.gh200_rows(hopper)),
@@ -168,31 +228,31 @@ def page(cluster: Cluster, out: Path) -> str:
             ("rung", "published", "predicted", "predicted s/sample"),
             ((name, a or "out of memory", f"{b:.2f}" if b else "out of memory", f"{c:.2f}") for name, a, b, c in rungs),
         ),
-        "large": "\n\n".join(_large_table(large, model) for model in ("5b", "15b")),
-        **{f"large_{m}": f"{100 * t.large_error(large, m):.0f}" for m in ("5b", "15b")},
-        **{f"order_{m}": t.large_order(large, m, 0.10) for m in ("5b", "15b")},
-        "hybrid_4_gib": f"{on_one_node['HYBRID_4']:.0f}",
-        "hybrid_4_reserved": f"{p.RESERVED_15B_HYBRID_4_GIB:.1f}",
-        "grad_op_gib": f"{on_one_node['SHARD_GRAD_OP']:.1f}",
-        "limit": f"{0.95 * cluster.device.memory_gib:.1f}",
-        "slope": f"{cluster.device.gemm[-3][1]:.2f}",
-        "launch": f"{cluster.device.launch_us:.0f}",
-        "launched": f"{1000 * p.LAUNCHED_OF_A_LOG:.0f}",
-        "outside": f"{p.STEPS_OF_AN_EPOCH * s.outside_steps(cluster):.1f}",
-        "epoch": f"{p.STEPS_OF_AN_EPOCH * s.published_seconds('base', 'FULL_SHARD', 1):.1f}",
-        "mean_128": f"{100 * statistics.mean(abs(row[-1]) for row in missed.values()):.0f}",
         "pending": ", ".join(
             f"{active - allocated:.1f}"
             for active, allocated in zip(p.ACTIVE_GIB["NO_SHARD"], p.ALLOCATED_GIB["NO_SHARD"], strict=True)
         ),
-        "latency": f"{cluster.between.latency_us:.0f}",
-        "gb_s": f"{cluster.between.gb_s:.2f}",
-        "node_gb_s": f"{8 * cluster.between.gb_s:.1f}",
+        "ring_64": f"{1000 * all_gather(0, Group(512, 8), cluster):.0f}",
+        "ring_128": f"{1000 * all_gather(0, Group(1024, 8), cluster):.0f}",
+        "node_gb_s": f"{8 * cluster.between.gb_s:.0f}",
+        "node_gb_s_64": f"{8 * cluster.between.gb_s * cluster.congestion[-1][1]:.0f}",
     }
     text = (HERE / "planner_studies.template").read_text(encoding="utf-8")
     for name, value in values.items():
         text = text.replace("{{" + name + "}}", value)
     return text
+
+
+def _means(rows: Sequence[t.Row], of: Callable[[t.Row], object]) -> str:
+    """Mean error by what a row is of."""
+    groups: dict[object, list[float]] = {}
+    for row in rows:
+        groups.setdefault(of(row), []).append(1 + row.error)
+    return ", ".join(f"{name} {_missed(ratios)} %" for name, ratios in groups.items())
+
+
+def _against(planned: float, published: float | None) -> str:
+    return f"{planned:.2f}" + (f" ({percent(planned / published)})" if published else "")
 
 
 def _with_cudnn(cluster: Cluster) -> Cluster:
@@ -201,39 +261,52 @@ def _with_cudnn(cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, device=device)
 
 
-def write_calibrated(cluster: Cluster) -> None:
-    """Into the cluster's file, with its comments."""
+def write_numbers(cluster: Cluster) -> None:
+    """The numbers that are fitted, into the cluster's file with its comments."""
     path = FOLDER / f"{cluster.name}.yaml"
-    points = ", ".join(f"[{flops:.1e}, {share}]" for flops, share in cluster.device.gemm)
-    link = f"{{latency_us: {cluster.between.latency_us}, gb_s: {cluster.between.gb_s}}}"
     text = path.read_text(encoding="utf-8")
-    for key, value in (("between", link), ("gemm", f"[{points}]")):
+    for key, value in {
+        "between": f"{{latency_us: {cluster.between.latency_us:g}, gb_s: {cluster.between.gb_s:g}}}",
+        "congestion": _points(cluster.congestion),
+        "hop_congestion": _points(cluster.hop_congestion),
+        "overlap_reduce": f"{cluster.overlap_reduce:g}",
+        "gemm": _points(cluster.device.gemm),
+        "gemm_odd": f"{cluster.device.gemm_odd:g}",
+    }.items():
         text = re.sub(rf"(?m)^( *{key}:).*$", rf"\1 {value}", text)
     path.write_text(text, encoding="utf-8")
 
 
-def _large_table(large: t.Large, model: str) -> str:
-    def show(cell: t.Cell | None) -> str:
-        if cell is None:
-            return ""
-        error = f" ({percent(cell.rate / cell.published)})" if cell.published else ""
-        return f"{cell.rate:,.0f}{error}" + ("" if cell.fits else f", {cell.reserved:.0f} GiB")
+def _points(curve: Iterable[tuple[float, float]]) -> str:
+    return "[" + ", ".join(f"[{f'{x:g}' if x < 1e5 else f'{x:.1e}'}, {share:g}]" for x, share in curve) + "]"
 
-    rows = ((mode, *map(show, large[model, mode])) for mode in t.LARGE)
-    return table((model, *(f"{nodes}" for nodes in p.NODES)), rows)
+
+def write_checked(name: str, rows: Sequence[Checked]) -> None:
+    """What plans were compared with, at the end of a cluster's file."""
+    path = FOLDER / f"{name}.yaml"
+    text = path.read_text(encoding="utf-8").partition("checked:")[0].rstrip()
+    form = "- {{strategy: {}, parameters: {:.2e}, gpus: {}, errors: {}}}"
+    lines = [form.format(row.strategy, row.parameters, list(row.gpus), list(row.errors)) for row in rows]
+    head = "checked:  # samples/s planned over measured, less 1; written by benchmarks/planner_studies.py"
+    path.write_text("\n".join([text, head, *lines, ""]), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calibrate", action="store_true", help="solve for the values of clusters/frontier.yaml first")
+    parser.add_argument("--fit", action="store_true", help="look for the nine numbers of clusters/frontier.yaml first")
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     cluster = load_cluster("frontier")
-    if options.calibrate:
-        cluster = s.calibrate(cluster)
-        write_calibrated(cluster)
+    if options.fit:
+        fits = {name: s.fit(cluster, s.cells_of(*models)) for name, models in s.FITS.items()}
+        (s.RESULTS / "study_fits.json").write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
+        cluster = s.with_numbers(cluster, fits["all"])
+        write_numbers(cluster)
+    rows = t.rows_of(cluster)
+    for name, compared in t.checked(rows).items():
+        write_checked(name, compared)
     path = options.out / "planner_studies.md"
-    path.write_text(page(cluster, options.out), encoding="utf-8")
+    path.write_text(page(cluster, rows, options.out), encoding="utf-8")
     print(path)
 
 

@@ -6,10 +6,9 @@ GH200: torchtitan-mae, a masked autoencoder of volume EM; 4 GPUs a node, a crop 
 """
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-MODELS = ("base", "huge", "1b", "3b")
-MODES = ("DDP", "NO_SHARD", "HYBRID_1", "HYBRID_2", "FULL_SHARD")
+MODELS = ("base", "huge", "1b", "3b")  # of which memory was published by strategy
 
-IMAGES_PER_SECOND = {  # by nodes
+IMAGES_PER_SECOND: dict[tuple[str, str], tuple[int | None, ...]] = {  # by nodes; groups of 16 begin with two
     ("base", "DDP"): (853, 1686, 3310, 6590, 13006, 26344, 51610, 98681),
     ("base", "NO_SHARD"): (1207, 2333, 4803, 9069, 17824, 34750, 67977, 138954),
     ("base", "HYBRID_1"): (1203, 2476, 4969, 9927, 19835, 39738, 77958, 158667),
@@ -30,6 +29,17 @@ IMAGES_PER_SECOND = {  # by nodes
     ("3b", "HYBRID_1"): (79, 162, 321, 648, 1286, 2523, 5141, 10274),
     ("3b", "HYBRID_2"): (79, 155, 306, 587, 1154, 2423, 4668, 7449),
     ("3b", "FULL_SHARD"): (83, 161, 323, 644, 1278, 2511, 3759, 3708),
+    ("5b", "HYBRID_2"): (47, 92, 183, 352, 687, 1433, 2893, 4420),
+    ("5b", "HYBRID_4"): (47, 93, 182, 362, 695, 1248, 2120, 3282),
+    ("5b", "HYBRID_8"): (48, 96, 189, 388, 766, 1440, 2820, 5565),
+    ("5b", "HYBRID_16"): (None, 88, 175, 349, 697, 1360, 2726, 5277),
+    ("5b", "FULL_SHARD"): (50, 100, 197, 381, 768, 1307, 2306, 2262),
+    ("5b", "SHARD_GRAD_OP"): (49, 99, 197, 389, 783, 1509, 2021, 4207),
+    ("15b", "HYBRID_4"): (15, 30, 60, 120, 238, 473, 928, 1649),
+    ("15b", "HYBRID_8"): (16, 32, 63, 127, 245, 502, 982, 1878),
+    ("15b", "HYBRID_16"): (None, 31, 62, 125, 250, 500, 984, 1789),
+    ("15b", "FULL_SHARD"): (18, 36, 71, 138, 283, 560, 1113, 1754),
+    ("15b", "SHARD_GRAD_OP"): (18, 37, 73, 147, 271, 575, 1145, 2196),
 }
 
 ALLOCATED_GIB = {  # of a GCD on one node at most, base to 3b
@@ -55,19 +65,6 @@ FULL_SHARD_ACTIVE_GIB = {  # by nodes, base to 3b
     128: (0.819, 1.7257, 2.0934, 4.0757),
 }
 
-LARGE_IMAGES_PER_SECOND = {  # by nodes; groups of 16 begin with two
-    ("5b", "HYBRID_2"): (47, 92, 183, 352, 687, 1433, 2893, 4420),
-    ("5b", "HYBRID_4"): (47, 93, 182, 362, 695, 1248, 2120, 3282),
-    ("5b", "HYBRID_8"): (48, 96, 189, 388, 766, 1440, 2820, 5565),
-    ("5b", "HYBRID_16"): (None, 88, 175, 349, 697, 1360, 2726, 5277),
-    ("5b", "FULL_SHARD"): (50, 100, 197, 381, 768, 1307, 2306, 2262),
-    ("5b", "SHARD_GRAD_OP"): (49, 99, 197, 389, 783, 1509, 2021, 4207),
-    ("15b", "HYBRID_4"): (15, 30, 60, 120, 238, 473, 928, 1649),
-    ("15b", "HYBRID_8"): (16, 32, 63, 127, 245, 502, 982, 1878),
-    ("15b", "HYBRID_16"): (None, 31, 62, 125, 250, 500, 984, 1789),
-    ("15b", "FULL_SHARD"): (18, 36, 71, 138, 283, 560, 1113, 1754),
-    ("15b", "SHARD_GRAD_OP"): (18, 37, 73, 147, 271, 575, 1145, 2196),
-}
 RESERVED_15B_HYBRID_4_GIB = 63.0645
 LARGE_ALLOCATED_GIB = {
     ("5b", "HYBRID_2"): 41.8989,
@@ -79,14 +76,10 @@ LARGE_ALLOCATED_GIB = {
     ("15b", "HYBRID_16"): 17.8344,
 }
 
-# The one log beside the scripts, of 2025: Base under DDP on one node.
-EPOCHS_OF_A_LOG = (781, 919, 1008)  # images/s
-LAUNCHED_OF_A_LOG = 0.0516  # seconds from the first to the last launch of a step
-STEPS_OF_AN_EPOCH = 30
-
-PREFETCH_5B = {  # images/s on 8 nodes under FULL_SHARD, HYBRID_2 and HYBRID_16, with all-gathers limited
-    "none": (351, 335, 335),
-    "while the backward computes": (388, 360, 352),
+PREFETCH_MODES = ("FULL_SHARD", "HYBRID_2", "HYBRID_16")
+PREFETCH_5B = {  # images/s on 8 nodes under these modes, by groups gathered ahead in the backward
+    0: (351, 335, 335),
+    1: (388, 360, 352),
 }
 
 GH200_TOKENS = {  # tokens a second and GPU, masked ones counted, by nodes and the share of masked ones

@@ -14,7 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import published as p
 
-COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#9467bd", "#d62728", "#ff7f0e")
+COLOURS = {
+    "DDP": "#7f7f7f", "NO_SHARD": "#1f77b4", "HYBRID_1": "#2ca02c", "HYBRID_2": "#9467bd", "HYBRID_4": "#8c564b",
+    "HYBRID_8": "#17becf", "HYBRID_16": "#bcbd22", "FULL_SHARD": "#d62728", "SHARD_GRAD_OP": "#ff7f0e",
+}  # fmt: skip
 TITLES = {"base": "Base, 0.09 B", "huge": "Huge, 0.64 B", "1b": "1B", "3b": "3B", "5b": "5B", "15b": "15B"}
 
 
@@ -25,20 +28,22 @@ def _axes(axis: Any, title: str) -> None:
     axis.grid(alpha=0.3)
 
 
-def plot_frontier(rates: dict[tuple[str, str], list[float]], path: Path) -> None:
+def plot_frontier(rows: dict[tuple[str, str], Any], path: Path) -> None:
     """Images/s of a GCD, so that ideal weak scaling is flat."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
-    for axis, model in zip(axes.flat, p.MODELS, strict=True):
-        for colour, mode in zip(COLOURS, p.MODES, strict=False):
-            measured = [rate / 8 / n for rate, n in zip(p.IMAGES_PER_SECOND[model, mode], p.NODES, strict=True)]
-            predicted = [rate / 8 / n for rate, n in zip(rates[model, mode], p.NODES, strict=True)]
-            axis.plot(p.NODES, measured, "o", color=colour)
-            axis.plot(p.NODES, predicted, "-", color=colour, label=mode)
-        _axes(axis, TITLES[model])
+    figure, axes = plt.subplots(3, 2, figsize=(11, 12))
+    for axis, (model, title) in zip(axes.flat, TITLES.items(), strict=True):
+        for mode, colour in COLOURS.items():
+            there = [row for row in rows.get((model, mode), ()) if row]
+            nodes = [row.cell[2] for row in there]
+            axis.plot(nodes, [row.published / 8 / n for row, n in zip(there, nodes, strict=True)], "o", color=colour)
+            predicted = [row.rate / 8 / n for row, n in zip(there, nodes, strict=True)]
+            if there:
+                axis.plot(nodes, predicted, "-", color=colour, label=mode)
+        _axes(axis, title)
         axis.set_yscale("linear")
         axis.set_ylim(bottom=0)
         axis.set_ylabel("images/s a GCD")
-    axes.flat[0].legend(fontsize=8, title="dots published, lines predicted")
+        axis.legend(fontsize=8, title="dots published, lines predicted")
     _save(figure, path)
 
 
@@ -55,27 +60,6 @@ def plot_memory(rows: Sequence[Any], path: Path) -> None:
         axis.set_ylabel("GiB a GCD")
         axis.set_ylim(top=1.3 * axis.get_ylim()[1])  # for the legend
     axes[0].legend(fontsize=8)
-    _save(figure, path)
-
-
-def plot_large(large: dict[tuple[str, str], Any], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6))
-    for axis, model in zip(axes, ("5b", "15b"), strict=True):
-        modes = [mode for of, mode in large if of == model]
-        for colour, mode in zip(COLOURS, modes, strict=True):
-            cells = [(nodes, cell) for nodes, cell in zip(p.NODES, large[model, mode], strict=True) if cell]
-            predicted = [(nodes, cell.rate / 8 / nodes) for nodes, cell in cells]
-            measured = [(nodes, cell.published / 8 / nodes) for nodes, cell in cells if cell.published]
-            fits = any(cell.fits for _, cell in cells)
-            label = mode if fits else f"{mode} (said not to fit)"
-            axis.plot(*zip(*predicted, strict=True), "-" if fits else ":", color=colour, label=label)
-            if measured:
-                axis.plot(*zip(*measured, strict=True), "o", color=colour)
-        _axes(axis, TITLES[model])
-        axis.set_yscale("linear")
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("images/s a GCD")
-        axis.legend(fontsize=8, title="dots published, lines predicted")
     _save(figure, path)
 
 

@@ -96,7 +96,7 @@ RECIPES: dict[str, list[str]] = {
         *_dummy((16, 32), 5),
         "parallel.tensor=1",
     ],
-    **{f"vit_fsdp_study/{size}": _STUDY for size in ("15b", "1b", "3b", "5b", "base", "huge")},
+    **{f"vit_fsdp_study/{size}": _STUDY for size in ("15b", "1b", "3b", "5b", "base", "base14", "huge")},
 }
 ALWAYS = [
     "run.steps=5",

@@ -118,6 +118,24 @@ def test_the_seed_decides_and_the_batch_does_not(home: Path) -> None:
     assert "--classifier" in first["notes"][0]
 
 
+def test_samples_that_are_all_alike_are_told_by_their_similarity(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    images = [(draw.integers(0, 256, (1, 12, 16), np.uint8), None) for _ in range(33)]
+    write_samples(tmp_path / "real", images, DIGIT)
+    write_samples(tmp_path / "same", images[:1] * 17, DIGIT)
+    write_samples(tmp_path / "good", images[:17], DIGIT)
+    found = {}
+    for name in ("same", "good"):
+        for batch in (256, 3):
+            rows = quality(tmp_path / name, real=tmp_path / "real" / "samples", batch=batch)["measures"]
+            found[name, batch] = next(row for row in rows if row["measure"] == "ssim")
+        assert found[name, 3] == found[name, 256]
+    assert found["same", 3]["value"] == pytest.approx(1)
+    assert abs(found["good", 3]["value"]) < 0.1
+    assert abs(found["same", 3]["floor"]) < 0.1
+    assert found["same", 3]["better"] == "as the floor"
+
+
 def test_wrong_classes_are_not_recognised(home: Path) -> None:
     wrong = [(image, str((int(name) + 1) % 10)) for image, name in digits(home / "digits/train", 5)]
     write_samples(home / "wrong", wrong, DIGIT)

@@ -13,6 +13,7 @@ GB = 1e9
 
 def cluster(**changes: object) -> Cluster:
     links = {"inside": Link(10.0, 100.0), "between": Link(20.0, 5.0), "congestion": ((1.0, 1.0),)}
+    links["hop_congestion"] = ((1.0, 1.0),)
     return dataclasses.replace(load_cluster("frontier"), gpus_per_node=8, nodes=1000, **(links | changes))
 
 
@@ -56,6 +57,16 @@ def test_short_messages_take_their_hops() -> None:
 def test_the_network_never_beats_the_node() -> None:
     fast = cluster(between=Link(20.0, 50.0))  # 400 GB/s a node, but 100 to each GPU
     assert all_gather(GB, Group(64, 8), fast) >= GB * 63 / 64 / (100 * GB)
+
+
+def test_hops_get_slower_where_many_nodes_talk() -> None:
+    """By far more than rings get longer; trees feel it, too."""
+    jammed = cluster(hop_congestion=((64.0, 1.0), (128.0, 0.25)))
+    for nodes, slower in ((64, 1), (128, 4)):
+        group = Group(nodes, 1)
+        assert all_gather(8, group, jammed) == pytest.approx(slower * all_gather(8, group, cluster()), rel=1e-3)
+        assert all_reduce(8, group, jammed) == pytest.approx(slower * all_reduce(8, group, cluster()), rel=1e-3)
+    assert send(8, jammed, crosses=True, nodes=128) == pytest.approx(4 * send(8, cluster(), crosses=True), rel=1e-3)
 
 
 def test_congestion_takes_its_share() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from vitrail.cost import page as plan_page
 from vitrail.cost import plan as planning
 from vitrail.cost import search
-from vitrail.cost.cluster import check_gpus, load_cluster, more_gpus, read_gpus
+from vitrail.cost.cluster import Checked, check_gpus, load_cluster, more_gpus, read_gpus
 from vitrail.cost.memory import Memory
 from vitrail.cost.plan import complete, estimate, num_parameters, plan, settle
 from vitrail.cost.recorder import Op
@@ -493,6 +493,43 @@ def test_what_does_not_fit_is_said_with_a_way_out(tmp_path) -> None:
     assert "it does not fit" in page
     assert "nearest that fits is" in page
     assert " !" in page
+
+
+def test_a_plan_says_how_far_ones_like_it_were_off(tmp_path) -> None:
+    """Of its strategy first, of half to twice its size and GPUs, and one GPU apart from more."""
+    recipe, bare = ready(data__batch="8/rank", parallel__strategy="DDP")
+    size = num_parameters(recipe)
+    rows = (
+        Checked("DDP", size, (1, 4, 8, 64), (0.5, -0.1, 0.2, 0.9)),
+        Checked("FULL_SHARD", 1.5 * size, (8,), (0.3,)),
+        Checked("DDP", 3 * size, (8,), (0.7,)),
+    )
+    cluster = dataclasses.replace(bare, checked=rows)
+    found = estimate(recipe, cluster, 8).checked
+    assert found is not None
+    assert (found["rows"], found["strategies"], found["gpus"]) == (2, ["DDP"], [4, 8])
+    assert (found["mean"], found["least"], found["most"]) == (pytest.approx(0.15), -0.1, 0.2)
+    other = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": "NO_SHARD"})})
+    told = plan_page.trust(estimate(other, cluster, 8), cluster)
+    assert "3 plans like this one (DDP, FULL_SHARD, " in told
+    assert "4 to 8 GPUs) were off by 20 % in the mean, from -10 to +30 %" in told
+    assert estimate(other, cluster, 1).checked == found | {
+        "rows": 1, "gpus": [1, 1], "mean": 0.5, "least": 0.5, "most": 0.5
+    }  # fmt: skip
+    assert "no plan of about this size" in plan_page.trust(estimate(recipe, cluster, 256), cluster)
+    assert "no plan for dgx_a100 has been compared" in call(tmp_path, "--cluster", "dgx_a100", "--gpus", "8", "--as-is")
+
+
+def test_what_has_room_but_for_gaps_is_tight() -> None:
+    """15B on four GCDs ran with 63.1 of 64 GiB reserved: it is not like what cannot run."""
+    recipe, cluster = ready()
+    memory = estimate(recipe, cluster, 8).memory_gib
+    for gib, fits, tight in ((1.3, True, False), (1.05, False, True), (0.9, False, False)):
+        device = dataclasses.replace(cluster.device, memory_gib=gib * memory, reserve_gib=0.0, fragmentation=1.1)
+        one = estimate(recipe, dataclasses.replace(cluster, device=device), 8)
+        assert (one.fits, one.tight) == (fits, tight), gib
+        words = "it is limited" if fits else "it may only just run" if tight else "it does not fit"
+        assert plan_page.limit(one, cluster).startswith(words)
 
 
 def test_parameters_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,14 @@ def test_roofline_by_hand() -> None:
     assert seconds_of((narrow,), DEVICE, BF16, "backward").total == pytest.approx(0.08)
 
 
+def test_odd_widths_slow_products_of_16_bits() -> None:
+    device = dataclasses.replace(DEVICE, gemm_odd=0.5)
+    even, odd, rows = (dataclasses.replace(GEMM, layer=layer) for layer in ((8, 4, 6), (8, 4, 7), (7, 4, 6)))
+    for op, precision, seconds in ((even, BF16, 0.01), (odd, BF16, 0.02), (rows, BF16, 0.01), (odd, FP32, 0.05)):
+        assert seconds_of((op,), device, precision, "backward").total == pytest.approx(seconds)
+    assert seconds_of((odd,), DEVICE, BF16, "backward").total == pytest.approx(0.01)
+
+
 def test_a_convolution_by_hand() -> None:
     """The rate is that of its channels; a GPU turns its maps before and after."""
     op = Op("convolution", 1e12, 1e9, shape=(8, 128))  # 32 channels on average, halfway between 16 and 64

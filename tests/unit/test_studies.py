@@ -1,9 +1,10 @@
 """The planner reproduces what others published: the numbers of benchmarks/planner_studies.md, judged."""
 
-import statistics
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -31,48 +32,103 @@ def frontier() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def rates(tables: ModuleType, frontier: Cluster) -> dict[tuple[str, str], list[float]]:
-    return tables.frontier_rates(frontier)
+def rows(tables: ModuleType, frontier: Cluster) -> list[Any]:
+    return tables.rows_of(frontier)
 
 
-def test_frontier_rates(tables: ModuleType, rates: dict[tuple[str, str], list[float]]) -> None:
-    assert tables.mean_error(rates) < 0.05  # 15 % are asked for
-    for model in tables.p.MODELS:
-        cells = [abs(e) for (of, _), row in tables.errors(rates).items() if of == model for e in row[: tables.JUDGED]]
-        assert statistics.mean(cells) < 0.15
+def test_frontier_rates(tables: ModuleType, rows: list[Any]) -> None:
+    """All that was published, Base to 15B; what is far off is named with what is odd about it."""
+    assert len(rows) == 249
+    assert tables.mean_error(rows) < 0.05  # 10 % are asked for
+    for model, mode in tables.p.IMAGES_PER_SECOND:
+        assert tables.mean_error([row for row in rows if row.cell[0] == model]) < 0.08, model
+        assert tables.mean_error([row for row in rows if row.cell[1] == mode]) < 0.17, mode
+    assert {row.cell[:3] for row in tables.far_off(rows)} == set(tables.ODD)
 
 
-def test_frontier_ranking(tables: ModuleType, rates: dict[tuple[str, str], list[float]]) -> None:
-    pairs, wrong = tables.ranked(rates, 0.10)
-    assert pairs == 146
-    assert set(wrong) == {"1b on 64: NO_SHARD beats HYBRID_2", "3b on 32: FULL_SHARD beats NO_SHARD"}
-    pairs, more = tables.ranked(rates, 0.05)
-    assert pairs == 185
-    assert set(more) - set(wrong) == {"base on 4: NO_SHARD beats HYBRID_2"}
+def test_what_is_published_nowhere_near_its_plan_was(tables: ModuleType, rows: list[Any]) -> None:
+    """Cells that the page and the command once told differently, or far from what was published."""
+    found = {row.cell: row.error for row in rows}
+    for cell, most in {
+        ("base", "FULL_SHARD", 1, ()): 0.05,
+        ("base", "FULL_SHARD", 128, ()): 0.25,
+        ("5b", "FULL_SHARD", 128, ()): 0.15,
+        ("5b", "FULL_SHARD", 8, ("parallel.prefetch.backward=0",)): 0.15,
+        ("15b", "FULL_SHARD", 1, ()): 0.10,
+    }.items():
+        assert abs(found[cell]) < most, cell
 
 
-def test_full_shard_collapses_for_small_models(rates: dict[tuple[str, str], list[float]]) -> None:
-    kept = {model: rates[model, "FULL_SHARD"][6] / (64 * rates[model, "FULL_SHARD"][0]) for model in ("base", "3b")}
+def test_frontier_ranking(tables: ModuleType, rows: list[Any]) -> None:
+    small = [row for row in rows if row.cell[0] in tables.p.MODELS and row.cell[2] <= 64]
+    for apart, most_wrong, number in ((0.10, 0.03, 146), (0.05, 0.04, 185)):
+        pairs, wrong = tables.ranked(small, apart)
+        assert pairs == number
+        assert len(wrong) <= most_wrong * pairs, wrong
+
+
+def test_full_shard_collapses_for_small_models(tables: ModuleType, rows: list[Any]) -> None:
+    grid = tables.by_mode(rows)
+    full = {model: [row.rate for row in grid[model, "FULL_SHARD"]] for model in ("base", "3b")}
+    kept = {model: rates[6] / (64 * rates[0]) for model, rates in full.items()}
     assert kept["base"] < 0.5
     assert kept["base"] < kept["3b"]
-    assert rates["base", "HYBRID_2"][6] > 2 * rates["base", "FULL_SHARD"][6]
+    assert grid["base", "HYBRID_2"][6].rate > 2 * full["base"][6]
 
 
-def test_calibration_is_where_it_says(tables: ModuleType, rates: dict[tuple[str, str], list[float]]) -> None:
-    """The four numbers come out again; else run benchmarks/planner_studies.py --calibrate."""
-    assert len(tables.s.CALIBRATION) <= 4
-    for model, mode, nodes in tables.s.CALIBRATION.values():
-        column = tables.p.NODES.index(nodes)
-        assert rates[model, mode][column] == pytest.approx(tables.p.IMAGES_PER_SECOND[model, mode][column], rel=0.01)
+def test_what_is_fitted_is_in_the_file(tables: ModuleType, frontier: Cluster, rows: list[Any]) -> None:
+    """Else run benchmarks/planner_studies.py, with --fit where a number of NUMBERS has changed."""
+    assert len(tables.s.NUMBERS) == 9
+    assert tables.s.with_numbers(frontier, tables.s.stored_fits()["all"]) == frontier
+    for name, compared in tables.checked(rows).items():
+        assert load_cluster(name).checked == compared, name
+
+
+def test_sizes_are_predicted_that_nothing_was_fitted_to(tables: ModuleType, frontier: Cluster) -> None:
+    """Of products with an odd size only 15B knows."""
+    for name, own, others in tables.left_out(frontier):
+        assert own < 0.06, name
+        for model, (error, _) in others.items():
+            assert error < (0.30 if model == "15b" else 0.10), (name, model)
+
+
+def test_the_page_says_what_its_commands_say(
+    tables: ModuleType, rows: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few cells of the page's table by the command itself, among them each that the page spells out."""
+    from vitrail.cli import main
+
+    text = (BENCHMARKS / "planner_studies.md").read_text()
+    monkeypatch.chdir(BENCHMARKS.parent)
+    copies = {("base", "HYBRID_1", 8, ()): 64}
+    for cell in (
+        ("base", "FULL_SHARD", 1, ()),
+        ("base", "HYBRID_1", 8, ()),
+        ("5b", "HYBRID_4", 8, ()),
+        ("5b", "FULL_SHARD", 128, ()),
+    ):
+        line = tables.s.command(cell)
+        with pytest.raises(SystemExit, match="0"):
+            main([*line.split()[1:], "--json"])
+        (found,) = json.loads(capsys.readouterr().out)["layouts"]
+        told = next(words for words in text.splitlines() if words.startswith(f"| {cell[0]} | {cell[1]} | "))
+        planned = told.split("|")[3 + tables.p.NODES.index(cell[2])].split()[0]
+        assert f"{copies.get(cell, 1) * found['samples_per_second']:,.0f}" == planned, line
+    commands = [line for line in text.splitlines() if line.startswith("vitrail plan ")]
+    known = {tables.s.command(row.cell) for row in rows}
+    assert len(commands) == 3
+    assert set(commands) <= known
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_code_gives(tables: ModuleType, frontier: Cluster, tmp_path: Path) -> None:
+def test_the_page_is_what_the_code_gives(
+    tables: ModuleType, frontier: Cluster, rows: list[Any], tmp_path: Path
+) -> None:
     """Else run benchmarks/planner_studies.py."""
     pytest.importorskip("matplotlib")
     import planner_studies
 
-    assert planner_studies.page(frontier, tmp_path) == (BENCHMARKS / "planner_studies.md").read_text()
+    assert planner_studies.page(frontier, rows, tmp_path) == (BENCHMARKS / "planner_studies.md").read_text()
 
 
 def test_frontier_memory(tables: ModuleType, frontier: Cluster) -> None:
@@ -83,11 +139,20 @@ def test_frontier_memory(tables: ModuleType, frontier: Cluster) -> None:
         assert row.again == pytest.approx(row.published, rel=0.10), row
     assert {row[:2] for row in rows if row.full} == {(mode, "3b") for mode in ("DDP", "NO_SHARD", "HYBRID_1")}
     assert {row[:2] for row in rows if row.failed} == {("DDP", "3b")}
-    for mode, model, published, again, planned in tables.allocated_rows(frontier):
-        if published is not None:
-            assert planned == pytest.approx(published, rel=0.10), (mode, model)
-        if again is not None:
-            assert planned == pytest.approx(again, rel=0.12), (mode, model)
+    for row in tables.allocated_rows(frontier):
+        if row.published is not None:
+            assert row.as_there == pytest.approx(row.published, rel=0.10), row
+            # Under DDP that software has its gradients twice.
+            assert row.planned == pytest.approx(row.published, rel=0.25 if row.mode == "DDP" else 0.10), row
+        if row.again is not None:
+            assert row.as_there == pytest.approx(row.again, rel=0.12), row
+
+
+def test_what_ran_is_not_said_to_be_impossible(rows: list[Any]) -> None:
+    """15B on four GCDs had 63 of 64 GiB reserved."""
+    lacking = [row for row in rows if not row.found.fits]
+    assert ("15b", "HYBRID_4", 1, ()) in {row.cell for row in lacking}
+    assert all(row.found.tight for row in lacking)
 
 
 def test_base_fits_patches_of_14(tables: ModuleType, frontier: Cluster) -> None:
@@ -103,18 +168,9 @@ def test_the_program_that_is_run_again_is_of_the_studys_sizes(tables: ModuleType
     for name, size in study_memory.SIZES.items():
         with torch.device("meta"):
             model = study_memory.StudyViT(*size)
-        recipe = tables.s.study_recipe(name.removesuffix("14"), "FULL_SHARD", as_run=name.endswith("14"))
+        recipe = tables.s.recipe_of(f"vit_fsdp_study/{name}.yaml", (), "frontier")
         assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(recipe), name
     assert [(row["mode"], row["model"], row["nodes"]) for row in tables.s.software_rows()] == study_memory.CELLS
-
-
-def test_large_models_are_near_what_was_published(tables: ModuleType, frontier: Cluster) -> None:
-    """Which nothing was calibrated on; 15B is too fast, as the page says."""
-    large = tables.large_rates(frontier)
-    assert tables.large_error(large, "5b") < 0.08
-    assert tables.large_error(large, "15b") < 0.30
-    ran = {("15b", "HYBRID_4", nodes) for nodes in tables.p.NODES} | {("15b", "SHARD_GRAD_OP", 1)}
-    assert tables.ran_all_the_same(large) == ran
 
 
 def test_gh200(tables: ModuleType) -> None:

@@ -47,6 +47,9 @@ GIVEN = {  # what a type of a field asks for, in words
     "Device": "the keys of a device (name, memory_gib ...)",
     "Link": "{latency_us: ..., gb_s: ...}",
     "Curve": "points [[x, share], ...]",
+    "tuple[int, ...]": "a list of whole numbers",
+    "tuple[float, ...]": "a list of numbers",
+    "tuple[Checked, ...]": "a list of {strategy: ..., parameters: ..., gpus: [...], errors: [...]}",
     "dict[str, float]": "peaks by type, {bf16: ...}",
     "dict[str, Curve]": "a curve for each kind, {NAME: [[x, share], ...], ...}, as `vitrail doctor --calibrate` writes",
 }
@@ -81,6 +84,7 @@ class Device:
     reserve_gib: float  # context and library workspaces, which the allocator does not see
     fragmentation: float = 1.0  # reserved over allocated at the peak
     launch_compiled_us: float | None = None  # host time in compiled blocks; launch_us where it is not known
+    gemm_odd: float = 1.0  # share of its rate that a product in 16 bits keeps where one of its sizes is odd
     kernel_us: float = 0.0  # that the device needs for a kernel with next to nothing to do
     # All else, by how it goes through memory (Walk); x: bytes that a kernel moves, or how many maps there are,
     # y: share of the bandwidth. All of it where there is no curve.
@@ -94,6 +98,8 @@ class Device:
             _positive(self, "device", "launch_compiled_us", zero=True)
         if not self.fragmentation >= 1:
             raise ValueError(f"device.fragmentation: expected 1 or more, got {self.fragmentation}")
+        if not 0 < self.gemm_odd <= 1:
+            raise ValueError(f"device.gemm_odd: expected a share above 0 up to 1, got {self.gemm_odd}")
         finite = all(0 < peak < math.inf for peak in self.tflops.values())
         if "bf16" not in self.tflops or not finite or not set(self.tflops) <= set(TYPES):
             raise ValueError(
@@ -143,6 +149,25 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """How far plans of one model under one strategy were off, by how many GPUs had it."""
+
+    __pydantic_config__ = _STRICT
+    strategy: str
+    parameters: float
+    gpus: tuple[int, ...]
+    errors: tuple[float, ...]  # samples/s planned over measured, less 1
+
+    def __post_init__(self) -> None:
+        _positive(self, "checked", "parameters")
+        if len(self.gpus) != len(self.errors) or not all(gpus > 0 for gpus in self.gpus):
+            raise ValueError(
+                f"checked: expected an error for each number of GPUs, got gpus {list(self.gpus)} and "
+                f"errors {list(self.errors)}"
+            )
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal GPUs."""
 
@@ -154,16 +179,19 @@ class Cluster:
     inside: Link  # between GPUs of a node
     between: Link  # a GPU's share of the network between nodes
     source: str  # where the numbers come from
-    congestion: Curve = ((1.0, 1.0),)  # x: nodes, y: share of `between` left at that many
+    congestion: Curve = ((1.0, 1.0),)  # x: nodes, y: share of the bytes a second of `between` left at that many
+    hop_congestion: Curve = ((1.0, 1.0),)  # the same of the speed of a hop: its latency is divided by it
     overlap: float = 0.9  # share of hidden communication that is free
     overlap_reduce: float | None = None  # the same of what adds up (all-reduce, reduce-scatter), where it differs
     price: float | None = None  # of a GPU hour
     currency: str = "USD"
     measured: dict[str, str] = field(default_factory=dict)  # facts of a calibration: date, versions
+    checked: tuple[Checked, ...] = ()  # what its plans were compared with
 
     def __post_init__(self) -> None:
         _positive(self, "cluster", "gpus_per_node", "nodes")
-        _check_curve("congestion", self.congestion)
+        for name in ("congestion", "hop_congestion"):
+            _check_curve(name, getattr(self, name))
         for name, share in (("overlap", self.overlap), ("overlap_reduce", self.overlap_of_sums)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name}: expected a share from 0 to 1, got {share}")
@@ -240,7 +268,8 @@ def _sentence(faults: list[Any]) -> str:
     first = next((fault for fault in faults if fault["type"] in UNKNOWN), faults[0])
     *path, key = first["loc"] or ("",)
     where = dotted(first["loc"])
-    owner = {"device": Device, "inside": Link, "between": Link}.get(str(path[0]) if path else "", Cluster)
+    owners = {"device": Device, "inside": Link, "between": Link, "checked": Checked}
+    owner = owners.get(str(path[0]) if path else "", Cluster)
     if first["type"] in UNKNOWN:
         keys = [one.name for one in fields(owner)]
         near = nearest(str(key), keys)

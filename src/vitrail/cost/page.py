@@ -67,7 +67,7 @@ def parts(one: Estimate, cluster: Cluster) -> list[str]:
         f"reserved of {cluster.device.memory_gib:g}",
         f"seconds of a step: {times}; {_seconds(one.step_seconds)} in all; MFU {100 * one.mfu:.1f} %, "
         f"HFU {100 * one.hfu:.1f} %",
-        limit(one),
+        limit(one, cluster),
     ]
     if one.run_hours is not None:
         price = "" if one.run_cost is None else f" and {count(one.run_cost)} {cluster.currency}"
@@ -76,11 +76,37 @@ def parts(one: Estimate, cluster: Cluster) -> list[str]:
         )
     if one.cost_per_million_samples is not None:
         lines.append(f"a million samples cost {one.cost_per_million_samples:.2f} {cluster.currency}")
-    return lines
+    return [*lines, trust(one, cluster)]
 
 
-def limit(one: Estimate) -> str:
+def trust(one: Estimate, cluster: Cluster) -> str:
+    """Say in one sentence how far plans like this one were off."""
+    found = one.checked
+    if not cluster.checked:
+        return f"no plan for {cluster.name} has been compared with a measurement"
+    if found is None:
+        return (
+            f"no plan of about this size for about as many GPUs of {cluster.name} has been compared with a measurement"
+        )
+    sizes = " to ".join(dict.fromkeys(f"{size / 1e9:.2g}" for size in found["parameters"]))
+    gpus, several = " to ".join(dict.fromkeys(map(count, found["gpus"]))), found["gpus"][1] > 1
+    words = [*(found["strategies"] if several else []), f"{sizes} billion parameters", f"{gpus} GPU{'s' * several}"]
+    what = ", ".join(words)
+    return (
+        f"compared with what was measured, {found['rows']} plans like this one ({what}) were off by "
+        f"{100 * found['mean']:.0f} % in the mean, from {100 * found['least']:+.0f} to {100 * found['most']:+.0f} % "
+        "in samples/s"
+    )
+
+
+def limit(one: Estimate, cluster: Cluster) -> str:
     """Say in one sentence what limits a layout."""
+    if one.tight:
+        return (
+            f"it may only just run: {one.memory_gib:.1f} GiB are allocated, but with the usual gaps of the allocator "
+            f"{one.reserved_gib:.1f} would be reserved, and plans leave {100 - 100 * HEADROOM:.0f} % of "
+            f"{cluster.device.memory_gib:g} free"
+        )
     if not one.fits:
         return f"it does not fit: {one.reserved_gib:.1f} GiB would be reserved on the fullest rank"
     share = one.limits.get(one.limited_by, 0.0) / one.step_seconds

@@ -134,6 +134,7 @@ class Estimate:
     batch_per_rank: int  # of a data-parallel rank
     micro_batch: int
     fits: bool
+    tight: bool  # it does not, but would without the allocator's gaps
     memory_gib: float  # peak allocated
     reserved_gib: float  # with gaps, and with what libraries take
     step_seconds: float
@@ -149,6 +150,7 @@ class Estimate:
     moment: str  # when that is
     time: dict[str, float]  # seconds by what is done
     limits: dict[str, float]  # the same seconds by what they are spent on
+    checked: dict[str, Any] | None  # how far plans like this one were off, where the cluster's file knows any
     changes: tuple[str, ...] = ()  # to the recipe, as on the command line
 
     def as_json(self) -> dict[str, Any]:
@@ -342,6 +344,36 @@ def fits(memory: Memory, cluster: Cluster) -> bool:
     return memory.reserved(cluster.device) <= HEADROOM * cluster.device.memory_gib * GIB
 
 
+def like(cluster: Cluster, strategy: str, parameters: int, gpus: int) -> dict[str, Any] | None:
+    """Say how far plans were off that are like one: of half to twice its parameters and GPUs, and of its strategy.
+
+    Of one GPU any strategy counts, and elsewhere any where none was of this one. None: nothing like it was measured.
+    """
+
+    def near(one: float, other: float) -> bool:
+        return 0.5 <= one / other <= 2
+
+    rows = [
+        (row, number, error)
+        for row in cluster.checked
+        for number, error in zip(row.gpus, row.errors, strict=True)
+        if near(row.parameters, parameters) and near(number, gpus) and (number == 1) == (gpus == 1)
+    ]
+    rows = [one for one in rows if one[0].strategy == strategy and gpus > 1] or rows
+    if not rows:
+        return None
+    of, numbers, errors = zip(*rows, strict=True)
+    return {
+        "rows": len(rows),
+        "strategies": sorted({row.strategy for row in of}),
+        "parameters": [min(row.parameters for row in of), max(row.parameters for row in of)],
+        "gpus": [min(numbers), max(numbers)],
+        "mean": sum(map(abs, errors)) / len(errors),
+        "least": min(errors),
+        "most": max(errors),
+    }
+
+
 def time_for(
     recipe: Recipe,
     cluster: Cluster,
@@ -351,10 +383,9 @@ def time_for(
     *,
     rough: bool = False,
     replayed: bool = False,
-    fsdp: bool = False,
 ) -> StepTime:
-    """Return the time of the slowest rank; `fsdp`: even one rank alone shards by FSDP2."""
-    alone = not fsdp and is_solo(recipe, layout, cluster)
+    """Return the time of the slowest rank."""
+    alone = is_solo(recipe, layout, cluster)
 
     def times(micro: int, passes: int) -> list[StepTime]:
         return [
@@ -401,6 +432,12 @@ def _with_added(time: StepTime, more: StepTime, less: StepTime) -> StepTime:
     return dataclasses.replace(time, **numbers, parts=kept, limited_by=max(kept, key=lambda name: kept[name]))
 
 
+def is_tight(memory: Memory, cluster: Cluster) -> bool:
+    """Tell whether what is allocated and what libraries take have room, though not with the allocator's gaps."""
+    gapless = dataclasses.replace(cluster.device, fragmentation=1.0)
+    return not fits(memory, cluster) and memory.reserved(gapless) <= cluster.device.memory_gib * GIB
+
+
 def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str, ...] = ()) -> Estimate:
     """Estimate a settled recipe with the layout that it names."""
     layout = layout_of(recipe.parallel, gpus)
@@ -430,6 +467,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
         batch_per_rank=shares.rank,
         micro_batch=shares.micro,
         fits=enough,
+        tight=is_tight(memory, cluster),
         memory_gib=memory.peak / GIB,
         reserved_gib=memory.reserved(cluster.device) / GIB,
         step_seconds=time.seconds,
@@ -445,6 +483,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
         moment=memory.moment,
         time={name: value for name, value in vars(time).items() if isinstance(value, int | float)},
         limits=dict(time.parts),
+        checked=like(cluster, strategy_of(recipe, layout), num_parameters(recipe), gpus),
         changes=changes,
     )
 

@@ -20,7 +20,7 @@ Collectives on a cluster:
   is what makes sharding over many ranks slow. All-reduce takes the faster of a ring and a tree, whose latency grows
   with the logarithm alone
 - members of a group on one node use their shares of the node's network together; groups that lie side by side on a node
-  share it evenly. The congestion curve says what is left of a share when so many nodes talk
+  share it evenly. The congestion curves say what is left of a share, and of the speed of a hop, when so many nodes talk
 """
 
 import math
@@ -110,7 +110,8 @@ def rate(op: Op, device: Device, precision: Precision, way: Way) -> float:
     if wide:
         return at(device.gemm_fp32, op.flops) * device.peak("fp32")
     gain = _float8_gain(op, precision) if precision.compute == "float8" else 1.0
-    return at(device.gemm, op.flops) * device.peak("bf16") * gain
+    odd = any(width % 2 for width in op.layer[1:])  # then rows begin between words
+    return at(device.gemm, op.flops) * device.peak("bf16") * gain * (device.gemm_odd if odd else 1.0)
 
 
 def _float8_gain(op: Op, precision: Precision) -> float:
@@ -192,7 +193,7 @@ def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
 def send(size: float, cluster: Cluster, *, crosses: bool, nodes: int = 2) -> float:
     if not crosses:
         return 1e-6 * cluster.inside.latency_us + size / (1e9 * cluster.inside.gb_s)
-    return 1e-6 * cluster.between.latency_us + size / _share(nodes, cluster)
+    return 1e-6 * _hop_us(nodes, cluster) + size / _share(nodes, cluster)
 
 
 def _passing(size: float, group: Group) -> float:
@@ -218,13 +219,18 @@ def _round(group: Group, cluster: Cluster) -> float:
     """Return seconds of a short message once round the ring, less one hop."""
     across = min(group.nodes, group.ranks - 1) if group.crosses else 0
     hops = group.ranks - 1 - across
-    return 1e-6 * (hops * cluster.inside.latency_us + across * cluster.between.latency_us)
+    return 1e-6 * (hops * cluster.inside.latency_us + across * _hop_us(group.nodes, cluster))
+
+
+def _hop_us(nodes: int, cluster: Cluster) -> float:
+    """Return microseconds from node to node, where so many talk."""
+    return cluster.between.latency_us / at(cluster.hop_congestion, nodes)
 
 
 def _climb(group: Group, cluster: Cluster) -> float:
     """Return seconds of a short message up a tree: along the ranks of a node, then between nodes."""
     inside = (group.inside - 1) * cluster.inside.latency_us
-    return 1e-6 * (inside + math.ceil(math.log2(group.nodes)) * cluster.between.latency_us)
+    return 1e-6 * (inside + math.ceil(math.log2(group.nodes)) * _hop_us(group.nodes, cluster))
 
 
 def link_of(group: Group) -> str:

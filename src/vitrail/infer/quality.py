@@ -30,6 +30,7 @@ from vitrail.infer.collection import Generated, Real, is_samples, open_real
 from vitrail.infer.features import Network, RunNetwork, find_inception
 from vitrail.infer.pages import GRID
 from vitrail.objectives.objective import normalise
+from vitrail.objectives.similarity import ssim
 from vitrail.recipe.kinds import nearest
 from vitrail.report.figures import embed_image
 from vitrail.report.units import percent, plain
@@ -78,6 +79,7 @@ class Looked:
     """All that was seen of a set of samples, in their order."""
 
     projections: list[Tensor] = field(default_factory=list)
+    alike: list[Tensor] = field(default_factory=list)  # SSIM of each with its neighbour in the order, two by two
     features: list[list[Tensor]] = field(default_factory=list)  # of each network
     guesses: list[str] = field(default_factory=list)  # of the classifier
     names: list[str | None] = field(default_factory=list)  # of the true classes
@@ -117,6 +119,10 @@ def measure_distances(
     mine, theirs = torch.cat(samples.projections), torch.cat(real.projections)
     of = f"{mine.shape[1]} projections of the values"
     add({"sliced_wasserstein": "lower"}, of, mine, theirs, Tensor.double, in_values)
+    if samples.alike and real.alike:
+        mine, theirs = (torch.cat(looked.alike) for looked in (samples, real))
+        if mine.isfinite().all() and theirs.isfinite().all():
+            add({"ssim": "as the floor"}, "pairs of values", mine, theirs, Tensor.double, in_pairs)
     return rows
 
 
@@ -128,6 +134,10 @@ def in_features(samples: distances.Cloud, real: distances.Cloud) -> list[float]:
 
 def in_values(samples: Tensor, real: Tensor) -> list[float]:
     return [distances.sliced_wasserstein(samples, real)]
+
+
+def in_pairs(samples: Tensor, real: Tensor) -> list[float]:
+    return [float(samples.mean())]
 
 
 def measure_accuracy(
@@ -289,11 +299,17 @@ def _look(
     tick: Callable[[int], None],
 ) -> Looked:
     """Look at a set of samples, batch by batch: nothing but projections and features is kept."""
-    looked = Looked(features=[[] for _ in networks])
+    looked, alone = Looked(features=[[] for _ in networks]), torch.empty(0)
     for values, names in found.batches(number, batch):
         if not values.isfinite().all():
             raise UserError(f"{found.title} holds values that are not finite; mend or remove them")
         values = values.to(along.device)
+        # Two by two in their order, whatever the batch: of bytes, whose range is known.
+        waiting = values if not len(alone) else torch.cat([alone, values])
+        pairs = waiting[: len(waiting) // 2 * 2]
+        alone = waiting[len(pairs) :]
+        if values.dtype == torch.uint8 and len(pairs):
+            looked.alike.append(ssim(pairs[::2], pairs[1::2], 255.0).repeat_interleave(2))
         looked.projections.append(normalise(values, statistics).flatten(1) @ along)
         for network, features in zip(networks, looked.features, strict=True):
             seen = network(values)
