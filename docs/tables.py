@@ -18,7 +18,7 @@ from vitrail.data.grid import GridConfig
 from vitrail.data.source import ItemsConfig
 from vitrail.data.sources.image_folder import ImagesConfig
 from vitrail.layers import scores
-from vitrail.recipe import json_schema, kinds, sections
+from vitrail.recipe import json_schema, kinds, normalize, sections
 from vitrail.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -126,7 +126,7 @@ def comment(name: str, key: str, field: dict[str, Any]) -> str:
 
 @cache
 def classes() -> dict[str, type]:
-    both = vars(scores) | vars(sections)
+    both = vars(scores) | vars(normalize) | vars(sections)
     found = {name: value for name, value in both.items() if isinstance(value, type)}
     found |= {cls.__name__: cls for cls in (Recipe, GridConfig, ItemsConfig, ImagesConfig)}
     for slot, names in kinds.BUILT_IN.items():

@@ -89,6 +89,7 @@ def test_preview_shows_the_samples_of_a_training(kind, tokens, place, tmp_path, 
     assert call("data", "preview", recipe_of(place, tmp_path, kind), "--samples", 3, "--out", out, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["picture"] == str(out)
+    assert facts["normalised"].endswith("become 0 and 1")
     with Image.open(out) as drawn:
         assert min(drawn.size) > 300
     assert [sample["counter"] for sample in facts["samples"]] == [0, 1, 10]  # of steps with 8 samples, in turn

@@ -6,6 +6,7 @@ import torch
 
 from vitrail.codecs import fingerprint_of, range_of
 from vitrail.codecs.own import AutoencoderCodec
+from vitrail.recipe.normalize import Window
 
 
 class Half(torch.nn.Module):
@@ -27,6 +28,12 @@ def test_an_autoencoder_takes_and_gives_the_units_of_the_data():
     latents = codec.encode(images)
     assert torch.equal(latents[:, :, 0, 0], torch.tensor([[0.5, 1.0], [-1.0, 0.0]]))
     assert torch.equal(codec.decode(latents), images)
+
+
+def test_an_autoencoder_sees_what_it_was_trained_on():
+    way = Window(window=(0.0, 100.0), to=(0.0, 1.0))
+    codec = AutoencoderCodec(Half(), {"mean": [0.0] * 2, "std": [100.0] * 2}, "a run", torch.device("cpu"), way)
+    assert codec.encode(torch.tensor([150.0, -9.0]).view(1, 2, 1, 1)).flatten().tolist() == [0.5, 0.0]
 
 
 def test_the_range_of_a_recipe_comes_before_that_of_the_data():

@@ -1,5 +1,6 @@
 """Configurations of other systems become recipes that say the same, and tell what they do not say."""
 
+import functools
 import json
 import os
 import re
@@ -170,7 +171,7 @@ def tiny(found: Converted, folder: Path) -> dict[str, Any]:
     if model["kind"] == "mae":
         model["mask"]["ratio"] = 0.5
     if "fit" in tree["data"]:
-        tree["data"]["fit"]["resize"] = 32
+        tree["data"]["fit"]["resize"] = [32, 32]
     if model.get("classes") in (1000, 2):
         model["classes"] = {"image_folder": 2}.get(entry["kind"], 10)
     patch = encoder.get("patch", 14 if model["kind"] == "study_vit" else 4)
@@ -206,6 +207,8 @@ def test_a_converted_recipe_is_planned_and_starts(path: Path, tmp_path: Path) ->
 def test_models_are_as_large_as_the_originals() -> None:
     """Parameters that the originals count; where ours have a table of positions less or more, by that many."""
     assert num_parameters(load_recipe(convert(MAE).tree)) == pytest.approx(2_055_577_600, rel=1e-4)
+    pixels = convert(DIT, words=["--dataset.dataset_name=imagenet_dummy"])
+    assert num_parameters(load_recipe(pixels.tree)) == pytest.approx(461.9e6, rel=1e-4)
     assert num_parameters(load_recipe(convert(STUDY).tree)) == 14_720_355_376
 
 
@@ -256,6 +259,8 @@ def test_files_are_opened_with_care(tmp_path: Path) -> None:
         convert(write(tmp_path, "#" * 2**20 + "#", "d.toml"))
     with pytest.raises(UserError, match="not valid TOML"):
         convert(write(tmp_path, "a = = b", "e.toml"))
+    with pytest.raises(UserError, match="does not call main_training"):
+        convert(write(tmp_path, "echo hello", "f.sh"), system="vit-fsdp-study")
     with pytest.raises(UserError, match="whose configuration"):
         convert(write(tmp_path, "echo hello", "f.sh"))
 
@@ -374,3 +379,66 @@ PAGES_OF = {
     "torchditan": ["torchditan", "torchtitan-mae"],
     "vit-fsdp-study": ["vit-fsdp-study"],
 }
+
+
+NEWER = """
+trainer: {max_epochs: 100, data_type: "float32", gpu_type: "amd", checkpoint_path: "c", resume_from_checkpoint: False,
+  checkpoint_filename: "epoch_0", use_pretrained_model: False, pretrained_checkpoint_filename: "", save_frequency: 2}
+parallelism: {fsdp_size: 1, simple_ddp_size: 8, tensor_par_size: 1}
+optimizer: {type: "AdamW", lr: 0.0001, beta_1: 0.9, beta_2: 0.95, weight_decay: 1e-5}
+scheduler: {type: "linear-warmup-cosine-annealing", warmup_epochs: 4, warmup_start_lr: 1e-8, eta_min: 1e-8}
+grad_scaler: {use_grad_scaler: False, init_scale: 8192, min_scale: 128, growth_interval: 100}
+model: {type: "UNETR", embed_dim: 768, depth: 12, num_heads: 12, mlp_ratio: 4, drop_path: 0.0, drop_rate: 0.0,
+  use_channel_aggregation: False, num_classes: 4, linear_decoder: False, feature_size: 16, skip_connection: True}
+tiling: {do_tiling: True, div: 4, tile_overlap: 0, use_all_data: False}
+ap: {do_ap: True, fixed_length: 512, separate_channels: False, use_adaptive_pos_emb: True, interp_size: 4}
+data:
+  dataset: "basic_ct"
+  img_size: [256, 256, 256]
+  twoD: False
+  patch_size: 32
+  dict_root_dirs: {ct1: /data/ct}
+  num_channels: {ct1: 1}
+  dict_in_variables: {ct1: [ct_res1]}
+dataloader: {type: "iterative_dataloader", dict_start_idx: {ct1: 0}, dict_end_idx: {ct1: 1},
+  dict_buffer_sizes: {ct1: 9},
+  batch_size: 4, num_workers: 1, pin_memory: False, val_split_ratio: 0.1, test_split_ratio: 0.1}
+"""
+
+
+def test_the_newer_layout_of_ucf_vit_is_read_too(tmp_path: Path) -> None:
+    found = convert(write(tmp_path, NEWER))
+    assert found.count(UNKNOWN) == 0, [row for row in found.rows if row.status == UNKNOWN]
+    assert found.task == "unetr"
+    wanted = {
+        "run.steps": "100 epochs",
+        "schedule.warmup": "4 epochs",
+        "model.encoder.patch": 4,
+        "data.crop": 64,
+        "data.train.0.end": 0.8,
+        "data.valid.0.start": 0.8,
+        "data.valid.0.end": 0.9,
+        "data.valid.0.label_map": {"1": 0, "2": 1, "3": 2, "4": 3},
+        "checkpoint.every": "2 epochs",
+    }
+    assert {key: value(found, key) for key in wanted} == wanted
+
+
+HEADLINES = {
+    "imagenet/classification": "imagenet/vit_b16_adaptive",
+    "imagenet/mae": "imagenet/mae_b16_adaptive",
+    "catsdogs/classification": "catsdogs/vit_b16",
+    "basic_ct/mae": "ct/mae2d",
+    "basic_ct/unetr": "ct/unetr3d",
+    "basic_ct/sap": "ct/sap3d",
+}
+
+
+@pytest.mark.parametrize("seed", HEADLINES)
+def test_recipes_of_the_seeds_are_what_their_files_become(seed: str) -> None:
+    ours = load_recipe(ROOT / f"configs/{HEADLINES[seed]}.yaml")
+    theirs = load_recipe(convert(SEEDS / f"ucf-vit/{seed}/base_config.yaml").tree)
+    for name in ("model", "objective", "optimizer", "schedule", "precision", "run.steps", "data.crop", "data.batch"):
+        a, b = (functools.reduce(getattr, name.split("."), recipe) for recipe in (ours, theirs))
+        assert a == b, name
+    assert (ours.data.fit, ours.data.normalize) == (theirs.data.fit, theirs.data.normalize)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from support import LONG, merge, tiny_recipe
 from test_loader import ArraySource
@@ -21,6 +22,8 @@ from vitrail.data.reading.pool import Policy, SlowRead
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.items import LatentsConfig
 from vitrail.errors import BadData, UserError
+from vitrail.infer.features import RunNetwork
+from vitrail.layers.scores import CannyScore
 from vitrail.objectives.reconstruct import Reconstruct
 from vitrail.parallel import agree as waiting
 from vitrail.recipe.load import diff
@@ -126,9 +129,52 @@ def test_trees_see_values_by_the_statistics_of_the_data(tmp_path: Path, monkeypa
         for low, high in expected:
             width = high - low
             assert any(abs(a - low) < 0.2 * width and abs(b - high) < 0.2 * width for a, b in found), (names, found)
+    # A network of such a run sees crops of other data as it saw its own.
+    network, grown = RunNetwork(tmp_path / "run0"), []
+    monkeypatch.setattr(CannyScore, "score", lambda self, images, noise, span: grown.append(span) or images[:, 0])
+    network(torch.zeros(2, 1, 8, 8))
+    assert grown[0][0].shape == (2, 1)
+    assert grown[0][0].mean().item() == pytest.approx(70, abs=5)
     data = {"train": [files["ct"]], "valid": [], "crop": 8, "batch": 8, "normalize": "none"}
     with pytest.raises(UserError, match=r"data\.normalize is none, so nothing is known of what is dark and bright"):
         vitrail.train(merge(tree, {"data": data, "run.dir": str(tmp_path / "none")}), quiet=True)
+
+
+def test_volumes_keep_their_statistics_for_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two regions of a volume are normalised alike, a run says how, and its checkpoint knows it for ever."""
+    rng, seen = np.random.default_rng(0), set[float]()
+    (tmp_path / "ct").mkdir()
+    for number in (1, 2):
+        values = rng.integers(0, 1000 * number, (32, 32), dtype=np.int16)
+        values[0, :2] = 0, 1000 * number
+        np.save(tmp_path / f"ct/{number}.npy", values)
+    entry = {"path": str(tmp_path / "ct"), "kind": "numpy", "axes": "yx"}
+    tree = tiny_recipe(tmp_path, tmp_path / "run", run__steps=1, model__ndim=2, eval__samples=4)
+    tree["data"] |= {"train": [entry], "valid": [entry | {"region": {"y": [0.5, 1]}}], "crop": 8, "batch": 8}
+    tree["data"] |= {"normalize": {"kind": "minmax", "to": [0, 1]}, "statistics": "volume"}
+    load = setup.Loader._finish
+
+    def watched(self: Any, *given: Any) -> Any:
+        batch = load(self, *given)
+        mean, std = batch.statistics
+        assert not mean.any()
+        seen.update(std.flatten().tolist())
+        return batch
+
+    monkeypatch.setattr(setup.Loader, "_finish", watched)
+    vitrail.train(tree)
+    assert seen == {1000, 2000}
+    words = "data are normalised: each of 2 volumes by itself, on average image: 0 and 1500 become 0 and 1, the rest is"
+    assert words in capfd.readouterr().err
+    seen.clear()
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(statistics, "measure_volume", lambda *a, **k: pytest.fail("measured again"))
+    np.save(tmp_path / "ct/2.npy", values // 2)
+    vitrail.evaluate(tmp_path / "run")
+    assert seen == {1000, 2000}
+    vitrail.train(merge(tree, {"run.steps": 2}), quiet=True, other_data=True)
 
 
 def test_held_out_entries_are_normalised_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

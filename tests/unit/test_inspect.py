@@ -258,6 +258,14 @@ def opens(facts: dict) -> tuple[Dataset, dict]:
     return train, tree
 
 
+def test_a_ct_is_told_of_its_window(tmp_path):
+    values = np.random.default_rng(0).integers(-1000, 1500, (20, 32, 32))
+    for dtype, told in (("int16", True), ("float32", False), ("uint8", False)):
+        np.save(tmp_path / "a.npy", values.astype(dtype))
+        _, facts = look(str(tmp_path / "a.npy"))
+        assert any("{kind: window, window: [-1000, 400]}" in words for words in facts["warnings"]) == told
+
+
 def test_places_without_data_are_looked_at(tmp_path):
     values = np.random.default_rng(0).random((20, 32, 32)).astype("float32")
     values[10] = np.nan

@@ -13,7 +13,7 @@ from vitrail.training import setup
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A recipe, data and an objective that do nothing but tell what they are asked for."""
-    for name in ("labelling_of", "reading_threads", "make_augmenter", "policy_of"):
+    for name in ("labelling_of", "reading_threads", "make_augmenter", "policy_of", "values_of"):
         monkeypatch.setattr(setup, name, lambda *_: None)
     monkeypatch.setattr(setup, "Loader", lambda sampler, reader, counters=None, **_: counters)
     monkeypatch.setattr(setup, "Evaluator", lambda *_, **options: options)
@@ -28,7 +28,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     settings = SimpleNamespace(cache_mib=0, prefetch=1, block=None, lanes=4, batch=12, reuse=1, micro_batch=None)
     settings.augment = SimpleNamespace(orientations=False)
-    recipe = SimpleNamespace(run=SimpleNamespace(seed=7), data=settings, eval=SimpleNamespace(samples=8))
+    recipe = SimpleNamespace(
+        run=SimpleNamespace(seed=7), data=settings, eval=SimpleNamespace(samples=8, tiles=None, blend=None)
+    )
     data = SimpleNamespace(batch=12, train=dataset("train"), valid=dataset("valid"))
     data.train_entries = data.valid_entries = None
     return SimpleNamespace(recipe=recipe, data=data, objective=SimpleNamespace(slab=lambda *_: None), seeds=seeds)

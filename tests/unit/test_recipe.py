@@ -423,10 +423,11 @@ def test_defaults(fakes):
         },
         "precision": {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
         "checkpoint": {"every": "10%", "keep": 2, "best": None, "background": True},
-        "eval": {"every": "10%", "samples": 64},
+        "eval": {"every": "10%", "samples": 64, "tiles": None, "blend": "gaussian"},
         "log": {
             "every": 10,
             "pictures": "25%",
+            "slices": 8,
             "activations": "10%",
             "to": "auto",
             "report": True,
@@ -616,6 +617,24 @@ def test_keys_that_do_not_go_together(fakes):
         (
             "data.normalize=fitt",
             "data.normalize: expected 'fit' or 'none' or a mapping, got 'fitt'; did you mean 'fit'?",
+        ),
+        (
+            "data.normalize={kind: windw, window: [0, 1]}",
+            "data.normalize.kind: expected 'standard', 'none', 'given', 'percentiles', 'minmax', 'window', 'log' or "
+            "'variables', got 'windw'; did you mean 'window'?",
+        ),
+        (
+            "data.normalize={kind: window, window: [400, -1000]}",
+            "data.normalize: window: [400.0, -1000.0] must rise; give the smaller number first",
+        ),
+        ("data.normalize={kind: log, scale: 0}", "data.normalize.scale: expected a number above 0, got 0"),
+        (
+            "data.normalize={kind: percentiles, percentiles: [99, 1]}",
+            "data.normalize: percentiles: [99.0, 1.0] must rise from 0 or more to 100 or less",
+        ),
+        (
+            "data.normalize={kind: variables, of: {t: {kind: given, mean: [1, 2], std: [1, 2]}}}",
+            "data.normalize: t: give one mean and one std, [...] of one number each",
         ),
         ("model=one", "model: expected a mapping such as {kind: one}, got 'one'"),
         ("model.kind=3", "model.kind: expected one of one, two, got 3"),

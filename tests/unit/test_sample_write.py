@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from PIL import Image
 
 from vitrail.contents import check_contents
+from vitrail.data.batch import Statistics
+from vitrail.data.normalize import Values
 from vitrail.data.sources.tiff import TiffConfig
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import UserError
@@ -40,6 +43,7 @@ from vitrail.infer.folder import (
 )
 from vitrail.infer.pages import draw_grid, draw_samples
 from vitrail.infer.sample import Made, Work
+from vitrail.recipe.normalize import ByVariable, Logarithm, Standard
 
 CASES = [
     ("uint8", "yx", 1, None),
@@ -183,11 +187,25 @@ def test_classes_take_turns_and_groups_are_fixed(tmp_path):
 def test_what_a_group_has_beyond_the_number_is_not_written(tmp_path):
     value, kind = make("uint8", "yx", 1, None)
     kind = with_format(kind, "auto")
-    nothing = dict.fromkeys(("objective", "flow", "place", "settings", "decode", "beside"))
+    nothing = dict.fromkeys(("flow", "place", "settings", "decode", "beside"))
+    nothing |= {"objective": SimpleNamespace(made=()), "values": Values("fit", ["a"], Statistics((0.0,), (1.0,)))}
     work = Work(**nothing, plan=Plan(6, 4, (), (), kind.suffix), kind=kind, seed=0, out=tmp_path)
     (tmp_path / "samples").mkdir()
     work.write(Made(range(4, 8), torch.from_numpy(np.stack([value] * 4)), None))
     assert sorted(path.stem for path in (tmp_path / "samples").iterdir()) == ["00004", "00005"]
+
+
+def test_logarithms_are_taken_back(tmp_path):
+    value, kind = make("float32", "yx", 1, None)
+    ways = {"a": Logarithm(scale=2.0), "b": Standard()}
+    values = Values(ByVariable(of=ways), ["b", "a"], Statistics((0.0, 0.0), (1.0, 1.0)))
+    nothing = dict.fromkeys(("flow", "place", "settings", "decode", "beside"))
+    nothing |= {"objective": SimpleNamespace(made=("a",)), "values": values}
+    work = Work(**nothing, plan=Plan(1, 1, (), (), ".npy"), kind=with_format(kind, "npy"), seed=0, out=tmp_path)
+    (tmp_path / "samples").mkdir()
+    work.write(Made(range(1), values.change(torch.from_numpy(value)[None], ["a"]), None))
+    (file,) = (tmp_path / "samples").iterdir()
+    np.testing.assert_allclose(np.load(file).squeeze(), value.squeeze(), rtol=1e-4, atol=1e-4)
 
 
 def test_classes_by_name_and_number():

@@ -415,6 +415,7 @@ CONFIG = types.SimpleNamespace(
         cache_mib=1, workers=0, prefetch=1, augment=Augment(), bad="skip", most_bad=7, retries=1, read_limit=100
     ),
     run=types.SimpleNamespace(seed=0, hang_limit=50),
+    model=types.SimpleNamespace(),
     objective=types.SimpleNamespace(),
 )
 

@@ -1,6 +1,9 @@
 """Statistics: measured once, shared or of each entry, and used where samples have their own."""
 
+import dataclasses
+import itertools
 import json
+import math
 import os
 import shutil
 from types import SimpleNamespace
@@ -12,10 +15,13 @@ import torch
 
 from vitrail.data import statistics
 from vitrail.data.batch import Batch, EntryStatistics, Statistics
-from vitrail.data.dataset import Dataset
+from vitrail.data.dataset import Dataset, open_in_order
 from vitrail.data.files.fingerprint import changed, data_state, fingerprint
+from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Extent, Sample, Sampler
+from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
+from vitrail.data.reading.reader import Reader
 from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.hdf5 import Hdf5Config
 from vitrail.data.statistics import measure, remembered
@@ -24,6 +30,7 @@ from vitrail.errors import BadData, UserError
 from vitrail.models.mae import MAEConfig
 from vitrail.objectives.objective import normalise
 from vitrail.objectives.reconstruct import ReconstructConfig
+from vitrail.recipe.normalize import Logarithm, Percentiles, Standard
 from vitrail.recipe.sections import Data
 
 
@@ -62,8 +69,8 @@ def test_each_entry_has_its_own(two) -> None:
     assert statistics.of_entries(dataset_of(two), base, names=dataset.variables, seed=0) is None
 
 
-@pytest.mark.parametrize("percentiles", [None, (0.0, 100.0)])
-def test_samples_that_cannot_be_read_are_left_out(percentiles) -> None:
+@pytest.mark.parametrize("kinds", [None, [Percentiles(percentiles=(0.0, 100.0))]])
+def test_samples_that_cannot_be_read_are_left_out(kinds) -> None:
     """A place whose substitutes are bad too is done without; only where nearly all are is there nothing to measure."""
 
     class Order:
@@ -89,11 +96,11 @@ def test_samples_that_cannot_be_read_are_left_out(percentiles) -> None:
 
     reader, policy = Reader(), Policy(on_bad="skip")
     reader.good = {1, 5, 6, 7}
-    found = measure(Order(), reader, samples=8, percentiles=percentiles, policy=policy)
+    found = measure(Order(), reader, samples=8, kinds=kinds, policy=policy)
     assert found == Statistics((1.0,), (1.0,))
     reader.good = {1, 5, 6}
     with pytest.raises(UserError, match="only 3 of 8 samples could be read"):
-        measure(Order(), reader, samples=8, percentiles=percentiles, policy=policy)
+        measure(Order(), reader, samples=8, kinds=kinds, policy=policy)
 
 
 def test_percentiles_become_minus_one_and_one(two) -> None:
@@ -119,9 +126,90 @@ def test_given_and_none(two) -> None:
             Data(train=[{}], crop=1, batch=1, normalize=way)
 
 
-def test_an_entry_brings_its_own(two) -> None:
-    import dataclasses
+def seen(dataset: Dataset, *, scope: str = "data.train") -> torch.Tensor:
+    """All of the dataset's items, as a model sees them."""
+    base = statistics.shared(dataset, seed=0)
+    own = statistics.of_entries(dataset, base, names=dataset.variables, seed=0)
+    values = Values(dataset.settings.normalize, dataset.variables, base, [s.dtype for s in dataset.sources])
+    _, order = open_in_order(dataset.configs, dataset.crop, dataset.settings, where=scope)
+    reader = dataset.reader(order, lanes=1, cache_bytes=0)
+    device = torch.device("cpu")
+    loader = Loader(order, reader, device=device, workers=0, prefetch=1, statistics=own, values=values)
+    batch = loader.load(range(order.epoch))
+    return normalise(batch.values, batch.statistics or base)
 
+
+def test_volumes_by_their_own_range_as_ucf_has_it(tmp_path) -> None:
+    """Of each volume (x - min) / (max - min), exactly; whatever its brightness and its part of the data."""
+    rng, expected = np.random.default_rng(0), []
+    (tmp_path / "ct").mkdir()
+    for number in range(3):
+        values = rng.integers(-1000, 1000 * (1 + number), (16, 32), dtype=np.int16)
+        np.save(tmp_path / f"ct/{number}.npy", values)
+        expected += list(np.split((values - values.min()) / (float(values.max()) - values.min()), 2, axis=1))
+    way = {"kind": "minmax", "to": [0, 1]}
+    dataset = dataset_of([NumpyConfig(path=str(tmp_path / "ct"))], normalize=way, statistics="volume")
+    found = seen(dataset)[:, 0].double().numpy()
+    np.testing.assert_allclose(found, np.array(expected), atol=1e-6)
+    assert (found.min(), found.max()) == pytest.approx((0, 1), abs=1e-6)
+    # One training sample knows nothing of the others: mean and variance of each volume.
+    plain = seen(dataset_of([NumpyConfig(path=str(tmp_path / "ct"))], statistics="volume"))
+    for volume in plain.unflatten(0, (3, 2)):
+        assert volume.mean().item() == pytest.approx(0, abs=1e-4)
+        assert volume.var().item() == pytest.approx(1, abs=1e-2)
+
+
+def test_windows_logarithms_and_variables(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    ct = rng.integers(-2000, 3000, (2, 16, 16), dtype=np.int16)
+    np.save(tmp_path / "ct.npy", ct)
+    entry = [NumpyConfig(path=str(tmp_path / "ct.npy"), axes="cyx", variables=["a", "b"])]
+    ends = torch.from_numpy(ct[None]).float().clamp(-1000, 400)
+    torch.testing.assert_close(
+        seen(dataset_of(entry, normalize={"kind": "window", "window": [-1000, 400]})), (ends + 300) / 700
+    )
+    log = torch.sign(ends := torch.from_numpy(ct[None]).float()) * (1 + ends.abs() / 10).log()
+    ways = {"kind": "variables", "of": {"b": {"kind": "log", "scale": 10}}, "others": {"kind": "none"}}
+    found = seen(dataset_of(entry, normalize=ways))
+    assert found[:, 0].equal(ends[:, 0])
+    torch.testing.assert_close(found[:, 1], (log[:, 1] - log[:, 1].mean()) / log[:, 1].std(correction=0))
+    values = Values(Logarithm(scale=10.0), ["a", "b"], Statistics((0.0, 0.0), (1.0, 1.0)))
+    torch.testing.assert_close(values.restore(values.change(ends[:, 1:], ["b"]), ["b"]), ends[:, 1:])
+    clipped = dataset_of(entry, normalize={"kind": "percentiles", "percentiles": [10, 90], "clip": True})
+    assert seen(clipped).aminmax() == (pytest.approx(-1, abs=1e-5), pytest.approx(1, abs=1e-5))
+    with pytest.raises(UserError, match=r"data\.normalize\.of\.bb: the data have no such variable; did you mean 'b'\?"):
+        statistics.shared(dataset_of(entry, normalize={"kind": "variables", "of": {"bb": {"kind": "log"}}}), seed=0)
+    for way in ({"kind": "window", "window": [0, 1]}, {"kind": "variables", "of": {}, "others": {"kind": "none"}}):
+        with pytest.raises(UserError, match=r"data\.statistics: 'volume' measures every volume, but data\.normalize"):
+            statistics.check(Data(train=[{}], crop=1, batch=1, statistics="volume", normalize=way))
+
+
+def test_large_volumes_are_measured_in_parts(tmp_path, monkeypatch) -> None:
+    """All of a volume once, part by part; of one too large some parts, which the seed chooses."""
+    item = SimpleNamespace(shape=(5, 40, 33), chunk=(2, 8, 16), origin=(1, 3, 0), slices=None)
+    cuts, count = statistics.parts_of(item, 600), np.zeros(item.shape, int)
+    for part in itertools.product(*cuts):
+        assert math.prod(stop - start for start, stop in part) <= 600
+        count[tuple(slice(*bounds) for bounds in part)] += 1
+    assert (count == 1).all()
+    assert cuts[1][0] == (0, 5)  # up to the chunk's border
+    values = np.random.default_rng(0).normal(5, 3, (64, 64)).astype(np.float32)
+    np.save(tmp_path / "a.npy", values)
+    dataset = dataset_of([NumpyConfig(path=str(tmp_path / "a.npy"))], statistics="volume")
+    monkeypatch.setattr(statistics, "PART", 256)
+    (whole,) = statistics.of_volumes(dataset, 0, seed=0)
+    assert (whole.mean[0], whole.std[0]) == pytest.approx((values.mean(), values.std()), abs=1e-4)
+    monkeypatch.setattr(statistics, "WHOLE", 1024)
+    reader = Reader(dataset.sources, (16, 16), whole_blocks=False, cache_bytes=0)
+    item = dataclasses.replace(dataset.sources[0].items[0], chunk=(16, 16))
+    monkeypatch.setattr(dataset.sources[0], "items", [item])
+    some = [statistics.measure_volume(dataset, reader, 0, 0, [Standard()], seed=seed) for seed in (0, 0, 1)]
+    assert some[0] == some[1] != some[2]
+    assert some[0] != whole
+    assert some[0].mean[0] == pytest.approx(5, abs=0.5)
+
+
+def test_an_entry_brings_its_own(two) -> None:
     own = dataclasses.replace(two[1], statistics={"mean": [7.0], "std": [3.0]})
     dataset = dataset_of([two[0], own])
     base = Statistics((1.0,), (2.0,))
@@ -368,7 +456,7 @@ def test_percentiles_of_many_variables_need_no_more_memory(monkeypatch) -> None:
     percentile = np.percentile
     monkeypatch.setattr(np, "percentile", lambda values, *a: taken.append(values.size) or percentile(values, *a))
     monkeypatch.setattr("vitrail.data.statistics.SPREAD", 2**20)
-    found = measure(order, Reader(), percentiles=(10, 90))
+    found = measure(order, Reader(), kinds=[Percentiles(percentiles=(10, 90))] * 8)
     assert sum(taken) <= 2**20
     assert found.mean == pytest.approx([50 * n for n in range(1, 9)], rel=0.01)
     assert found.std == pytest.approx([40 * n for n in range(1, 9)], rel=0.01)

@@ -143,6 +143,8 @@ def preview(
 
     load_plugins(plugin)
     facts = draw(recipe, out, samples=samples, overrides=overrides or ())
+    if not as_json:
+        note(f"data are normalised: {facts['normalised']}")
     print_found(facts, facts["picture"], as_json)
 
 

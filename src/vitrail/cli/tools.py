@@ -21,6 +21,7 @@ from vitrail.cli.options import (
     Trust,
 )
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree
+from vitrail.credentials import strip
 from vitrail.errors import UserError, printable
 
 
@@ -309,7 +310,7 @@ def convert(
     elif out is None:
         print(found.text, end="")
     for row in () if as_json else found.rows:
-        (note if out is None else print)(printable(row.line()))
+        (note if out is None else print)(printable(strip(row.line())))
     if unknown := found.count(UNKNOWN):
         note(f"{unknown} key{'s are' if unknown > 1 else ' is'} not understood; see the end of the recipe")
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from vitrail.convert.engine import Given, Line, Made, NotHonoured, Table, code, drop, has, to, unless
+from vitrail.errors import UserError
 
 SIZES = {"base": "Base", "huge": "Huge", "giant": "1B", "enormous": "3B", "5B": "5B", "15B": "15B"}
 
@@ -16,7 +17,11 @@ def read_script(text: str) -> dict[str, Any]:
     for name, value in re.findall(r"^#SBATCH\s+(--?[A-Za-z][\w-]*)(?:[ =]+(\S+))?[ \t]*$", text, re.MULTILINE):
         found[f"#SBATCH {name}"] = value or True
     call = re.search(r"main_training\.py((?:\\\n|[^\n\"'])*)", text)
-    return found | read_flags(call[1].replace("\\\n", " ").split() if call else [])
+    if call is None:
+        raise UserError(
+            "the script does not call main_training.py, whose flags say what is trained; give one that does"
+        )
+    return found | read_flags(call[1].replace("\\\n", " ").split())
 
 
 def read_flags(words: list[str]) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def mae_flavor(value: Any, given: Given) -> Made:
 def volumes(value: Any, given: Given) -> Made:
     folder, inner = str(given("training.data_dir")).rstrip("/"), str(given("training.subdir_name")).strip("/")
     path = f"{folder}/*/*.zarr/{inner}/{given('training.resolution')}"
-    return {"data.train.0.kind": "zarr", "data.train.0.path": path}, ""
+    return {"data.train.0.kind": "zarr", "data.train.0.path": path, "data.train.0.draw": "items"}, ""
 
 
 MAE = Table(
@@ -257,6 +257,10 @@ def dit_flavor(value: Any, given: Given) -> Made:
     return {"model.kind": "dit"} | {f"model.{key}": item for key, item in made.items()}, why
 
 
+def input_channels(value: Any, given: Given) -> Made:
+    return ({"model.channels": value}, "") if "model.input_channels" in given else None
+
+
 def size_of(given: Given) -> list[int]:
     return [int(side) for side in given("dataset.image_size")]
 
@@ -275,7 +279,10 @@ def images(value: Any, given: Given) -> Made:
         entry["kind"] = "cifar10"
     elif value == "imagenet" and str(root).endswith(".safetensors"):
         entry["kind"], more = "latents", {}
-        why = "every latent; the original's loader gave three images over and over"
+        why = (
+            "every latent, where the original's loader gave three over and over; latents of floats: bytes, which it "
+            "multiplied by 16 / 255, are to be multiplied out first"
+        )
     elif value == "imagenet":
         entry["kind"], more["data.fit.resize"] = "image_folder", min(crop)
     else:
@@ -332,7 +339,7 @@ DITAN = Table(
         Line("model.flavor", dit_flavor, "DiT-L"),
         Line("model.patch_size", drop("in model.size"), 2),
         Line("model.norm_type", to("model.norm", rmsnorm="rms", fused_rmsnorm="rms", layernorm="layer"), "rmsnorm"),
-        Line("model.input_channels", drop("the data tell"), 3),
+        Line("model.input_channels", input_channels, 3),
         code("labels hidden from 5 %", has("model.label_dropout", 0.05)),
         code("depth_init", has("model.init", "depth_scaled")),
         code("rectified flow", has("objective.kind", "flow")),

@@ -221,10 +221,9 @@ def loss(value: Any, given: Given) -> Made:
 
 
 def segmentation(value: Any, given: Given) -> Made:
-    keys = {"objective.loss": "dice_ce", "objective.squared": True, "objective.smooth": [0.0, 1.0e-6]}
-    if given.task == "unetr":
-        return keys, ""
-    return keys, "Dice and cross-entropy, where the original added binary cross-entropy to Dice"
+    if given.task == "sap":
+        return {"objective.loss": "dice_bce"}, ""
+    return {"objective.loss": "dice_ce", "objective.squared": True, "objective.smooth": [0.0, 1.0e-6]}, ""
 
 
 # ------------------------------------------------------------ data
@@ -271,6 +270,13 @@ def channels_used(value: Any, given: Given) -> Made:
     return {}, "as many as the data have"
 
 
+def channels(value: Any, given: Given) -> Made:
+    """The number of channels, so that the recipe can be planned where the data are not."""
+    made = (in_variables(given("data.dict_in_variables"), given) or ({}, ""))[0]
+    counts = {len(names) for names in made.values()}
+    return None if given(NET + "use_varemb") or len(counts) != 1 else ({"model.channels": counts.pop()}, "")
+
+
 def tiles(value: Any, given: Given) -> Made:
     if given("data.dataset") in ("imagenet", "catsdogs"):
         return {}, "images are resized to the tile, so each is one tile"
@@ -286,22 +292,21 @@ def edges(value: Any, given: Given) -> Made:
 def resized(value: Any, given: Given) -> Made:
     sizes = {int(side) for size in value.values() for side in size}
     if len(sizes) > 1:
-        raise NotHonoured("data.fit has one size for all sides and entries")
+        raise NotHonoured("one size for both sides and all entries is known; write data.fit.resize: [y, x]")
     if given("data.dataset") not in ("imagenet", "catsdogs"):
         return {}, "data of this kind are not resized, there too"
-    why = "the shorter side, and the middle of the longer one; the original squashed both sides"
-    return {"data.fit.resize": max(sizes.pop(), *sides(given))}, why
+    return {"data.fit.resize": [sizes.pop()] * 2}, ""
 
 
 def unstated_fit(value: Any, given: Given) -> Made:
     if "dataset_options.imagenet_resize" in given or given("data.dataset") != "catsdogs":
         return None
-    return {"data.fit.resize": max(sides(given))}, "the shorter side, where the original squashed both"
+    return {"data.fit.resize": sides(given)}, ""
 
 
 def normalized(value: Any, given: Given) -> Made:
     if given("data.dataset") == "imagenet":
-        return {"data.normalize": "fit"}, "the data's mean and std become 0 and 1; the original trained on 0 to 255"
+        return {"data.normalize": "none"}, ""
     return {"data.normalize": "fit"}, "the data's mean and std become 0 and 1; the original made each volume 0 to 1"
 
 
@@ -466,6 +471,7 @@ LINES = (
     Line("data.num_channels_available", drop("the data tell"), many=True),
     Line("data.num_channels_used", channels_used, many=True),
     Line("data.dict_in_variables", in_variables, many=True),
+    code("number of channels", channels),
     Line("data.single_channel", single_channel),
     code("labels of voxels", labels),
     Line("data.tile_overlap", tiles),

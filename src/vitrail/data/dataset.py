@@ -154,6 +154,7 @@ class Dataset:
         if self.settings.bad == "skip":
             self._leave_out_bad()
         self._unchanged = Augmenter(Augment(), crop, seed=0)
+        self.volumes: dict[int, list[Statistics]] = {}  # measured, of each source
         self.groups = group_entries([source.variables for source in self.sources])  # that batches are made of
         self.variables = tuple(dict.fromkeys(name for source in self.sources for name in source.variables))
         self.axes = self.sources[0].axes
@@ -489,7 +490,7 @@ class Dataset:
         seed: int,
         samples: int = statistics.SAMPLES,
         sources: Sequence[int] | None = None,
-        percentiles: tuple[float, float] | None = None,
+        kinds: Sequence[Any] | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> Statistics:
         """Measure each variable over crops drawn like training samples of some sources (with the same variables)."""
@@ -506,9 +507,7 @@ class Dataset:
             shares=shares,
         )
         reader = self.reader(order, lanes=1, cache_bytes=0)
-        return statistics.measure(
-            order, reader, samples=samples, percentiles=percentiles, policy=self.policy, tick=tick
-        )
+        return statistics.measure(order, reader, samples=samples, kinds=kinds, policy=self.policy, tick=tick)
 
 
 def check_balance(batch: int | str, dataset: Dataset) -> int:

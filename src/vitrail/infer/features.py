@@ -29,14 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.batch import Statistics
+from vitrail.data.normalize import Values
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.models.mae import MAE
-from vitrail.models.model import Model
+from vitrail.models.model import Model, make_inputs
 from vitrail.models.vit import ViT
 from vitrail.objectives.objective import normalise
 from vitrail.recipe.kinds import remedy
+from vitrail.recipe.normalize import ByVariable
 from vitrail.weights.runs import find_checkpoint, load, stored_recipe
 
 ROWS = 1000  # of a table of distances or kernels that are computed at once
@@ -89,7 +91,9 @@ class RunNetwork:
                 "such as one of configs/digits/vit.yaml"
             )
         self.statistics: Statistics = stored_statistics(manifest["statistics"])
-        if len(self.statistics.mean) != model.config.channels:
+        names = [f"channel {number}" for number in range(len(self.statistics.mean))]
+        self.values = Values(recipe.data.normalize, names, self.statistics, ["not bytes"])
+        if len(names) != model.config.channels or isinstance(recipe.data.normalize, ByVariable):
             raise UserError(f"{run}: its entries have variables of their own, so samples cannot be told apart by it")
         self.model: Model = model.to(self.device)
         self.head: nn.Module | None = None
@@ -120,18 +124,21 @@ class RunNetwork:
     @torch.no_grad()
     def __call__(self, values: Tensor) -> Seen:
         values = values.to(self.device)
-        images = normalise(values, self.statistics)
+        values = self.values.change(values)
+        images, sources = normalise(values, self.statistics), [0] * len(values)
+        # Trees grow as in the run's training: bytes are taken as they are, others by its statistics.
+        span = self.values.span(sources, (), None, values.device)
+        inputs, _ = make_inputs(self.model.config, images, scored=values, span=span)
         if isinstance(self.model, MAE):
-            return Seen(encode(self.model, images), None)
-        features = self.model(**self.model.inputs(images)).float()
+            return Seen(encode(self.model, inputs), None)
+        features = self.model(**inputs).float()
         if features.ndim == 3:  # not pooled
             features = features.mean(dim=1)
         return Seen(features, None if self.head is None else self.head(features).argmax(dim=1))
 
 
-def encode(model: MAE, images: Tensor) -> Tensor:
+def encode(model: MAE, inputs: dict[str, Any]) -> Tensor:
     """Return the mean of the encoder's last tokens [B, D], all of them visible."""
-    inputs = Model.inputs(model, images)
     x, encoder = inputs.pop("x"), model.encoder
     side = encoder.derive(inputs)
     for stage in encoder.stages():

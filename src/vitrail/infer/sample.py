@@ -29,6 +29,7 @@ from torch import Tensor
 import vitrail
 from vitrail.codecs import Codec, codec_for, decode_all
 from vitrail.data.batch import Batch
+from vitrail.data.normalize import Values
 from vitrail.data.reading.loader import Loader
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.diffusion import SamplingConfig
@@ -62,6 +63,7 @@ from vitrail.parallel.mesh import layout_of
 from vitrail.parallel.pipeline import cut, num_parts
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import find_recipe, unsafe_changes
+from vitrail.recipe.normalize import Logarithm
 from vitrail.training.failures import Watchdog
 from vitrail.training.journal import Progress
 from vitrail.training.run import fitting, joined
@@ -173,6 +175,7 @@ class Work:
     out: Path
     decode: Callable[[Tensor], Tensor] | None
     beside: Beside | None
+    values: Values  # which takes back what normalisation did to the data before the model saw them
 
     def run(self, todo: Sequence[int], progress: Progress, beat: Callable[[], None]) -> None:
         """Make these groups."""
@@ -224,7 +227,9 @@ class Work:
             if batch is not None and self.beside is not None:
                 truth, condition = self.objective.split(batch.values.float())
                 self.write_all(kept, TRUTH, self.decoded(truth), self.beside.truth)
-                self.write_all(kept, CONDITION, condition, self.beside.condition)
+                names = self.beside.condition.variables
+                given = self.values.restore(condition, [name.removeprefix("coarse ") for name in names])
+                self.write_all(kept, CONDITION, given, self.beside.condition)
         except OSError as error:
             raise UserError(
                 f"{self.out} cannot be written ({error.strerror or error}); free some space and call again, or choose "
@@ -233,6 +238,7 @@ class Work:
 
     @torch.no_grad()
     def decoded(self, values: Tensor) -> Tensor:
+        values = self.values.restore(values, self.objective.made)
         return values if self.decode is None else self.decode(values)
 
     def write_all(self, counters: Sequence[int], folder: str | None, values: Tensor, kind: Kind) -> None:
@@ -358,6 +364,9 @@ class Job:
         self.objective.check_sampling(self.settings)
         self.objective.value_range = range_of(np.dtype(facts["dtype"])) if "dtype" in facts else None
         variables = objective.variables or [f"channel {c}" for c in range(model.channels)]
+        self.values = Values(recipe.data.normalize, variables, self.objective.statistics)
+        if any(isinstance(kind, Logarithm) for kind in self.values.kinds):
+            self.objective.value_range = None
         self.codec: Codec | None = None
         if recipe.codec is not None and not wish.latents:
             if not known:
@@ -472,7 +481,17 @@ class Job:
                 loader = make_evaluator(recipe, place, data, self.objective, flow).loader
                 beside = Beside(loader, self.beside[CONDITION], self.beside[TRUTH])
             work = Work(
-                self.objective, flow, place, self.plan, self.kind, self.settings, self.seed, folder, self.decode, beside
+                self.objective,
+                flow,
+                place,
+                self.plan,
+                self.kind,
+                self.settings,
+                self.seed,
+                folder,
+                self.decode,
+                beside,
+                self.values,
             )
             total = len(todo) * self.plan.batch
             with Progress(total, enabled=place.world.chief and not quiet) as progress:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail.recipe.kinds import nearest
+from vitrail.recipe.normalize import Given
 from vitrail.recipe.yaml import Key, dotted, show
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ _EXPECTED = {
     "less_than_equal": "a number of at most {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
+    "model_attributes_type": "a mapping",
     "model_type": "a mapping",
     "none_required": "null",
     "string_pattern_mismatch": "text of the form {pattern}",
@@ -237,6 +239,8 @@ def at(tree: Any, key: Key, missing: Any = None) -> Any:
 def _sentence(key: Key, group: list[_Fault], tree: Any, schema: dict[str, Any]) -> str:
     where = dotted(key)
     value = at(tree, key)
+    # Where a kind is wrong, it is a kind that was meant, not one of the words beside it.
+    group = [fault for fault in group if fault.type == "union_tag_invalid"] or group
     first = group[0]
     if any(fault.type in _UNKNOWN for fault in group):
         keys = keys_at(schema, key[:-1], tree)
@@ -353,7 +357,7 @@ def check_across(recipe: Recipe) -> list[str]:
             f"parallel.group: it is only for strategy HYBRID_SHARD, got {parallel.group} with {strategy}; "
             "change the strategy or remove the group"
         )
-    if not isinstance(normalize, str) and len(normalize.mean) != len(normalize.std):
+    if isinstance(normalize, Given) and len(normalize.mean) != len(normalize.std):
         problems.append(
             "data.normalize: expected as many values in mean as in std, "
             f"got {len(normalize.mean)} and {len(normalize.std)}"

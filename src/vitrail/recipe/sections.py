@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
+from vitrail.recipe import normalize as ways
 from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
@@ -209,22 +210,6 @@ class Augment(Section):
         return self
 
 
-class Statistics(Section):
-    """How each variable is normalised: by mean and std that are given, or by percentiles that are measured."""
-
-    mean: tuple[float, ...] = Field(default=(), description="of each variable")
-    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), description="of each variable")
-    percentiles: tuple[float, float] | None = Field(default=None, description="two of them, which become -1 and 1")
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Statistics:
-        if bool(self.mean) != bool(self.std) or bool(self.mean) == (self.percentiles is not None):
-            raise ValueError("give mean and std, or percentiles such as [1, 99]")
-        if self.percentiles and not 0 <= self.percentiles[0] < self.percentiles[1] <= 100:
-            raise ValueError(f"percentiles: {list(self.percentiles)} must rise from 0 or more to 100 or less")
-        return self
-
-
 Overlap = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -297,11 +282,11 @@ class Data(Section):
         default="size", description="share of each entry: by its size times its weight, the same, or its weight alone"
     )
     balance: Balance | None = Field(default=None, description="give each entry ranks of its own")
-    normalize: Literal["fit", "none"] | Statistics = Field(
+    normalize: Annotated[Literal["fit", "none"] | ways.Kind, BeforeValidator(ways.spelt)] = Field(
         default="fit", description="fit measures mean and std of the data"
     )
-    statistics: Literal["shared", "each"] = Field(
-        default="shared", description="normalise all entries alike, or each by its own statistics"
+    statistics: Literal["shared", "each", "volume"] = Field(
+        default="shared", description="normalise all entries alike, or each entry or volume by its own statistics"
     )
     reuse: PositiveInt | None = Field(
         default=None, description="crops cut from one super-block before the next is read; 4 for volumes, 1 for images"

@@ -34,7 +34,15 @@ from vitrail.report.modes import unsteady
 from vitrail.report.units import plain
 from vitrail.training.failures import Watchdog
 from vitrail.training.run import fitting, joined
-from vitrail.training.setup import DataParts, Place, build_model, make_loader, make_sampler, open_parts
+from vitrail.training.setup import (
+    DataParts,
+    Place,
+    build_model,
+    make_loader,
+    make_sampler,
+    normalised,
+    open_parts,
+)
 from vitrail.training.trainer import Timed, Trainer
 
 Mode = Literal["real", "syn", "io"]
@@ -98,7 +106,7 @@ def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequen
         raise UserError(f"samples: {samples} must be at least 1")
     check_picture(out)
     with opened(recipe, overrides) as parts:
-        return draw_preview(
+        drawn = draw_preview(
             out,
             sources=parts.data.train.sources,
             loader=parts.loader(),
@@ -108,6 +116,7 @@ def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequen
             batch=parts.data.batch,
             title=f"{parts.recipe.run.name}: what the model will see",
         )
+        return drawn | {"normalised": normalised(parts.recipe, parts.data)}
 
 
 def bench(

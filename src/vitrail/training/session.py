@@ -45,6 +45,7 @@ from vitrail.training.setup import (
     make_evaluator,
     make_loader,
     make_sampler,
+    normalised,
     open_parts,
 )
 from vitrail.training.trainer import Progressed, Timed, Trainer
@@ -340,6 +341,7 @@ class Session:
         if self.initial is not None:
             self.journal.note(str(self.initial))
             self.journal.log("init", step=trainer.done, **self.initial.to_json())
+        self.journal.note(f"data are normalised: {normalised(self.recipe, self.data)}")
         on_chief(self.describe, self.place.control)
         parameters = self.parts.parameters
         flops = self.objective.flops(trainer.model)

@@ -45,6 +45,7 @@ from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.parallel.replay import is_ours
 from vitrail.recipe import Recipe
 from vitrail.recipe import problems as sizes
+from vitrail.recipe.normalize import Logarithm
 from vitrail.training import alike
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.failures import Watchdog, record_collectives
@@ -174,7 +175,7 @@ def open_data(
         mine = statistics.of_entries(train, base, places=places, known=statistics.known_of(known), **options)
         theirs = None
         if valid is not None:
-            same = [] if mine is None else list(zip(places, mine, strict=True))
+            same = statistics.known_of(statistics.with_entries(base, mine, places))
             own = statistics.places_of(valid, c.valid)
             theirs = statistics.of_entries(valid, base, places=own, known=same, **options)
         return [base, mine, theirs]
@@ -260,6 +261,8 @@ def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *
             first, *others = [source.describe() for part in parts for source in part.sources]
             decode = together(lambda: decoder_for(recipe, first, place.device, trust, *others), place.control)
     value_range = range_of(np.result_type(*[source.dtype for source in data.train.sources]))
+    if any(isinstance(kind, Logarithm) for kind in values_of(recipe, data, data.train).kinds):
+        value_range = None  # what the objective sees is no value of the data's type
     objective.equip(value_range=value_range, decode=decode)
 
 
@@ -320,19 +323,27 @@ def find_classes(recipe: Recipe, data: DataParts) -> tuple[str, ...]:
     return names
 
 
-def values_of(recipe: Recipe, data: DataParts, dataset: Dataset) -> Values | None:
-    """Return what adaptive trees must know of a dataset's values; None where no trees grow on them."""
+def values_of(recipe: Recipe, data: DataParts, dataset: Dataset) -> Values:
+    """Return what changes a dataset's values before augmentation, and what adaptive trees must know of them."""
     score = getattr(getattr(encoder_of(recipe.model), "tokens", None), "score", None)
-    if getattr(score, "scale", None) != "data":
-        return None
     dtypes = [source.dtype for source in dataset.sources]
     known = Values(recipe.data.normalize, data.train.variables, data.statistics, dtypes)
-    if known.ends is None and not known.are_bytes.all():
+    known.scored = getattr(score, "scale", None) == "data"
+    if known.scored and None in [kind.ends for kind in known.kinds] and not known.are_bytes.all():
         raise UserError(
             "model.encoder.tokens.score.scale: data.normalize is none, so nothing is known of what is dark and bright; "
             "give two values of the data, such as scale: [0, 1], or let data.normalize measure them"
         )
     return known
+
+
+def normalised(recipe: Recipe, data: DataParts) -> str:
+    """Say in words how values are normalised."""
+    words, own = values_of(recipe, data, data.train).describe(), data.train_entries
+    if recipe.data.statistics == "volume" and own is not None:
+        number = sum(len(statistics.rows_of(entry)) for entry in own)
+        return f"each of {number:,} volumes by itself, on average {words}"
+    return words if own is None or recipe.data.statistics == "shared" else f"each entry by itself, on average {words}"
 
 
 def labelling_of(recipe: Recipe, dataset: Dataset) -> Labelling | None:

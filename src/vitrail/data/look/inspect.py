@@ -35,6 +35,7 @@ SAMPLE = {1: 4096, 2: 256, 3: 64}  # voxels on each side of a sampled crop, by t
 VOXELS, MOST_SAMPLES = 2**21, 128  # that a look reads; 8 crops at least
 BINS = 64
 PERCENTILES = (1, 50, 99)
+AIR, BONE = -900, 300  # Hounsfield units
 MOST_ITEMS = 2000  # whose class or shape is looked at
 
 
@@ -145,7 +146,7 @@ def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[s
     if isinstance(latitude, str) and "south" in latitude.lower():
         told.append(f"latitude is stored {latitude}, and shown so; `latitude: north_first` turns it")
     for name, numbers in facts["statistics"].items():
-        told += _warn_of_values(name, numbers)
+        told += _warn_of_values(name, numbers, source.dtype)
     if facts["constant_percent"]:
         told.append(
             f"{facts['constant_percent']:.0f} % of the crops hold one value alone; data.filter leaves empty ones out"
@@ -177,7 +178,7 @@ def _labels_among(source: Source) -> str | None:
     return named[0] if named and len(named) < len(files) else None
 
 
-def _warn_of_values(name: str, s: dict[str, Any]) -> list[str]:
+def _warn_of_values(name: str, s: dict[str, Any], dtype: np.dtype) -> list[str]:
     told = []
     if s["not_finite_percent"]:
         told.append(
@@ -188,6 +189,11 @@ def _warn_of_values(name: str, s: dict[str, Any]) -> list[str]:
         told.append(
             f"{name}: the largest value {s['max']:.4g} lies far out (99 % are below {s['p99']:.4g}); "
             "data.normalize: {percentiles: [1, 99]} takes no notice of such"
+        )
+    if s["min"] is not None and s["min"] < AIR and s["max"] > BONE and dtype.kind == "i":
+        told.append(
+            f"{name}: whole numbers from {s['min']:.4g} to {s['max']:.4g} may be Hounsfield units of a CT, of which "
+            "data.normalize: {kind: window, window: [-1000, 400]} shows soft parts and lungs"
         )
     return told
 

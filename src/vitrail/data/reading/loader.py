@@ -66,8 +66,9 @@ class Loader:
         self.slab = slab  # of each crop, read alone
         of = None if reader.labelling is None else reader.labelling.of
         self.augmenter = augmenter or Augmenter(Augment(), reader.crop, seed=0, labels=of)
-        self.statistics = None if statistics is None else [s.tensors() for s in statistics]  # of each source
-        self.known = values  # of which scores need to know what is black and white
+        # Of each source [C], or of each of its items [N, C].
+        self.statistics = None if statistics is None else [s.tensors() for s in statistics]
+        self.known = values  # what normalisation changes before augmentation, and scores must know
         reader.whole_images = getattr(self.augmenter, "settings", Augment()).resized_crop is not None
         self.bad = Tally()
         self.obey(policy or Policy())
@@ -275,15 +276,20 @@ class Loader:
         sources = [sample.source for sample in samples]
         statistics = None
         if self.statistics is not None:
-            known = sorted(set(sources))
-            rows = torch.tensor([known.index(source) for source in sources])
-            tables = zip(*[self.statistics[source] for source in known], strict=True)
-            mean, std = (sent(torch.stack(part)[rows], self.device) for part in tables)
+            tables = self.statistics
+            places = [(s.source, s.item if tables[s.source][0].ndim > 1 else None) for s in samples]
+            known = list(dict.fromkeys(places))
+            rows = torch.tensor([known.index(place) for place in places])
+            each = [[t if item is None else t[item] for t in tables[source]] for source, item in known]
+            mean, std = (sent(torch.stack(part)[rows], self.device) for part in zip(*each, strict=True))
             statistics = (mean, std)
+        values = sent(pending.host, self.device)
+        if self.known is not None:
+            values = self.known.change(values, pending.variables, statistics)
         layouts = reader.layouts(samples)
         raw = Raw(
             counters=pending.counters,
-            values=sent(pending.host, self.device),
+            values=values,
             labels=labels,
             sizes=[layout.size for layout in layouts],
             scales=[layout.scale for layout in layouts],
@@ -295,7 +301,7 @@ class Loader:
             statistics=statistics,
         )
         batch = self.augmenter(raw)
-        if self.known is not None:
+        if self.known is not None and self.known.scored:
             batch.span = self.known.span(sources, pending.variables, statistics, self.device)
         return batch
 
