@@ -25,7 +25,7 @@ import published
 
 from vitrail.cost.cluster import Cluster, Link, load_cluster
 from vitrail.cost.memory import BYTES
-from vitrail.cost.plan import GIB, Estimate, Shares, num_parameters, plan, settle, time_for
+from vitrail.cost.plan import GIB, Estimate, Shares, estimate, num_parameters, settle, time_for
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe
 
@@ -71,7 +71,7 @@ class Prediction:
     @cached_property
     def found(self) -> Estimate:
         """What `vitrail plan --as-is` answers."""
-        return plan(self.recipe, cluster=self.cluster, gpus=self.gpus, as_is=True)[0]
+        return estimate(self.recipe, self.cluster, self.gpus)
 
     @property
     def rate(self) -> float:

@@ -12,7 +12,7 @@ from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.models.autoencoder import AutoencoderConfig
 from vitrail.objectives.autoencode import AutoencodeConfig
-from vitrail.objectives.similarity import ssim
+from vitrail.objectives.ssim import ssim
 from vitrail.recipe import load_recipe
 
 

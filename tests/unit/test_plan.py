@@ -516,6 +516,8 @@ def test_a_plan_says_how_far_ones_like_it_were_off(tmp_path) -> None:
     assert estimate(other, cluster, 1).checked == found | {
         "rows": 1, "gpus": [1, 1], "mean": 0.5, "least": 0.5, "most": 0.5
     }  # fmt: skip
+    told = f"one plan like this ({size / 1e9:.2g} billion parameters, 1 GPU) was off by +50 %"
+    assert told in plan_page.trust(estimate(other, cluster, 1), cluster)
     assert "no plan of about this size" in plan_page.trust(estimate(recipe, cluster, 256), cluster)
     assert "no plan for dgx_a100 has been compared" in call(tmp_path, "--cluster", "dgx_a100", "--gpus", "8", "--as-is")
 

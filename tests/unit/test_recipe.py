@@ -477,6 +477,7 @@ def test_defaults(fakes):
         "filter": None,
         "mix": "size",
         "balance": None,
+        "one_variable": False,
         "normalize": "fit",
         "statistics": "shared",
         "reuse": None,

@@ -1,5 +1,6 @@
 """Weights of the programs that users come from: TorchDiTan, torchtitan-mae, UCF-VIT, SiT and diffusers' DiT."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -287,6 +288,22 @@ def test_masked_autoencoders_of_ucf(tmp_path: Path) -> None:
     load_weights(empty(mae()), alone)
 
 
+def test_volumes_of_ucf() -> None:
+    """Patches of three axes tell that the table is of three, too: 4 x 2 x 2 are no 4 x 4."""
+    state = scramble(UCF()).state_dict()
+    state = {name: value for name, value in state.items() if "token_embeds" not in name and "pred" not in name}
+    kernel = torch.randn(24, 1, 4, 4, 4)
+    state |= {"patch_embed.proj.weight": kernel, "token_embeds.proj.weight": kernel}
+    state |= {"decoder_pred.weight": torch.randn(64, 16), "decoder_pred.bias": torch.randn(64)}
+    c = dataclasses.replace(mae(), ndim=3, channels=1, shape=(16, 8, 8))
+    model = c.build()
+    report = load_weights(model, state)
+    assert not report["skipped"]
+    assert not report["resized"]
+    assert torch.equal(model.encoder.pos_embed.table, state["pos_embed"][0])
+    assert "its 16 positions are no grid of equal sides" in refusal(dataclasses.replace(c, shape=12), state)
+
+
 @torch.no_grad()
 def test_diffusion_models_of_ucf() -> None:
     theirs = scramble(UCF(times=True), std=0.2)
@@ -303,6 +320,9 @@ def test_diffusion_models_of_ucf() -> None:
 def test_variables_of_ucf() -> None:
     theirs = scramble(UCF(variables=3), std=0.2)
     ours = empty(mae(variables=VariablesConfig(known=("u", "v", "t"))))
+    twice = {n: v for n, v in theirs.state_dict().items() if not n.startswith("patch_embed")}
+    twice["token_embeds.2.proj.weight"] = torch.ones(24, 1, 4, 4)
+    assert "token_embeds.2.proj.weight is not token_embeds.0.proj.weight" in refusal(ours.config, twice)
     report = load_weights(ours, theirs.state_dict())
     assert not report["skipped"]
     assert any("in the model's order" in note for note in report.notes)

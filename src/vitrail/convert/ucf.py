@@ -308,8 +308,10 @@ def normalized(value: Any, given: Given) -> Made:
     if given("data.dataset") == "imagenet":
         return {"data.normalize": "none"}, ""
     if given("data.dataset") == "basic_ct":
-        return {"data.normalize": {"kind": "minmax", "to": [0, 1]}, "data.statistics": "volume"}, ""
-    return {"data.normalize": "fit"}, "the data's mean and std become 0 and 1"
+        return {"data.normalize": {"kind": "minmax", "to": [0.0, 1.0]}, "data.statistics": "volume"}, ""
+    return {
+        "data.normalize": "fit"
+    }, "the data's mean and std become 0 and 1; the original leaves it to each dataset's code"
 
 
 def split(value: Any, given: Given) -> Made:

@@ -92,6 +92,8 @@ def trust(one: Estimate, cluster: Cluster) -> str:
     gpus, several = " to ".join(dict.fromkeys(map(count, found["gpus"]))), found["gpus"][1] > 1
     words = [*(found["strategies"] if several else []), f"{sizes} billion parameters", f"{gpus} GPU{'s' * several}"]
     what = ", ".join(words)
+    if found["rows"] == 1:
+        return f"compared with what was measured, one plan like this ({what}) was off by {100 * found['most']:+.0f} %"
     return (
         f"compared with what was measured, {found['rows']} plans like this one ({what}) were off by "
         f"{100 * found['mean']:.0f} % in the mean, from {100 * found['least']:+.0f} to {100 * found['most']:+.0f} % "

@@ -15,7 +15,7 @@ class Batch:
 
     counters: list[int]  # the samples' places in the global order: the key of every draw
     values: Tensor  # [B, C, *crop], or a slab of it
-    labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], the class of each voxel
+    labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], the class of each voxel, as stored
     variables: tuple[str, ...] = ()  # names of the channels, in their order
     slab: Slab | None = None  # what the values are of each crop, where other ranks hold the rest; labels are whole
     statistics: tuple[Tensor, Tensor] | None = None  # [B, C] mean and std, where sources have their own

@@ -3,6 +3,7 @@
 A format's config inherits `GridConfig`, lists its items as entries of stored arrays, and opens a `GridSource` of them:
 
 - it chooses variables, the moment, the level and the region, and refuses numbers that are none
+- `Entry` and `Stored` are of stored.py
 - labels have the voxel size of the image, and lie on all of it or on a box inside it; then only that box is used, and
   `region` counts from its corner
 """

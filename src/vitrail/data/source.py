@@ -5,7 +5,7 @@
 - sources are read from several threads at once, and each read must be a pure function of its arguments
 - labels are the class of an item (`Item.label`, with `class_names`) or of each voxel (`read_labels`)
 
-Stored values of labels as numbers of classes: `label_map: {255: 1}`.
+`label_map: {255: 1}` says which stored values of labels are which classes.
 
 Sources of many small items: the keys they share, which items an entry takes, and items made when asked for.
 """

@@ -30,7 +30,7 @@ from vitrail.infer.collection import Generated, Real, is_samples, open_real
 from vitrail.infer.features import Network, RunNetwork, find_inception
 from vitrail.infer.pages import GRID
 from vitrail.objectives.objective import normalise
-from vitrail.objectives.similarity import ssim
+from vitrail.objectives.ssim import ssim
 from vitrail.recipe.kinds import nearest
 from vitrail.report.figures import embed_image
 from vitrail.report.units import percent, plain

@@ -25,7 +25,7 @@ class SAPConfig(ModelConfig):
 
     kind: Literal["sap"] = "sap"
     encoder: EncoderConfig
-    classes: int | None = None  # default: as many as the data have
+    classes: int | None = None  # default: as many as objective.names or the data name
     features: int = 256  # channels of a voxel before the classes
     ndim: int = 2
     channels: int | None = None  # default: as many as the data have variables

@@ -56,7 +56,7 @@ class UNETRConfig(ModelConfig):
     residual: bool = True  # blocks of the decoder add their input
     ndim: int = 2
     channels: int | None = None  # default: as many as the data have variables
-    classes: int | None = None  # with the background; default: as many as the data have
+    classes: int | None = None  # with the background; default: as many as objective.names or the data name
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.models.autoencoder import AutoencoderConfig, latent_shape, num_latents
 from vitrail.objectives.objective import Loss, Objective, normalise
-from vitrail.objectives.similarity import ssim
+from vitrail.objectives.ssim import ssim
 from vitrail.recipe import config
 
 

@@ -1,13 +1,13 @@
 """Name the class of each voxel: Dice, cross-entropy and their kin.
 
-- labels are volumes beside the images (`labels: structures` of a source); model.classes follows from their names
+- labels are volumes beside the images, or inside the same file; model.classes follows from their names
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
 - `dice_bce` and `focal` judge each class by itself, by the sigmoid of its logit: soft Dice plus binary cross-entropy,
   or binary cross-entropy that looks away from what is easy (MONAI's FocalLoss), means over voxels and classes
 - voxels whose label is `ignore` take no part in loss or metrics; where that is the number of a class, it has no Dice
-- metrics count voxels over the whole validation set: of each class Dice = 2 both / (predicted + true) and IoU = both /
-  (predicted or true), and their means
+- metrics count voxels over all samples that are evaluated: of each class Dice = 2 both / (predicted + true) and
+  IoU = both / (predicted or true), and their means
 """
 
 from dataclasses import dataclass

@@ -4,11 +4,12 @@ import math
 from typing import Literal
 
 from vitrail.recipe import config
-from vitrail.recipe.durations import Duration
+from vitrail.recipe.durations import Duration, RunLength
 
 
 @config
 class _ScheduleConfig:
+    steps: RunLength | None = None  # duration that the schedule is laid out for; null: the run's length
     warmup: Duration = 0
     start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
     end: float = 0.0  # rate that the steps run towards: that of a step after the last

@@ -116,12 +116,10 @@ def check_ucf(weights: Weights, found: dict[str, str], target: Target, out: Tran
     """Look at what UCF-VIT stores twice, and at adaptive tokens, which it computes otherwise."""
     for name in weights.shapes:
         if other := re.fullmatch(r"token_embeds\.(?:\d+\.)?proj\.(weight|bias)", name):
-            first = f"patch_embed.proj.{other.group(1)}"
-            if first not in weights.shapes:
-                found[first] = name
-            elif weights.read(name).equal(weights.read(first)):
+            first = found.setdefault(f"patch_embed.proj.{other.group(1)}", name)
+            if name != first and weights.read(name).equal(weights.read(first)):
                 out.ignored[name] = f"{first} by another name"
-            else:
+            elif name != first:
                 out.wrong.append(f"{name} is not {first}, of which it is another name in UCF-VIT")
         elif re.fullmatch(r"(?:neck|mask_header)\.0\..*", name):
             out.ignored[name] = "of the head of UCF-VIT's SAP, whose layers have no GELU between them"

@@ -7,8 +7,7 @@
   fifth of the box that holds it however it is turned
 - a draw that only flips keeps whole voxels, so that every intensity is kept
 - the moves of a batch are computed together: small images come faster than Python could move them one by one
-
-Augmentation on the device, chosen by the sampler and applied to whole batches.
+- values and labels are moved by it in affine.py
 """
 
 import itertools

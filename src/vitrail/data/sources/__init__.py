@@ -1,4 +1,4 @@
-"""Sources, one file a format. This file only tells which kind of source lies at a path, without opening it.
+"""Sources, a file a format or a family of them. Here, only which kind of source lies at a path, without opening it.
 
 Of a TIFF file the tags of the first page tell, read without any library.
 """

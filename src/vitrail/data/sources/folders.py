@@ -1,4 +1,4 @@
-"""The files of a source of one file an item, each with that of its labels.
+"""Pairs of files, image and labels, of sources of one file an item (`find_cases`).
 
 - a file, the files of a folder, or those that a path with stars stands for
 - labels are another file, or files of another folder or beside the images, which go by name: `pair_names` knows the
