@@ -8,10 +8,15 @@ from vitrail.recipe.durations import Duration
 
 
 @config
-class _ScheduleConfig:
-    warmup: Duration = 0
+class ScheduleConfig:
+    """The warm-up, and what comes after it: `remaining`, or a `rate` of one's own where that needs the step.
+
+    The trainer reads `warmup` and asks for `rate` before each step; other durations come as they are written.
+    """
+
+    warmup: Duration = 0  # duration in which the rate rises to that of the optimizer
     start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
-    end: float = 0.0  # rate that the steps run towards: that of a step after the last
+    end: float = 0.0  # rate that the steps run towards: that of a step after the last; nothing where it is constant
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("end", self.end)):
@@ -33,7 +38,7 @@ class _ScheduleConfig:
 
 
 @config
-class CosineConfig(_ScheduleConfig):
+class CosineConfig(ScheduleConfig):
     kind: Literal["cosine"] = "cosine"
 
     def remaining(self, done: float) -> float:
@@ -41,7 +46,7 @@ class CosineConfig(_ScheduleConfig):
 
 
 @config
-class LinearConfig(_ScheduleConfig):
+class LinearConfig(ScheduleConfig):
     kind: Literal["linear"] = "linear"
 
     def remaining(self, done: float) -> float:
@@ -49,7 +54,7 @@ class LinearConfig(_ScheduleConfig):
 
 
 @config
-class ConstantConfig(_ScheduleConfig):
+class ConstantConfig(ScheduleConfig):
     kind: Literal["constant"] = "constant"
 
     def remaining(self, done: float) -> float:
