@@ -9,16 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ("models.md", "weights.md")
+PAGES = (("models.md", "data.md"), ("weights.md",))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_in_the_docs_runs(page: str, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    blocks = BLOCK.findall(text)
-    assert blocks
-    # One process for a page, a namespace for a block: each must stand alone, and start-up is paid once.
-    lines = [f"exec(compile({code!r}, {f'{page}, block {i}'!r}, 'exec'), {{}})" for i, code in enumerate(blocks, 1)]
+@pytest.mark.parametrize("pages", PAGES, ids=str)
+def test_code_in_the_docs_runs(pages: tuple[str, ...], tmp_path: Path) -> None:
+    lines = []
+    for page in pages:
+        blocks = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+        assert blocks
+        # One process for some pages, a namespace for a block: each must stand alone, and start-up is paid once.
+        for number, code in enumerate(blocks, 1):
+            lines.append(f"exec(compile({code!r}, {f'{page}, block {number}'!r}, 'exec'), {{}})")
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -2,18 +2,20 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from support import LONG, merge, tiny_recipe
 from test_loader import ArraySource
 
 import vitrail
-from vitrail.data import statistics
+from vitrail.data import batches, statistics
 from vitrail.data.batch import Statistics
 from vitrail.data.chunks import decoded as chunks
 from vitrail.data.dataset import Dataset
@@ -23,6 +25,7 @@ from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.items import LatentsConfig
 from vitrail.errors import BadData, UserError
 from vitrail.infer.features import RunNetwork
+from vitrail.launch.world import World
 from vitrail.layers.scores import CannyScore
 from vitrail.objectives.reconstruct import Reconstruct
 from vitrail.parallel import agree as waiting
@@ -30,6 +33,7 @@ from vitrail.recipe.load import diff
 from vitrail.recipe.sections import Data
 from vitrail.training import setup
 from vitrail.training.alike import facts_of_ranks
+from vitrail.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +142,34 @@ def test_trees_see_values_by_the_statistics_of_the_data(tmp_path: Path, monkeypa
     data = {"train": [files["ct"]], "valid": [], "crop": 8, "batch": 8, "normalize": "none"}
     with pytest.raises(UserError, match=r"data\.normalize is none, so nothing is known of what is dark and bright"):
         vitrail.train(merge(tree, {"data": data, "run.dir": str(tmp_path / "none")}), quiet=True)
+
+
+def test_batches_of_one_variable_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As UCF-VIT's single_channel: a step has one variable of many, all as often."""
+    rng = np.random.default_rng(0)
+    values = np.stack([rng.normal(100 * number, 1, (32, 32)) for number in range(3)]).astype(np.float32)
+    np.save(tmp_path / "a.npy", values)
+    entry = {"path": str(tmp_path / "a.npy"), "axes": "cyx"}
+    tree = tiny_recipe(tmp_path, tmp_path / "run", run__steps=6, model__ndim=2, eval__samples=6)
+    tree["data"] |= {"train": [entry], "valid": [entry], "crop": 8, "batch": 4, "one_variable": True}
+    with pytest.raises(UserError, match=r"data\.one_variable: .*give model\.encoder\.variables=\{known"):
+        vitrail.train(tree, quiet=True)
+    names = [f"channel{number}" for number in range(3)]
+    tree["model"]["encoder"]["variables"] = {"known": names}
+    known = {"mean": [0.0, 100.0, 200.0], "std": [1.0, 2.0, 3.0]}
+    own = merge(tree, {"data.train": [entry | {"statistics": known}]})
+    for batch in batches(own, last=3):
+        at = names.index(batch.variables[0])
+        assert [table[0].item() for table in batch.statistics] == [known["mean"][at], known["std"][at]]
+    found = list(batches(tree))
+    assert [len(batch.variables) for batch in found] == [1] * 6
+    assert sorted(batch.variables[0] for batch in found) == sorted(names * 2)
+    for batch in found:
+        assert batch.values.shape == (4, 1, 8, 8)
+        assert abs(float(batch.values.mean()) - 100 * names.index(batch.variables[0])) < 2
+    assert vitrail.train(tree, quiet=True).code == 0
+    assert vitrail.train(merge(tree, {"run.steps": 7}), quiet=True).step == 7  # its stored recipe names the entries
+    assert vitrail.evaluate(tmp_path / "run")["samples"] == 6
 
 
 def test_volumes_keep_their_statistics_for_a_whole_run(
@@ -404,3 +436,50 @@ def test_the_watchdog_is_told_while_data_are_opened(
     assert len(opening) > 10  # pieces of maps and samples of statistics
     assert beats[opening[0]][1] == OPENING
     assert beats[opening[-1] + 1][0] == "start"
+
+
+def test_a_loop_of_ones_own_gets_the_batches_of_training(
+    volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tiny_recipe(volume, tmp_path / "run", run__steps=3, data__batch=4, eval__every=3, eval__samples=1)
+    tree["data"]["augment"] |= {"flip": True, "noise": 0.1}
+    seen: list[Any] = []
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self, batch, **more: seen.append(batch) or step(self, batch, **more))
+    vitrail.train(tree, quiet=True)
+    monkeypatch.undo()
+
+    def same(found: Any, wanted: Any) -> bool:
+        return found.counters == wanted.counters and torch.equal(found.values, wanted.values)
+
+    found = list(batches(tree))
+    assert len(found) == 3
+    assert all(map(same, found, seen))
+    assert not dist.is_initialized()
+    (again,) = batches(tree, first=2)
+    assert same(again, seen[2])
+    assert [len(batch) for batch in batches(tree, overrides=["data.batch=2"], last=1)] == [2]
+    with pytest.raises(UserError, match="first, last: 2 to 9 are no steps of this run, which has 3"):
+        next(batches(tree, first=2, last=9))
+
+    # In a process group that is there, which stays; and as one rank of two, of four that share samples in pairs.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert same(next(batches(tree)), seen[0])
+        assert dist.is_initialized()
+        for ranks, changes in ((2, []), (4, ["parallel.tensor=2"])):
+            for rank in range(ranks):
+                here = find_place_of(rank, ranks)
+                monkeypatch.setattr("vitrail.training.batches._met", lambda recipe, here=here: here)
+                half = slice(2 * (rank * 2 // ranks), 2 * (rank * 2 // ranks) + 2)
+                one = next(batches(tree, overrides=changes))
+                assert one.counters == seen[0].counters[half]
+                assert torch.equal(one.values, seen[0].values[half])
+    finally:
+        dist.destroy_process_group()
+
+
+def find_place_of(rank: int, ranks: int) -> Any:
+    """The place of a rank, whose agreements are with itself."""
+    store = dist.HashStore()
+    return nullcontext(setup.Place(World(rank, ranks), torch.device("cpu"), 1, store, store, None, None))

@@ -839,6 +839,13 @@ def test_bad_latents(tmp_path: Path) -> None:
     assert single.dtype == np.float32
     assert [item.label for item in single.items] == [2, 0, None]
     check_windows(single, lambda item: half[item].float().numpy())
+    for kind in (torch.int16, torch.uint8, torch.int8, torch.int32):
+        save_file({"latents": half, "labels": torch.tensor([2, 0, 1], dtype=kind)}, tmp_path / "labels.safetensors")
+        labelled = LatentsConfig(path=str(tmp_path / "labels.safetensors")).open()
+        assert [item.label for item in labelled.items] == [2, 0, 1]
+    save_file({"latents": half, "labels": torch.tensor([True, False, True])}, tmp_path / "labels.safetensors")
+    with pytest.raises(BadData, match=r"its labels are BOOL; expected whole numbers"):
+        LatentsConfig(path=str(tmp_path / "labels.safetensors")).open()
     write_latents(tmp_path / "d", [(latents[:3], None), (latents[3:], None)], rows=4, store="zarr")
     assert len(list((tmp_path / "d" / "latents" / "c").iterdir())) == -(-len(latents) // 4)  # files of several rows
     check_windows(LatentsConfig(path=str(tmp_path / "d")).open(), latents.__getitem__)
@@ -848,6 +855,42 @@ def test_bad_latents(tmp_path: Path) -> None:
     assert np.array_equal(lost.read(4, WHOLE), latents[4])
     with pytest.raises(BadData, match="row 5 cannot be read"):
         lost.read(5, WHOLE)
+
+
+@pytest.mark.parametrize("store", ["single", "safetensors", "zarr"])
+def test_latents_of_bytes_have_a_scale(tmp_path: Path, store: Any) -> None:
+    """As TorchDiTan stores those of Cosmos-Tokenizer-CI8x8: a byte x stands for x * 16 / 255."""
+    from safetensors.numpy import save_file
+
+    from vitrail.recipe import load_recipe
+
+    stored = np.random.default_rng(0).integers(0, 256, (5, 16, 4, 4), dtype=np.uint8)
+    path = str(tmp_path / "imagenet_ci8x8.safetensors")
+    if store == "single":
+        save_file({"latents": stored, "labels": np.arange(5, dtype=np.int16)}, path)
+    else:
+        write_latents(path, [(stored, np.arange(5))], store=store)
+    with pytest.raises(UserError, match=r"whole numbers \((U8|uint8)\).*give `scale`, such as 16/255"):
+        LatentsConfig(path=path).open()
+    entries = [{"kind": "latents", "path": path, "scale": scale} for scale in ("16/255", 16 / 255)]
+    rest = {"run": {"name": "a", "steps": 1}, "model": {"kind": "dit", "size": "S/2"}}
+    recipe = load_recipe(rest | {"data": {"train": entries, "crop": 4, "batch": 1}})
+    for entry in recipe.data.train:
+        source = entry.open()
+        assert source.dtype == np.float32
+        wanted = stored.astype(np.float64) * 16 / 255
+        assert np.allclose([source.read(item, WHOLE) for item in range(5)], wanted, rtol=1e-6)
+        assert [item.label for item in source.items] == list(range(5))
+        if store != "single":
+            assert np.allclose(source.statistics["mean"], wanted.mean((0, 2, 3)))
+            assert np.allclose(source.statistics["std"], wanted.std((0, 2, 3)))
+    moved = LatentsConfig(path=path, scale=2.0, shift=-8.0).open()
+    assert np.allclose(moved.read(0, WHOLE), stored[0] * 2.0 - 8)
+    for wrong in ("16/0", 0, "a/b", "1/2/3", True):
+        with pytest.raises(
+            UserError, match=r'scale.*expected a number above 0, or two with a stroke, such as "16/255"'
+        ):
+            load_recipe(rest | {"data": {"train": [entries[0] | {"scale": wrong}], "crop": 4, "batch": 1}})
 
 
 # Made-up data ----------------------------------------------------------------------------------------------------

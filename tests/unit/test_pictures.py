@@ -1,6 +1,7 @@
 """Pictures of a run: in memory that training has, of volumes from all sides, and never the end of a run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import vitrail
+from vitrail.errors import BadData
 from vitrail.objectives.generate import Generate
 from vitrail.objectives.reconstruct import Reconstruct
 from vitrail.parallel import shard
 from vitrail.report.panels import pairs_panel, sample_grid, segmentation_panel
 from vitrail.report.views import cuts_of, pad
+from vitrail.training import pictures
 from vitrail.training.journal import Journal
+from vitrail.training.pictures import Pictures, Undrawn
 
 TINY = {"run__steps": 4, "checkpoint__every": "off", "eval__every": 4, "eval__samples": 4, "data__batch": 2}
 
@@ -81,6 +85,25 @@ def test_a_failing_picture_is_said_once_and_training_goes_on(
     plain = {"log.pictures": "off", "run.dir": str(tmp_path / "plain"), "checkpoint.every": 4}
     vitrail.train(merge(tree, plain), quiet=True)
     assert losses(tmp_path / "run").tolist() == losses(tmp_path / "plain").tolist()
+
+
+def test_ranks_give_up_a_picture_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that got through hears of one that did not; bad data are no matter of pictures."""
+    drawing = Pictures(SimpleNamespace(), None, kind="flow", held_out=True, slices=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(pictures, "together", lambda action, group: action())
+    for others, wanted in (([None, None], 7), ([None, "no memory"], "no memory")):
+        monkeypatch.setattr(pictures, "gather_json", lambda mine, group, others=others: [mine, *others])
+        if wanted == 7:
+            assert drawing._attempt(lambda: 7) == 7
+        else:
+            with pytest.raises(Undrawn, match="no memory"):
+                drawing._attempt(lambda: 7)
+
+    def spoilt() -> None:
+        raise BadData("a.zarr holds nan")
+
+    with pytest.raises(BadData):
+        drawing._attempt(spoilt)
 
 
 def test_no_samples_are_made_where_pictures_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

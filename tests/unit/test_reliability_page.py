@@ -1,9 +1,25 @@
-"""docs/reliability.md lists faults by name; each must have a test that exists."""
+"""docs/reliability.md lists faults by name; each must have a test that exists. Numbers on pages are the code's."""
 
 import ast
+import inspect
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.bench import measure
+from vitrail.bench.cell import take_steps
+from vitrail.data.files import handles
+from vitrail.data.latents import store
+from vitrail.data.reading import pool
+from vitrail.infer import sample
+from vitrail.launch import jobs, world
+from vitrail.recipe.sections import Data, Log, Prefetch
+from vitrail.training import evaluate, failures, garbage, loggers, setup
+from vitrail.training.failures import Watchdog
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -55,3 +71,56 @@ def test_no_test_is_judged_by_the_clock() -> None:
         short = [found.group() for found in LIMIT.finditer(text) if 0 < int(found.group(1)) < 600]
         assert not short, f"{path}: {short[0]}; give it 600 s or more"
         assert not (found := JUDGED.search(text)), f"{path}: {found.group()}; count something instead"
+
+
+def default(section: Any, key: str) -> Any:
+    return section.model_fields[key].default
+
+
+def argument(call: Callable[..., Any], name: str) -> Any:
+    return inspect.signature(call).parameters[name].default
+
+
+# What pages say in numbers, and where the code has them: page, its words with a group for each number, the values.
+FACTS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("numbers.md", r"The first (\d+) steps after a start are not counted", (evaluate.WARM_UP_STEPS,)),
+    ("numbers.md", r"between steps, every (\d+) steps", (garbage.EVERY,)),
+    ("resume.md", r"after `run.hang_limit` or (\d+) usual steps", (Watchdog.MANY_STEPS,)),
+    (
+        "resume.md",
+        r"or (\d+) usual steps; (\d+) minutes while starting, compiling or saving, (\d+) hours while data are opened",
+        (Watchdog.MANY_STEPS, failures.SLOW_PHASE / 60, failures.OPENING / 3600),
+    ),
+    ("resume.md", r"by its silence \| (\d+) s if a connection broke", (Watchdog.SILENCE,)),
+    ("resume.md", r"its own clock \| (\d+) s, or when the save", (Watchdog.GRACE,)),
+    ("resume.md", r"(\d+) minutes, so the clocks above", (setup.FIRST_TIMEOUT.total_seconds() / 60,)),
+    ("resume.md", r"never comes is reported after (\d+) minutes", (world.MEETING.total_seconds() / 60,)),
+    ("launch.md", r"after (\d+) minutes each rank says which address", (world.MEETING.total_seconds() / 60,)),
+    ("launch.md", r"`--signal=USR1@(\d+)`: all tasks get SIGUSR1 (\d+) s", (jobs.SIGNAL_SECONDS,) * 2),
+    ("logging.md", r"falls ([\d,]+) reports\s+behind", (loggers.MOST,)),
+    ("logging.md", r"it has (\d+) s to finish, (\d+) s after a failure", (loggers.PATIENCE["done"], loggers.SHORT)),
+    ("bench.md", r"at least (\d+) steps, and all whose batches", (measure.LEAST_WARM,)),
+    (
+        "bench.md",
+        r"within (\d+) %, at most (\d+)\. `--warm-up",
+        (round(100 * (measure.STEADY - 1)), measure.MOST_WARM),
+    ),
+    ("tune.md", r"A trial is (\d+) steps of the real trainer", (argument(take_steps, "steps"),)),
+    ("formats.md", r"decoded whole and up to (\d+) GiB of them are kept", (handles.WHOLE_BYTES / 2**30,)),
+    ("bad-data.md", r"the read has not ended after (\d+) s", (default(Data, "read_limit"),)),
+    ("bad-data.md", r"`data.retries` times, after ([\d.]+) s, ([\d.]+) s", (pool.FIRST_WAIT, 3 * pool.FIRST_WAIT)),
+    ("bad-data.md", r"limit is at most ([\d.]+) of `run.hang_limit`", (pool.BEFORE_HANG,)),
+    ("bad-data.md", r"cannot be read after (\d+) tries", (default(Data, "retries") + 1,)),
+    ("parallel.md", r"`prefetch: \{backward: (\d)\}`, the default", (default(Prefetch, "backward"),)),
+    ("parallel.md", r"`prefetch: \{forward: (\d)\}`, the default", (default(Prefetch, "forward"),)),
+    ("latents.md", r"a chunk a row and up to ([\d,]+) rows a file", (argument(store.write_latents, "rows"),)),
+    ("diffusion.md", r"vitrail sample runs/digits-dit +# (\d+) samples", (sample.Wishes.number,)),
+    ("logging.md", r"`log.slices` slices \((\d+)\)", (default(Log, "slices"),)),
+)
+
+
+@pytest.mark.parametrize(("page", "words", "values"), FACTS, ids=[f"{page}-{n}" for n, (page, *_) in enumerate(FACTS)])
+def test_numbers_on_pages_are_those_of_the_code(page: str, words: str, values: tuple[float, ...]) -> None:
+    found = re.search(words, (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert found, f"{page} does not say: {words}"
+    assert tuple(float(number.replace(",", "")) for number in found.groups()) == pytest.approx(values)

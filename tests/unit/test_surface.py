@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 LIST = Path(__file__).parents[1] / "golden" / "surface.txt"
-PUBLIC = ("vitrail", "vitrail.recipe", "vitrail.models")
+PUBLIC = ("vitrail", "vitrail.data", "vitrail.recipe", "vitrail.models")
 CONTRACTS = {
     "vitrail.data.source": ("Source", "ManySource"),
     "vitrail.objectives.objective": ("Objective",),

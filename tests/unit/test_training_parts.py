@@ -603,7 +603,12 @@ def test_a_reading_is_of_its_own_window() -> None:
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA H200", 989.4), ("NVIDIA GeForce RTX 9999", None)])
 def test_utilisation_needs_a_known_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(get_device_name=lambda device: name, max_memory_allocated=lambda device: 3 * 2**30)
+    fake = SimpleNamespace(
+        get_device_name=lambda device: name,
+        max_memory_allocated=lambda device: 3 * 2**30,
+        max_memory_reserved=lambda device: 4 * 2**30,
+        memory_stats=lambda device: {"num_alloc_retries": 2},
+    )
     monkeypatch.setattr(meters.torch, "cuda", fake)
     readings = {}
     for recompute in (False, True):
@@ -613,6 +618,7 @@ def test_utilisation_needs_a_known_device(name: str, peak: float | None, monkeyp
         readings[recompute] = meter.read()
     found = readings[False]
     assert found["memory_gib"] == 3.0
+    assert (found["reserved_gib"], found["alloc_retries"]) == (4.0, 2)
     tflops = 8e3 * 18e9 / 1e12
     assert found["tflops"] == pytest.approx(tflops)
     if peak is None:

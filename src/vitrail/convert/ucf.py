@@ -307,7 +307,11 @@ def unstated_fit(value: Any, given: Given) -> Made:
 def normalized(value: Any, given: Given) -> Made:
     if given("data.dataset") == "imagenet":
         return {"data.normalize": "none"}, ""
-    return {"data.normalize": "fit"}, "the data's mean and std become 0 and 1; the original made each volume 0 to 1"
+    if given("data.dataset") == "basic_ct":
+        return {"data.normalize": {"kind": "minmax", "to": [0.0, 1.0]}, "data.statistics": "volume"}, ""
+    return {
+        "data.normalize": "fit"
+    }, "the data's mean and std become 0 and 1; the original leaves it to each dataset's code"
 
 
 def split(value: Any, given: Given) -> Made:

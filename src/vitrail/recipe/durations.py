@@ -49,7 +49,7 @@ class Rule:
 
 _DURATION = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|steps?|samples?|epochs?)")
 _COLONS = re.compile(r"([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
-_LETTERS = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
+_LETTERS = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m(?:in)?)?(?:([0-9]{1,9})s)?")
 
 DURATION_WORDS = 'a duration in steps (200), "N samples", "N epochs" or a percent of the run ("10%")'
 STEPS_WORDS = 'more than 0 steps (200), "N samples" or "N epochs"'
@@ -137,6 +137,19 @@ def _tidy_or_off(value: Any) -> int | str:
     return "off" if value == "off" else _tidy_positive(value)
 
 
+def _tidy_save(value: Any) -> int | str:
+    seconds = clock_of(value)
+    return _tidy_or_off(value) if seconds is None else f"{seconds}s"
+
+
+def clock_of(value: Any) -> int | None:
+    """Return the seconds of an interval that is a clock, not a duration in steps."""
+    try:
+        return _clock(value)
+    except UserError:
+        return None
+
+
 def _clock(value: Any) -> int:
     if not isinstance(value, str) or seconds_of(value) == 0:
         raise UserError(f"clock {value!r}: expected {CLOCK_WORDS}")
@@ -155,6 +168,9 @@ Duration = Annotated[int | str, Rule(_tidy, DURATION_WORDS, lambda: _json(f"%|{_
 Every = Annotated[int | str, Rule(_tidy_positive, f"{DURATION_WORDS}, above 0", lambda: _json(f"%|{_UNITS}", 1))]
 EveryOrOff = Annotated[
     int | str, Rule(_tidy_or_off, f"off or {DURATION_WORDS}, above 0", lambda: _json(f"%|{_UNITS}", 1, off=True))
+]
+SaveEvery = Annotated[
+    int | str, Rule(_tidy_save, f"off, {DURATION_WORDS}, above 0, or {CLOCK_WORDS}", lambda: _json(".*", 1, off=True))
 ]
 RunLength = Annotated[int | str, Rule(_tidy_run, STEPS_WORDS, lambda: _json(_UNITS, 1))]
 Clock = Annotated[int, Rule(_clock, CLOCK_WORDS, lambda: {"type": "string"}, lambda seconds: f"{seconds}s")]

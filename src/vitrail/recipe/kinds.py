@@ -102,7 +102,7 @@ _MEMBERS = {
     "model": (("build",), "CONTRIBUTING.md"),
     "objective": (("build",), "CONTRIBUTING.md"),
     "source": (("open",), "GridConfig (vitrail.data.grid) or CONTRIBUTING.md"),
-    "schedule": (("warmup", "rate"), "ScheduleConfig (vitrail.training.schedule)"),
+    "schedule": (("steps", "warmup", "rate"), "ScheduleConfig (vitrail.training.schedule)"),
     "optimizer": (("lr", "update"), "OptimizerConfig (vitrail.training.optimizers.optimizer)"),
     "score": (("score",), "docs/models.md"),
 }

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 from vitrail.recipe import normalize as ways
-from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength
+from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength, SaveEvery
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 
@@ -288,6 +288,9 @@ class Data(Section):
     statistics: Literal["shared", "each", "volume"] = Field(
         default="shared", description="normalise all entries alike, or each entry or volume by its own statistics"
     )
+    one_variable: bool = Field(
+        default=False, description="batches have one variable each; those of an entry take turns step by step"
+    )
     reuse: PositiveInt | None = Field(
         default=None, description="crops cut from one super-block before the next is read; 4 for volumes, 1 for images"
     )
@@ -434,8 +437,10 @@ class Precision(Section):
 class Checkpoint(Section):
     """When the state of a run is stored."""
 
-    every: EveryOrOff = Field(default="10%", description="off saves only when the run is stopped")
-    keep: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    every: SaveEvery = Field(
+        default="10%", description='a duration, or a clock such as "30m"; off saves only when the run is stopped'
+    )
+    keep: PositiveInt | Literal["all"] = Field(default=2, description="newest checkpoints kept, or all")
     best: str | None = Field(
         default=None, description="metric whose best checkpoint is kept too; null is the objective's own"
     )

@@ -213,6 +213,9 @@ class Meter:
     def read(self) -> dict[str, float | None]:
         """Return the numbers since the last reading; nothing but memory while warming up."""
         out: dict[str, float | None] = {"memory_gib": memory_gib(self.device)}
+        if self.device.type == "cuda":
+            out["reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+            out["alloc_retries"] = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
         if self.seconds:
             mean = sum(self.seconds) / len(self.seconds)
             rate = self.batch / mean
@@ -221,6 +224,7 @@ class Meter:
             peak = peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
             out |= {
                 "step_seconds": statistics.median(self.seconds),
+                "slowest_step_seconds": max(self.seconds),
                 "samples_per_s": rate,
                 "tokens_per_s": rate * self.tokens,
                 "tflops": tflops,
@@ -230,6 +234,17 @@ class Meter:
             }
         self.seconds, self.waits = [], []
         return out
+
+
+MOST = ("reserved_gib", "alloc_retries", "slowest_step_seconds")  # of the rank with the most
+
+
+def of_all_ranks(read: dict[str, float | None], group: dist.ProcessGroup | None) -> dict[str, float | None]:
+    """Return what a meter has read, with the most of any rank where that tells more."""
+    names = [name for name in MOST if name in read]
+    table = torch.tensor([read[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    return read | dict(zip(names, table.tolist(), strict=True))
 
 
 def memory_gib(device: torch.device) -> float:

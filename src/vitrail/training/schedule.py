@@ -4,16 +4,17 @@ import math
 from typing import Literal
 
 from vitrail.recipe import config
-from vitrail.recipe.durations import Duration
+from vitrail.recipe.durations import Duration, RunLength
 
 
 @config
 class ScheduleConfig:
     """The warm-up, and what comes after it: `remaining`, or a `rate` of one's own where that needs the step.
 
-    The trainer reads `warmup` and asks for `rate` before each step; other durations come as they are written.
+    The trainer reads `steps` and `warmup` and asks for `rate` before each step; other durations come as they are written.
     """
 
+    steps: RunLength | None = None  # duration that the schedule is laid out for; null: the run's length
     warmup: Duration = 0  # duration in which the rate rises to that of the optimizer
     start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
     end: float = 0.0  # rate that the steps run towards: that of a step after the last; nothing where it is constant

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,10 +31,12 @@ from vitrail.parallel.agree import gather_json, on_chief, on_chief_for_long, sha
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
+from vitrail.recipe.durations import clock_of
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.checkpoint import Checkpoints, check_space
-from vitrail.training.evaluate import Evaluator, Meter
+from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
+from vitrail.training.garbage import Garbage
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
 from vitrail.training.pictures import Pictures
@@ -123,7 +126,7 @@ class Session:
         on_chief(lambda: check_space(self.run_dir, self.trainer.state_bytes()), place.control)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints",
-            keep=recipe.checkpoint.keep,
+            keep=sys.maxsize if recipe.checkpoint.keep == "all" else recipe.checkpoint.keep,
             background=recipe.checkpoint.background,
             group=place.saving,
             cpu_mesh=self.parts.cpu_mesh,
@@ -254,8 +257,9 @@ class Session:
         }
         if recipe.log.pictures != "off":
             every["picture"] = trainer.steps(recipe.log.pictures)
-        if recipe.checkpoint.every != "off":
-            every["save"] = trainer.steps(recipe.checkpoint.every)
+        saves, clock = recipe.checkpoint.every != "off", clock_of(recipe.checkpoint.every)
+        if saves:
+            every["save"] = trainer.total if clock else trainer.steps(recipe.checkpoint.every)
         watch_every = 0 if recipe.log.activations == "off" else trainer.steps(recipe.log.activations)
         loader = make_loader(
             recipe,
@@ -284,17 +288,21 @@ class Session:
             self.look(picture=True, measure=False)
         rms: dict[str, float] | None = None
         owed = False  # a save that was due in a step that was skipped
+        saved = time.monotonic()
         loaded = loader.batches(trainer.done, trainer.total)
         batches = Timed(loaded, loader.has_next)
         # The trainer sees the batch to come, if it is here; nothing is read afterwards.
-        with closing(loaded), trainer.expecting(batches.coming):
+        with closing(loaded), trainer.expecting(batches.coming), Garbage() as garbage:
             for batch, wait in batches:
                 began = time.perf_counter()
                 rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
                 compiling = meter.steps_seen < 2
                 self.watchdog.beat(trainer.done, "training", allowance=SLOW_PHASE if compiling else None)
-                told = trainer.step(batch, stop_wish=self.stop_wish(), watch=watch, bad=count_bad(*loaders))
+                overdue = clock is not None and self.place.world.chief and time.monotonic() - saved >= clock
+                wishes: Any = {"stop_wish": self.stop_wish(), "save_wish": overdue}
+                told = trainer.step(batch, **wishes, watch=watch, bad=count_bad(*loaders))
                 meter.add(time.perf_counter() - began + wait, wait)
+                garbage.between(trainer.done)
                 rms = told.activation_rms or rms
                 if not told.finite:
                     self.skip(batch, told)
@@ -310,12 +318,12 @@ class Session:
                 if due("eval") or due("picture"):
                     self.look(picture=due("picture"), measure=due("eval"))
                 self.note_saved(self.checkpoints.finished())
-                owed = owed or due("save") or ("save" in every and self.is_new_best())
+                owed = owed or due("save") or told.save or (saves and self.is_new_best())
                 # While steps are skipped nothing is saved, nor is the run stopped: its state may be of no use, and
                 # would push out a good one. It goes on to a step that is not skipped, or fails after some.
                 if told.finite and (told.stop or owed):
                     self.save()
-                    owed = False
+                    owed, saved = False, time.monotonic()
                 if told.finite and told.stop and trainer.done < trainer.total:
                     return told.stop
                 self.rounds.append(time.perf_counter() - began + wait)
@@ -398,7 +406,7 @@ class Session:
             "lr": rate,
             "grad_norm": told.grad_norm,
             "skipped": trainer.skipped,
-            **meter.read(),
+            **of_all_ranks(meter.read(), self.place.control),
             **{name: n for name, n in zip(("bad_samples", "filled_chunks"), told.bad, strict=True) if n},
         }
         self.journal.step(fields | ({"activation_rms": rms} if rms else {}))
@@ -455,17 +463,22 @@ class Session:
 
         on_chief(look, self.place.control)
 
-    def note_saved(self, outcome: dict[str, Any] | None, *, final: bool = False) -> None:
+    def note_saved(
+        self,
+        outcome: dict[str, Any] | None,
+        *,
+        then: str | None = "training goes on and tries again at the next one",
+    ) -> None:
         if outcome is not None:
             self.save_seconds, self.save_error = outcome["seconds"], outcome["error"]
-            self.journal.saved(outcome, final=final)
+            self.journal.saved(outcome, then=then)
 
     # ------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
         self.watchdog.beat(self.trainer.done, "saving")
         self.save_error = None
-        self.note_saved(self.checkpoints.wait(), final=True)
+        self.note_saved(self.checkpoints.wait(), then=None)
         if self.save_error:
             raise RunFailed(
                 f"the last checkpoint (step {self.trainer.done}) could not be written to {self.checkpoints.folder}: "
@@ -488,7 +501,7 @@ class Session:
         wait = not isinstance(error, KeyboardInterrupt)
         error, story = self.watchdog.explain(error)  # first of all: the others are waiting, and their clocks run
         if wait:
-            self.note_saved(within(patience, self.checkpoints.wait))
+            self.note_saved(within(patience, self.checkpoints.wait), then="the run ends without it")
         if self.folder is not None and not begun and isinstance(error, UserError):
             self.folder.discard_if_new()
         else:

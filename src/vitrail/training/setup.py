@@ -23,6 +23,7 @@ from vitrail.data.chunks import decoded as chunks
 from vitrail.data.dataset import Dataset
 from vitrail.data.files.stage import as_opened
 from vitrail.data.normalize import Values
+from vitrail.data.order.mixture import one_variable_each
 from vitrail.data.order.sampler import Order
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
@@ -190,10 +191,23 @@ def open_parts(
 ) -> tuple[Recipe, DataParts, Objective]:
     """Open the data, complete the recipe by them, and build its objective."""
     beat = (lambda *_: None) if watchdog is None else watchdog.beat
+    if recipe.data.one_variable:
+        recipe = together(lambda: with_one_variable(recipe), place.control)
     data = open_data(recipe, place, known, beat=partial(beat, 0, "opening the data"))
     beat(0, "start")
     recipe = complete(recipe, data)
     return recipe, data, recipe.objective.build(recipe.model, data.statistics)
+
+
+def with_one_variable(recipe: Recipe) -> Recipe:
+    """Return the recipe with an entry for each variable of its data."""
+    if known_variables(recipe.model) is None:
+        raise UserError(
+            "data.one_variable: batches of one variable after another need a model that knows variables by name; give "
+            "model.encoder.variables={known: [...]} (model.variables for a model that is an encoder), or leave it out"
+        )
+    entries = {name: one_variable_each(getattr(recipe.data, name)) for name in ("train", "valid")}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=entries)})
 
 
 def check_data(datasets: list[Dataset], place: Place) -> None:

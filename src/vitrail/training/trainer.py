@@ -105,6 +105,7 @@ class Progressed:
     stop: str | None
     activation_rms: dict[str, float] | None
     bad: tuple[int, int] = (0, 0)  # samples skipped and chunks filled so far, over all ranks
+    save: bool = False  # whether a checkpoint is due by the clock
 
 
 class TooManySkips(UserError):
@@ -119,7 +120,9 @@ class Trainer:
         self.model, self.flow = parts.model, parts.flow
         self.total = steps_of(recipe.run.steps, batch=data.batch, epoch=epoch)
         self.epoch = epoch
-        self.warmup = self.steps(recipe.schedule.warmup)
+        planned = recipe.schedule.steps
+        self.planned = self.total if planned is None else self.steps(planned)  # steps that the schedule is for
+        self.warmup = steps_of(recipe.schedule.warmup, total=self.planned, batch=data.batch, epoch=epoch)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
@@ -141,14 +144,23 @@ class Trainer:
     @property
     def rate(self) -> float:
         """Learning rate of the step to come."""
-        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.total)
+        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
 
     # ------------------------------------------------------------ one step
 
-    def step(self, batch: Batch, *, stop_wish: str | None, watch: bool, bad: tuple[int, int] = (0, 0)) -> Progressed:
+    def step(
+        self,
+        batch: Batch,
+        *,
+        stop_wish: str | None,
+        watch: bool,
+        save_wish: bool = False,
+        bad: tuple[int, int] = (0, 0),
+    ) -> Progressed:
         """Forward, backward and update; or a skip, if anything is not finite anywhere.
 
         `stop_wish` is this rank's reason to stop after the step, one of STOP_REASONS; any rank's wish stops all.
+        `save_wish` says that a checkpoint is due by this rank's clock; all hear of it.
         `bad` is what this rank has found of bad data so far.
         """
         self.model.watching = {} if watch else None
@@ -161,7 +173,7 @@ class Trainer:
             self.ema.settle()  # before weights change
         wishes = [float(reason == stop_wish) for reason in STOP_REASONS]
         numbers = torch.stack([t.to(self.place.device) for t in (loss_sum, count, gradients.squares())])
-        more = torch.tensor([*bad, *wishes], dtype=torch.float64)
+        more = torch.tensor([*bad, *wishes, float(save_wish)], dtype=torch.float64)
         table = torch.cat([numbers, sent(more, numbers.device)])
         dist.all_reduce(table)
         factor, skip = self._decide(table)
@@ -173,7 +185,7 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         told = torch.cat([table, skip.to(table)[None]])
         self._prepare_ahead()
-        loss_sum_all, count_all, squares_all, skipped, filled, *wished, refused = told.tolist()
+        loss_sum_all, count_all, squares_all, skipped, filled, *wished, save, refused = told.tolist()
 
         norm = math.sqrt(squares_all) / count_all if count_all else math.nan
         finite = not refused
@@ -188,7 +200,8 @@ class Trainer:
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
         share = self.flow.layout.data / self.place.world.size  # ranks that share samples count the same ones
         all_bad = (round(skipped * share), round(filled * share))
-        return Progressed(loss_sum_all / count_all if count_all else math.nan, norm, finite, stop, sizes, all_bad)
+        loss = loss_sum_all / count_all if count_all else math.nan
+        return Progressed(loss, norm, finite, stop, sizes, all_bad, bool(save))
 
     def _decide(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what gradients are to be multiplied by, and whether there is to be no update (1.0, else 0.0).

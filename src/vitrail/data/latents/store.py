@@ -41,7 +41,12 @@ PLAN = "plan.json"  # of latents that are still being encoded
 MOST_CLASSES = 100_000  # without names; each gets one
 FILE = 2**26  # bytes of a file of Zarr, at most: shards are put together in memory
 # Types of safetensors; bfloat16, which NumPy has not, is read as its upper half of float32.
-TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "I32": "int32"}
+TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "uint16"}
+TYPES |= {
+    f"{letter}{bits}": f"{name}{bits}"
+    for letter, name in zip("IU", ("int", "uint"), strict=True)
+    for bits in (8, 16, 32, 64)
+}
 
 Rows = tuple[np.ndarray, np.ndarray | None]  # latents [n, C, *S], and their classes [n]
 
@@ -273,7 +278,8 @@ def open_shard(path: str, rows: int | None = None, head: int | None = None) -> S
             raise BadData(f"{path}: latents are {list(shape)}; expected whole numbers above 0")
         if kind not in TYPES or not 4 <= len(shape) <= 5:
             raise BadData(
-                f"{path}: latents are {list(shape)} of {kind}; expected [N, C, y, x] or [N, C, z, y, x] of floats"
+                f"{path}: latents are {list(shape)} of {kind}; expected [N, C, y, x] or [N, C, z, y, x] of floats or "
+                "whole numbers"
             )
         if end - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize:
             raise BadData(f"{path} has {end - start:,} bytes of latents, not as many as their shape takes; restore it")
@@ -286,8 +292,10 @@ def open_shard(path: str, rows: int | None = None, head: int | None = None) -> S
                 first, last = _span(path, header[name], size - 8 - length)
                 stored = read_bytes(place, 8 + length + first, last - first)
                 found = zlib.crc32(stored, found)
-                dtype = "uint32" if header[name]["dtype"] == "U32" else TYPES[header[name]["dtype"]]
-                beside[name] = values = np.frombuffer(stored, np.dtype(dtype).newbyteorder("<"))
+                told = header[name]["dtype"]
+                if told not in TYPES:
+                    raise BadData(f"{path}: its {name} are {told}; expected whole numbers, such as I64; write it anew")
+                beside[name] = values = np.frombuffer(stored, np.dtype(TYPES[told]).newbyteorder("<"))
                 if len(values) != shape[0]:
                     raise BadData(f"{path} has {len(values)} {name} for {shape[0]} rows; write it anew")
         if head is not None and head != found:

@@ -14,6 +14,7 @@ that there are, and none is left out for good. Sample-exact mixing by the global
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,25 @@ class Groups(Orders):
         cycles, turns = np.divmod(steps, len(self.turns))
         groups = self.turns[turns]
         return groups, (cycles * self.before[groups, -1] + self.before[groups, turns]) * self.batch + slots
+
+
+def one_variable_each(entries: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an entry for each variable of each entry, which take turns as entries with different variables do."""
+    apart: list[Any] = []
+    for entry in entries:
+        names = getattr(entry, "variables", None) or entry.open().variables
+        if len(names) == 1:
+            apart.append(entry)
+            continue
+        if not (hasattr(entry, "variables") and hasattr(entry, "statistics")):
+            raise UserError(
+                f"data.one_variable: {entry.kind!r} has no key `variables`, by which one of its {len(names)} variables "
+                "could be read; give its config the keys of GridConfig or ItemsConfig, or leave one_variable out"
+            )
+        for number, name in enumerate(names):
+            known = entry.statistics and {key: [values[number]] for key, values in entry.statistics.items()}
+            apart.append(replace(entry, variables=[name], statistics=known))
+    return tuple(apart)
 
 
 def group_entries(variables: Sequence[tuple[str, ...]]) -> list[list[int]]:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from vitrail.data.source import (
 from vitrail.draws import key, stream
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
+from vitrail.recipe.durations import Rule
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SHAPE = (3, 32, 32)
@@ -171,11 +172,29 @@ class Cifar10Source(ItemSource):
         return tuple(lines) or CLASSES
 
 
+def _fraction(value: Any) -> float:
+    """Return a number, also one that is written as "16/255"."""
+    over, _, under = value.partition("/") if isinstance(value, str) else (value, "", "")
+    try:
+        number = 0.0 if isinstance(value, bool) else float(over) / float(under or 1)
+    except (TypeError, ZeroDivisionError):
+        number = 0.0
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError
+    return number
+
+
+FRACTION = 'a number above 0, or two with a stroke, such as "16/255"'
+Fraction = Annotated[float, Rule(_fraction, FRACTION, lambda: {"anyOf": [{"type": "number"}, {"type": "string"}]})]
+
+
 @config
 class LatentsConfig(ItemsConfig):
     """A folder of safetensors shards with index.json, one such shard, or a Zarr group of latents."""
 
     kind: Literal["latents"] = "latents"
+    scale: Fraction | None = None  # latents are the stored numbers times this, such as 16/255 of TorchDiTan's bytes
+    shift: float = 0.0  # and plus this
 
     def open(self) -> "LatentsSource":
         """Read the index, the headers of the shards and the classes."""
@@ -190,16 +209,26 @@ class LatentsSource(ItemSource):
         codec, data = facts.get("codec"), facts.get("data")
         self.encoded = {"codec": codec | {"data": data}} if isinstance(codec, dict) else {}  # what they are latents of
         first = self.shards[0]
+        whole = np.dtype(TYPES.get(first.dtype, first.dtype)).kind in "iu" and first.dtype != "BF16"
+        self.scale, self.shift = settings.scale, settings.shift
+        if self.scale is None and whole:
+            raise UserError(
+                f"{settings.path} holds latents as whole numbers ({first.dtype}), and does not tell of how much: give "
+                "`scale`, such as 16/255 for bytes of TorchDiTan, or 1 where they are meant so"
+            )
         self.shape, count = first.shape[2:], first.shape[1]
         self.axes = ("z", "y", "x")[-len(self.shape) :]
-        self.dtype = np.dtype("float32" if first.dtype == "BF16" else TYPES.get(first.dtype, first.dtype))
+        plain = self.scale is None and first.dtype != "BF16"
+        self.dtype = np.dtype(TYPES.get(first.dtype, first.dtype) if plain else "float32")
         known = facts.get("variables") or [f"latent{number}" for number in range(count)]
         self.variables, self._channels = choose_channels(settings.variables, known, settings.path)
         mean, std = facts.get("mean"), facts.get("std")
         # Of all rows, for those who need no fitting any more.
         self.statistics = None
         if mean and std:
-            self.statistics = {"mean": [mean[c] for c in self._channels], "std": [std[c] for c in self._channels]}
+            by = self.scale or 1.0
+            means, stds = ([float(of[c]) * by for c in self._channels] for of in (mean, std))
+            self.statistics = {"mean": [each + self.shift for each in means], "std": stds}
         self._firsts = np.cumsum([0, *(shard.shape[0] for shard in self.shards)])
         labels, self.class_names = self._read_classes(settings.path, facts.get("classes") or ())
         super().__init__(settings, LazySequence(int(self._firsts[-1]), str), labels)
@@ -210,7 +239,8 @@ class LatentsSource(ItemSource):
         number = int(self.kept[item])
         shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
         row = self.shards[shard].row(number - int(self._firsts[shard]))
-        return np.ascontiguousarray(row[self._channels][(slice(None), *window)], self.dtype)
+        values = np.ascontiguousarray(row[self._channels][(slice(None), *window)], self.dtype)
+        return values if self.scale is None else values * np.float32(self.scale) + np.float32(self.shift)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"stored_statistics": self.statistics, **self.encoded}
@@ -218,7 +248,7 @@ class LatentsSource(ItemSource):
     def _read_classes(self, path: str, names: Sequence[str]) -> tuple[np.ndarray | None, tuple[str, ...]]:
         if any(shard.labels is None for shard in self.shards):
             return None, ()
-        labels = np.concatenate([shard.labels for shard in self.shards if shard.labels is not None])
+        labels = np.concatenate([shard.labels.astype(np.int64) for shard in self.shards if shard.labels is not None])
         highest = int(labels.max(initial=-1))
         if names and highest >= len(names):
             raise BadData(f"{path}: class {highest} among the labels, but {len(names)} are named; mend it")
