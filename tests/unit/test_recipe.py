@@ -363,7 +363,7 @@ def test_register_names_what_a_class_lacks():
     class Bare:
         kind: Literal["bare"] = "bare"
 
-    with pytest.raises(UserError, match=r"^schedule kind 'bare': .*Bare has no steps and no warmup and no rate; see ScheduleConfig"):
+    with pytest.raises(UserError, match=r"^schedule kind 'bare': .*no steps and no warmup and no rate; see Sched"):
         kinds.register("schedule", "bare", Bare)
 
 

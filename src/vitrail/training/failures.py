@@ -108,8 +108,8 @@ class Board:
             return None
         return (
             f"(process {number} on {host}) died without a word: it was killed, ran out of memory or crashed. "
-            "The launcher says by which signal (-9: killed, -11: crashed), and the kernel's messages whether for want of "
-            f"memory: dmesg -T | grep -i 'killed process', on {host}"
+            "The launcher names the signal (-9: killed, -11: crashed); whether it was for want of memory, the kernel "
+            f"says: dmesg -T | grep -i 'killed process', on {host}"
         )
 
 

@@ -334,7 +334,7 @@ class Journal:
         self.log("bad", step=step, samples=bad[0], filled_chunks=bad[1], sentences=sentences)
 
     def saved(self, outcome: dict[str, Any], *, then: str | None) -> None:
-        """Report the end of a save (step, error, seconds, bytes), and what follows where it failed; None: told elsewhere."""
+        """Report the end of a save (step, error, seconds, bytes); of one that failed, also what then follows."""
         if not outcome["error"]:
             path = f"checkpoints/{checkpoint_name(outcome['step'])}"
             self.log("checkpoint", path=path, **{k: outcome[k] for k in ("step", "seconds", "bytes")})

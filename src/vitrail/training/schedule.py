@@ -11,7 +11,7 @@ from vitrail.recipe.durations import Duration, RunLength
 class ScheduleConfig:
     """The warm-up, and what comes after it: `remaining`, or a `rate` of one's own where that needs the step.
 
-    The trainer reads `steps` and `warmup` and asks for `rate` before each step; other durations come as they are written.
+    The trainer reads `steps` and `warmup` and asks for `rate` before each step; other durations come as written.
     """
 
     steps: RunLength | None = None  # duration that the schedule is laid out for; null: the run's length
