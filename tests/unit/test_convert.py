@@ -154,6 +154,7 @@ def tiny(found: Converted, folder: Path) -> dict[str, Any]:
     """The converted recipe with everything that takes time made small."""
     tree = json.loads(json.dumps(found.tree))
     entry = tree["data"]["train"][0]
+    entry.pop("scale", None)  # of latents, which made-up ones have not
     entry |= tiny_data(folder / "data", entry.get("kind", "zarr"))
     model = tree["model"]
     encoder = model.get("encoder", model)

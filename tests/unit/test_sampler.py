@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from vitrail.data.batch import Statistics
 from vitrail.data.order.filter import Occupancy
 from vitrail.data.order.sampler import PASSES, Extent, Permutation, Sample, Sampler, choose, permute
 from vitrail.data.order.tiles import Tiles
@@ -412,7 +413,15 @@ def test_shares_of_sources_are_kept_whatever_their_sizes() -> None:
 
 CONFIG = types.SimpleNamespace(
     data=types.SimpleNamespace(
-        cache_mib=1, workers=0, prefetch=1, augment=Augment(), bad="skip", most_bad=7, retries=1, read_limit=100
+        cache_mib=1,
+        workers=0,
+        prefetch=1,
+        augment=Augment(),
+        bad="skip",
+        most_bad=7,
+        retries=1,
+        read_limit=100,
+        normalize="fit",
     ),
     run=types.SimpleNamespace(seed=0, hang_limit=50),
     model=types.SimpleNamespace(),
@@ -430,8 +439,10 @@ def loader_of(sampler, batch: int, rank: int, world: int, *, step: int = 0, samp
         reader.lanes = lanes
         return reader
 
-    train = types.SimpleNamespace(reader=make_reader, labels=None, crop=sampler.crop, sample_axes=("y", "x"))
-    data = DataParts(train, None, None, batch)  # type: ignore[arg-type]
+    train = types.SimpleNamespace(
+        reader=make_reader, labels=None, crop=sampler.crop, sample_axes=("y", "x"), sources=[], variables=("v",)
+    )
+    data = DataParts(train, None, Statistics((0.0,), (1.0,)), batch)  # type: ignore[arg-type]
     flow = types.SimpleNamespace(layout=Layout(world, 1, reshard=False), data_rank=rank, split=Split())
     objective = types.SimpleNamespace(slab=lambda crop, part: None)
     return make_loader(CONFIG, place, data, sampler, objective, flow, step=step, samples=samples)  # type: ignore[arg-type]

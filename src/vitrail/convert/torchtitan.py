@@ -68,7 +68,7 @@ def saving(value: Any, given: Given) -> Made:
     if not given("checkpoint.enable_checkpoint"):
         return {"checkpoint.every": "off"}, ""
     if str(given("checkpoint.interval_type")).startswith("second"):
-        return {"checkpoint.every": "10%"}, "a share of the run: an interval is counted in steps, not in seconds"
+        return {"checkpoint.every": f"{int(given('checkpoint.interval'))}s"}, ""
     return {"checkpoint.every": int(given("checkpoint.interval"))}, ""
 
 
@@ -80,7 +80,7 @@ def keep(value: Any, given: Given) -> Made:
     if not given("checkpoint.enable_checkpoint"):
         return {}, "nothing is saved, there too"
     if not value:
-        return {"checkpoint.keep": 1000}, "all of them, as long as they are no more"
+        return {"checkpoint.keep": "all"}, ""
     return {"checkpoint.keep": value}, ""
 
 
@@ -278,11 +278,8 @@ def images(value: Any, given: Given) -> Made:
     elif value == "cifar10":
         entry["kind"] = "cifar10"
     elif value == "imagenet" and str(root).endswith(".safetensors"):
-        entry["kind"], more = "latents", {}
-        why = (
-            "every latent, where the original's loader gave three over and over; latents of floats: bytes, which it "
-            "multiplied by 16 / 255, are to be multiplied out first"
-        )
+        entry |= {"kind": "latents", "scale": "16/255"}
+        more, why = {}, "every latent; the original's loader gave three over and over"
     elif value == "imagenet":
         entry["kind"], more["data.fit.resize"] = "image_folder", min(crop)
     else:

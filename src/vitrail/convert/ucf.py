@@ -180,9 +180,8 @@ def single_channel(value: Any, given: Given) -> Made:
         return {}, "a sample has all of its channels: the default"
     if all(len(names) == 1 for names in given("data.dict_in_variables", {"": [""]}).values()):
         return {}, "the data have one channel"
-    if given(NET + "use_varemb"):
-        return {at(given.task) + "variables.aggregate": "none"}, "all variables of a sample at once, each a token"
-    raise NotHonoured("batches that have one channel, another each time: give one entry of data.train per variable")
+    tokens = {at(given.task) + "variables.aggregate": "none"} if given(NET + "use_varemb") else {}
+    return {"data.one_variable": True, **tokens}, ""
 
 
 def drop_rate(value: Any, given: Given) -> Made:
@@ -273,7 +272,7 @@ def channels_used(value: Any, given: Given) -> Made:
 def channels(value: Any, given: Given) -> Made:
     """The number of channels, so that the recipe can be planned where the data are not."""
     made = (in_variables(given("data.dict_in_variables"), given) or ({}, ""))[0]
-    counts = {len(names) for names in made.values()}
+    counts = {1 if given("data.single_channel") else len(names) for names in made.values()}
     return None if given(NET + "use_varemb") or len(counts) != 1 else ({"model.channels": counts.pop()}, "")
 
 
