@@ -17,6 +17,7 @@ from vitrail.recipe import kinds
 FILES = (
     ("source", "beamline", "plugins.md"),
     ("optimizer", "signs", "plugins.md"),
+    ("schedule", "stairs", "plugins.md"),
     ("model", "strongest", "plugins.md"),
     ("objective", "focal", "plugins.md"),
     ("logger", "diary", "logging.md"),
@@ -69,6 +70,7 @@ def recipe_for(slot: str, lab: Path) -> dict[str, Any]:
         return tree | {"model": {"kind": "dit", **encoder}, "objective": flow}
     changes: dict[str, dict[str, Any]] = {
         "optimizer": {"optimizer": {"kind": "signs", "lr": 1e-3}},
+        "schedule": {"schedule": {"kind": "stairs", "at": [1], "gamma": 0.5}},
         "model": {"model": {"kind": "strongest", **encoder}},
         "objective": {"objective": {"kind": "focal", "gamma": 1.0}},
         "logger": {"log": {"every": 1, "to": [{"kind": "diary", "path": "diary.txt"}]}},

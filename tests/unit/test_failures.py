@@ -291,7 +291,7 @@ def test_a_failing_session_tells_before_it_waits_for_its_save() -> None:
         place=SimpleNamespace(world=SimpleNamespace(rank=1, size=2)),
         watchdog=watchdogs(2, store)[1],
         checkpoints=SimpleNamespace(wait=wait),
-        note_saved=seen.append,
+        note_saved=lambda outcome, then: seen.append(outcome),
         folder=None,
         end=lambda *words: seen.append(words),
     )

@@ -310,7 +310,8 @@ def test_a_missing_library_names_its_extra(fakes, monkeypatch, tmp_path):
 def test_plugins_register_kinds(fakes, monkeypatch, tmp_path):
     (tmp_path / "fake_lab.py").write_text(
         "from typing import Literal\nfrom vitrail.recipe import config, kinds\n\n"
-        "@config\nclass Beam:\n    kind: Literal['beam'] = 'beam'\n    path: str\n\n"
+        "@config\nclass Beam:\n    kind: Literal['beam'] = 'beam'\n    path: str\n"
+        "    def open(self): ...\n\n"
         "kinds.register('source', 'beam', Beam)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -353,6 +354,17 @@ def test_register_refuses_what_cannot_work(fakes):
     with pytest.raises(UserError, match=r"^kind 'No Good': a kind's name is lower-case letters"):
         kinds.register("optimizer", "No Good", SGD)
     assert kinds.register("optimizer", "sgd", SGD) is SGD
+
+
+def test_register_names_what_a_class_lacks():
+    """A schedule without a warm-up ended the first step with a traceback."""
+
+    @config
+    class Bare:
+        kind: Literal["bare"] = "bare"
+
+    with pytest.raises(UserError, match=r"^schedule kind 'bare': .*no steps and no warmup and no rate; see Sched"):
+        kinds.register("schedule", "bare", Bare)
 
 
 def test_entry_points_are_loaded_only_when_named(fakes, monkeypatch, tmp_path):

@@ -335,6 +335,7 @@ def test_page_of_a_whole_run_shows_everything_and_loads_nothing(whole_run):
         "steps: 40",
         "vitrail eval ",
         "vitrail train ",
+        "continues from the newest checkpoint, that of step 40, while steps are left",
     ):
         assert words in html, words
     other = {"Score over the steps", "Dice of each class"}  # of runs that do not reconstruct

@@ -20,6 +20,7 @@ CONTRACTS = {
     "vitrail.data.augment": ("Augmentation", "Crops"),
     "vitrail.diffusion.samplers": ("Sampler", "Step"),
     "vitrail.training.optimizers.optimizer": ("OptimizerConfig", "Update", "kept"),
+    "vitrail.training.schedule": ("ScheduleConfig",),
     "vitrail.training.loggers": ("Facts", "Logger"),
     "vitrail.errors": ("BadData", "UserError"),
 }

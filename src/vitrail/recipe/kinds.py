@@ -97,6 +97,16 @@ _DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 
+# What a class of a slot must have, since the rest of the software asks for it, and where that is inherited from.
+_MEMBERS = {
+    "model": (("build",), "CONTRIBUTING.md"),
+    "objective": (("build",), "CONTRIBUTING.md"),
+    "source": (("open",), "GridConfig (vitrail.data.grid) or CONTRIBUTING.md"),
+    "schedule": (("steps", "warmup", "rate"), "ScheduleConfig (vitrail.training.schedule)"),
+    "optimizer": (("lr", "update"), "OptimizerConfig (vitrail.training.optimizers.optimizer)"),
+    "score": (("score",), "docs/models.md"),
+}
+
 _registered: dict[str, dict[str, type]] = {slot: {} for slot in BUILT_IN}
 
 
@@ -110,6 +120,10 @@ def register(slot: str, name: str, cls: type) -> type:
     if taken is not None and taken is not cls and taken != f"{cls.__module__}:{cls.__qualname__}":
         raise UserError(f"kind {name!r}: the name is already taken by another {slot}; choose another name")
     if name not in BUILT_IN[slot]:
+        members, origin = _MEMBERS.get(slot, ((), ""))
+        there = {*dir(cls), *(field.name for field in fields(cls))}
+        if lacking := [member for member in members if member not in there]:
+            raise UserError(f"{slot} kind {name!r}: {cls.__qualname__} has no {' and no '.join(lacking)}; see {origin}")
         _registered[slot][name] = cls
     return cls
 

@@ -442,7 +442,9 @@ class Checkpoint(Section):
     )
     keep: PositiveInt | Literal["all"] = Field(default=2, description="newest checkpoints kept, or all")
     best: str | None = Field(
-        default=None, description="metric whose best checkpoint is kept too; null is the objective's own"
+        default=None,
+        description="metric whose best checkpoint is kept too (an evaluation that is the best so far saves one); "
+        "null is the objective's own",
     )
     background: bool = Field(default=True, description="write while training goes on")
 

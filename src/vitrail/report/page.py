@@ -436,7 +436,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "recipe": recipe_text,
         "changes": list_changes(run) if recipe else None,
         "environment": list_environment(environment),
-        "commands": _list_commands(run, facts["status"]),
+        "commands": _list_commands(run, facts),
     }
 
 
@@ -454,10 +454,15 @@ def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str
     return curves
 
 
-def _list_commands(run: Path, status: str) -> list[tuple[str, str]]:
+def _list_commands(run: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
     """List what to run next."""
-    folder = shlex.quote(str(run))
+    folder, status = shlex.quote(str(run)), facts["status"]
+    there = (point for point in reversed(facts["checkpoints"]) if is_there(find_inside(run, point["path"])))
+    last = next(there, None)
+    newest = f"the newest checkpoint, that of step {count(last['step'])}," if last else "the newest checkpoint"
+    several = number_of(facts["world"]) > 1
+    begun = f", with the launcher that began it for {facts['world']} processes" if several else ""
     evaluate = (f"vitrail eval {folder}", "scores the newest checkpoint on the held-out data")
-    resume = (f"vitrail train {folder}", "continues from the newest checkpoint while steps are left")
+    resume = (f"vitrail train {folder}", f"continues from {newest} while steps are left{begun}")
     again = (f"vitrail report {folder}", "writes this page anew")
     return {"running": [again, evaluate], "done": [evaluate, resume]}.get(status, [resume, evaluate, again])

@@ -107,8 +107,9 @@ class Board:
         if not machine or machine != name_machine() or is_alive(number):
             return None
         return (
-            f"(process {number} on {host}) died without a word: it was killed, ran out of memory or crashed; "
-            "see its last lines and the messages of the kernel there"
+            f"(process {number} on {host}) died without a word: it was killed, ran out of memory or crashed. "
+            "The launcher names the signal (-9: killed, -11: crashed); whether it was for want of memory, the kernel "
+            f"says: dmesg -T | grep -i 'killed process', on {host}"
         )
 
 

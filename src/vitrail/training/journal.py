@@ -333,16 +333,13 @@ class Journal:
             self.note(f"step {step}: {bad[1]} absent chunks were read as the fill value so far")
         self.log("bad", step=step, samples=bad[0], filled_chunks=bad[1], sentences=sentences)
 
-    def saved(self, outcome: dict[str, Any], *, final: bool) -> None:
-        """Report the end of a save: step, error, seconds, bytes."""
+    def saved(self, outcome: dict[str, Any], *, then: str | None) -> None:
+        """Report the end of a save (step, error, seconds, bytes); of one that failed, also what then follows."""
         if not outcome["error"]:
             path = f"checkpoints/{checkpoint_name(outcome['step'])}"
             self.log("checkpoint", path=path, **{k: outcome[k] for k in ("step", "seconds", "bytes")})
-        elif not final:
-            self.note(
-                f"the checkpoint of step {outcome['step']} could not be written ({outcome['error']}); "
-                "training goes on and tries again at the next one"
-            )
+        elif then is not None:
+            self.note(f"the checkpoint of step {outcome['step']} could not be written ({outcome['error']}); {then}")
 
     def end(self, *, step: int, reason: str, seconds: float, message: str) -> None:
         """Write the last line and the report."""

@@ -8,11 +8,16 @@ from vitrail.recipe.durations import Duration, RunLength
 
 
 @config
-class _ScheduleConfig:
+class ScheduleConfig:
+    """The warm-up, and what comes after it: `remaining`, or a `rate` of one's own where that needs the step.
+
+    The trainer reads `steps` and `warmup` and asks for `rate` before each step; other durations come as written.
+    """
+
     steps: RunLength | None = None  # duration that the schedule is laid out for; null: the run's length
-    warmup: Duration = 0
+    warmup: Duration = 0  # duration in which the rate rises to that of the optimizer
     start: float | None = None  # rate of the first step; default: rate / (warm-up steps + 1), rising evenly
-    end: float = 0.0  # rate that the steps run towards: that of a step after the last
+    end: float = 0.0  # rate that the steps run towards: that of a step after the last; nothing where it is constant
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("end", self.end)):
@@ -34,7 +39,7 @@ class _ScheduleConfig:
 
 
 @config
-class CosineConfig(_ScheduleConfig):
+class CosineConfig(ScheduleConfig):
     kind: Literal["cosine"] = "cosine"
 
     def remaining(self, done: float) -> float:
@@ -42,7 +47,7 @@ class CosineConfig(_ScheduleConfig):
 
 
 @config
-class LinearConfig(_ScheduleConfig):
+class LinearConfig(ScheduleConfig):
     kind: Literal["linear"] = "linear"
 
     def remaining(self, done: float) -> float:
@@ -50,7 +55,7 @@ class LinearConfig(_ScheduleConfig):
 
 
 @config
-class ConstantConfig(_ScheduleConfig):
+class ConstantConfig(ScheduleConfig):
     kind: Literal["constant"] = "constant"
 
     def remaining(self, done: float) -> float:

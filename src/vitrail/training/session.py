@@ -463,17 +463,22 @@ class Session:
 
         on_chief(look, self.place.control)
 
-    def note_saved(self, outcome: dict[str, Any] | None, *, final: bool = False) -> None:
+    def note_saved(
+        self,
+        outcome: dict[str, Any] | None,
+        *,
+        then: str | None = "training goes on and tries again at the next one",
+    ) -> None:
         if outcome is not None:
             self.save_seconds, self.save_error = outcome["seconds"], outcome["error"]
-            self.journal.saved(outcome, final=final)
+            self.journal.saved(outcome, then=then)
 
     # ------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
         self.watchdog.beat(self.trainer.done, "saving")
         self.save_error = None
-        self.note_saved(self.checkpoints.wait(), final=True)
+        self.note_saved(self.checkpoints.wait(), then=None)
         if self.save_error:
             raise RunFailed(
                 f"the last checkpoint (step {self.trainer.done}) could not be written to {self.checkpoints.folder}: "
@@ -496,7 +501,7 @@ class Session:
         wait = not isinstance(error, KeyboardInterrupt)
         error, story = self.watchdog.explain(error)  # first of all: the others are waiting, and their clocks run
         if wait:
-            self.note_saved(within(patience, self.checkpoints.wait))
+            self.note_saved(within(patience, self.checkpoints.wait), then="the run ends without it")
         if self.folder is not None and not begun and isinstance(error, UserError):
             self.folder.discard_if_new()
         else:
