@@ -46,6 +46,18 @@ _DIFFUSION = [
     "objective.sampling={sampler: ddim, steps: 2}",
 ]
 
+_PHOTOS = [
+    "data.train=[{path: photos, kind: image_folder}]",
+    "data.fit={resize: [16, 16]}",
+    "data.crop=16",
+    "data.batch=4",
+]
+_ORGANS = [
+    "data.train=[{path: organs, kind: nifti, label_map: {1: 0, 2: 1, 3: 2, 4: 3}}]",
+    *_model(*_WIDTHS, "tokens.length=43", inside="model.encoder"),
+    *_VOLUME,
+]
+
 _MAE = [
     *_model("width=48", "depth=2", "heads=6", "kv_heads=2", "hidden=64", "patch=4", inside="model.encoder"),
     *_model("width=32", "depth=1", "heads=4", "hidden=32", inside="model.decoder"),
@@ -59,7 +71,17 @@ RECIPES: dict[str, list[str]] = {
     "cifar10/dit": [*_model(*_WIDTHS), *_PARQUET, *_FEW],
     "cifar10/dit_ditan": [*_model(*_WIDTHS), *_PARQUET, *_FEW],
     "cifar10/vit": [*_model(*_WIDTHS), *_PARQUET],
+    "catsdogs/vit_b16": [*_model(*_WIDTHS, "patch=4", "classes=3"), *_PHOTOS],
     "ct/ddpm3d": [*_DIFFUSION, "data.train=[{path: ct, kind: nifti}]", "data.crop=8"],
+    "ct/mae2d": [
+        *_model(*_WIDTHS, "patch=2", "tokens.length=13", inside="model.encoder"),
+        *_model("width=24", "depth=1", "heads=4", inside="model.decoder"),
+        "data.train=[{path: ct, kind: nifti, slices: z}]",
+        "data.crop=8",
+        "data.batch=4",
+    ],
+    "ct/sap3d": _ORGANS,
+    "ct/unetr3d": [*_ORGANS, "model.encoder.depth=4", "model.features=4"],
     "demo/mae3d": [*_model(*_WIDTHS, inside="model.encoder"), *_model("width=24", inside="model.decoder"), *_VOLUME],
     "demo/sap3d": [*_model(*_WIDTHS, "tokens.length=43", inside="model.encoder"), "model.features=4", *_VOLUME],
     "demo/unetr3d": [*_model("width=32", "heads=4", inside="model.encoder"), "model.features=4", *_VOLUME],
@@ -91,6 +113,12 @@ RECIPES: dict[str, list[str]] = {
         "data.batch=8",
     ],
     **{f"mae3d/{name}": _MAE for name in ("2b", "torchtitan_2b", "torchtitan_8b")},
+    "imagenet/mae_b16_adaptive": [
+        *_model(*_WIDTHS, "patch=4", "tokens.length=13", inside="model.encoder"),
+        *_model("width=24", "depth=1", "heads=4", inside="model.decoder"),
+        *_PHOTOS,
+    ],
+    "imagenet/vit_b16_adaptive": [*_model(*_WIDTHS, "patch=4", "tokens.length=13", "classes=3"), *_PHOTOS],
     "orbit/113b": [
         *_model("width=32", "depth=2", "heads=4", "hidden=64", "channels=5"),
         *_dummy((16, 32), 5),
@@ -166,6 +194,12 @@ def write_data(home: Path) -> None:
     for number in range(3):
         values = draw.integers(-1000, 2000, (12, 11, 10), np.int16)
         nibabel.save(nibabel.Nifti1Image(values, np.diag([2.0, 1.0, 1.0, 1.0])), home / "ct" / f"scan{number}.nii")
+    for number in range(2):
+        for name, least, most in (("image", -1000, 2000), ("label", 1, 5)):
+            folder = home / "organs" / f"{name}sTr"
+            folder.mkdir(parents=True, exist_ok=True)
+            values = draw.integers(least, most, (18, 17, 16), np.int16)
+            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / f"{name}{number}.nii")
 
 
 def digest(batch: Any) -> str:

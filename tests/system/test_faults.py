@@ -171,7 +171,7 @@ def check_restarts(volume: Path, whole: Path, home: Path, phases: list[str], see
     """One of two ranks is killed again and again, and torchrun starts the job anew each time."""
     home.mkdir(exist_ok=True)
     run_dir, draw = home / "run", random.Random(seed)
-    recipe = make_recipe(volume, home / "recipe.yaml", run_dir)
+    recipe = make_recipe(volume, home / "recipe.yaml", run_dir, run__steps=MANY)
     process = launch(2, recipe, launcher=("--max-restarts=3",))
     dead: set[int] = set()
 
@@ -199,7 +199,7 @@ def test_dead_ranks_are_replaced_twenty_times(volume: Path, whole: Callable[...,
         [draw.choice(["start", "training", "training", "writing"]) for _ in range(number)] for number in [3] * 6 + [2]
     ]
     assert sum(map(len, jobs)) == 20
-    reference = whole(2)
+    reference = whole(2, MANY)
     with ThreadPoolExecutor(2) as pool:
         tasks = [
             pool.submit(check_restarts, volume, reference, tmp_path / f"job-{number}", phases, number)
@@ -215,9 +215,12 @@ def test_dead_ranks_are_replaced_twenty_times(volume: Path, whole: Callable[...,
 def check_signals(
     volume: Path, whole: Path, home: Path, ranks: int, stops: list[tuple[str, signal.Signals, int]]
 ) -> None:
-    """Stop one run again and again with a signal to one of its ranks, and continue it to the end."""
+    """Stop one run again and again with a signal to one of its ranks, and continue it to the end.
+
+    It is long, since steps go on while the moment of a signal is looked for.
+    """
     run_dir, draw = home / "run", random.Random(0)
-    recipe = make_recipe(volume, home / "recipe.yaml", run_dir)
+    recipe = make_recipe(volume, home / "recipe.yaml", run_dir, run__steps=MANY)
     step = 0
     for phase, number, rank in stops:
         process = launch(ranks, recipe)
@@ -236,17 +239,17 @@ def check_signals(
         stop = last_line(run_dir, "end")
         assert stop["reason"] == "signal"
         assert stop["step"] == steps_saved(run_dir)[0]
-        assert step < stop["step"] < STEPS
+        assert step < stop["step"] < MANY
         step = stop["step"]
     run_to_end(ranks, run_dir)
-    assert [line["step"] for line in lines(run_dir) if line["event"] == "train"] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(run_dir) if line["event"] == "train"] == list(range(1, MANY + 1))
     assert_same(run_dir, whole)
 
 
 def test_signals_to_one_process(volume: Path, whole: Callable[..., Path], tmp_path: Path) -> None:
     stops = [("set-up", signal.SIGTERM, 0), ("validation", signal.SIGINT, 0), ("writing", signal.SIGUSR1, 0)]
     stops.append(("training", signal.SIGHUP, 0))
-    check_signals(volume, whole(1), tmp_path, 1, stops)
+    check_signals(volume, whole(1, MANY), tmp_path, 1, stops)
 
 
 @pytest.mark.slow
@@ -261,7 +264,7 @@ def test_all_signals_in_all_phases(
         for turn, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP))
         if (place + turn) % 2 == first
     ]
-    check_signals(volume, whole(ranks), tmp_path, ranks, stops)
+    check_signals(volume, whole(ranks, MANY), tmp_path, ranks, stops)
 
 
 def test_a_second_interrupt_ends_at_once(volume: Path, tmp_path: Path) -> None:
@@ -536,17 +539,17 @@ def test_a_save_that_fails_leaves_the_others_and_training_goes_on(volume: Path, 
 
 @pytest.mark.slow
 def test_a_full_disk_ends_with_a_sentence(volume: Path, tmp_path: Path) -> None:
-    """A disk of four megabytes, three of them taken: everything that is written may fail, the log too."""
+    """A disk of 16 megabytes, all but one of them taken: everything that is written may fail, the log too."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    make_disk = f"mount -t tmpfs -o size=4m tmpfs {disk}"
+    make_disk = f"mount -t tmpfs -o size=16m tmpfs {disk}"
     if shutil.which("unshare") is None or subprocess.run([*mount, make_disk], capture_output=True).returncode:
         pytest.skip("this system does not let users mount a small disk")
     tree = small(volume, disk / "run", run__steps=40, checkpoint={"every": 10, "keep": 1}, log__pictures=1)
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
     train_it = f"{sys.executable} -m vitrail train {recipe}"
-    script = f"{make_disk} && head -c 3000000 /dev/zero > {disk}/other && {train_it}; echo code $?; "
+    script = f"{make_disk} && head -c 15000000 /dev/zero > {disk}/other && {train_it}; echo code $?; "
     script += f"ls {disk}/run/checkpoints; rm {disk}/other; {train_it}; echo code $?; ls {disk}/run/checkpoints"
     code, output = finish(start(*mount, script))
     assert code == 0, output
