@@ -740,7 +740,9 @@ def test_settings_of_decoders_times_and_trees_that_no_shape_tells(monkeypatch: p
     assert "decoder has heads 4, the model's 2; set decoder.heads: 4" in told(mae, decoder=replace(blocks, heads=2))
     grouped = replace(blocks, kv_heads=2)
     other = replace(grouped, heads=8, kv_heads=4)
-    assert "has kv_heads 2, the model's 4; set decoder.kv_heads: 2" in told(replace(mae, decoder=grouped), decoder=other)
+    assert "has kv_heads 2, the model's 4; set decoder.kv_heads: 2" in told(
+        replace(mae, decoder=grouped), decoder=other
+    )
     assert "has theta 100, the model's 50; set decoder.theta: 100" in told(mae, decoder=replace(blocks, theta=50.0))
     dit = DiTConfig(width=24, depth=2, heads=2, patch=4, channels=1, shape=16, time_scale=1e-3)
     assert "times by 0.001, the model by 1; set time_scale: 0.001" in told(dit, time_scale=1.0)
