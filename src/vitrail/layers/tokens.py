@@ -177,7 +177,7 @@ class Tokens:
         return images.mean(dim=1) if merge else images.flatten(1, 2)
 
     def told(self, what: Literal["place", "number"]) -> Tensor:
-        """Coordinates [B, N, ndim] for an encoder: of their places, or as if they stood in a row along the first axis."""
+        """Coordinates [B, N, ndim] for an encoder: of their places, or as in a row along the first axis, in order."""
         if what == "place":
             return self.coordinates
         patch = constants(self.patch, self.coordinates)

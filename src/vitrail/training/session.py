@@ -31,8 +31,8 @@ from vitrail.parallel.agree import gather_json, on_chief, on_chief_for_long, sha
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
-from vitrail.recipe.load import as_meant
 from vitrail.recipe.durations import clock_of
+from vitrail.recipe.load import as_meant
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.checkpoint import Checkpoints, check_space
 from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
