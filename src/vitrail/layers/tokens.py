@@ -60,7 +60,7 @@ class UniformTokens:
     """Patches of one size on a grid."""
 
     kind: Literal["uniform"] = "uniform"
-    told: ClassVar[str] = "place"  # what encoders are told of a token
+    told: ClassVar[Literal["place"]] = "place"  # what encoders are told of a token
 
     def count(self, size: tuple[int, ...], patch: tuple[int, ...]) -> int:
         return math.prod(grid_of(size, patch))
