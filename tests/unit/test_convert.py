@@ -236,6 +236,59 @@ def test_words_of_the_command_line_and_of_a_script_count(tmp_path: Path) -> None
         convert(UCF[0], words=["--trainer.max_epochs=1"])
 
 
+def test_scripts_are_read_as_the_shell_reads_them(tmp_path: Path) -> None:
+    """Quotes, values after a space, words in a variable: each counts, and what is said twice is not guessed."""
+    script = write(
+        tmp_path,
+        'ARGS="--training.steps=7 --model.flavor \\"8B\\""  # --training.steps=8\n'
+        "torchrun train.py --training.batch_size 4 --training.compile \\\n  --training.max_norm='2.0' "
+        "--checkpoint.interval=1 $ARGS > log\ntorchrun train.py --checkpoint.interval=2\n",
+        "run.sh",
+    )
+    found = convert(MAE, script=script)
+    wanted = {"run.steps": 7, "data.batch": "4/rank", "model.encoder.width": 4096, "optimizer.clip": 2.0}
+    assert {key: value(found, key) for key in wanted} == wanted
+    assert value(found, "parallel.compile") is True
+    assert statuses(found)["--checkpoint.interval"] == UNKNOWN
+    assert convert(MAE, script=script, words=["--checkpoint.interval=2"]).count(UNKNOWN) == 0
+    call = "# main_training.py is the study's\n#SBATCH -N 4  # nodes\nsrun python main_training.py"
+    for flags in (
+        " --bs \"64\" --strategy 'FULL_SHARD' --model_size giant 2>&1 | tee log\n",
+        " --bs 64 \\\n  --strategy FULL_SHARD --model_size=giant; echo done\n",
+    ):
+        found = convert(write(tmp_path, call + flags, "a.sh"))
+        assert found.count(UNKNOWN) == 0
+        assert [value(found, key) for key in ("data.batch", "parallel.strategy", "model.size")] == [
+            "64/rank",
+            "FULL_SHARD",
+            "1B",
+        ]
+        assert statuses(found)["#SBATCH -N"] == DROPPED
+    text = "CMD=\"python -u main_training.py\n  --model_size '5B'\n  --bs 16\"\nsrun $CMD\n"
+    assert value(convert(write(tmp_path, text, "b.sh")), "model.size") == "5B"
+    with pytest.raises(UserError, match="2 times"):
+        convert(write(tmp_path, f"{call} --bs 1\n{call} --bs 2\n", "c.sh"))
+
+
+def test_axes_and_labels_are_those_of_the_data(tmp_path: Path) -> None:
+    """UCF-VIT counts axes as an array has them: x, y, z in NIfTI, which are read as z, y, x, and the last is cut."""
+    tree = yaml.read(SEEDS / "ucf-vit/basic_ct/unetr/base_config.yaml")
+    net = tree["model"]["net"]["init_args"]
+    net |= {"tile_size": [64, 32, 16], "adaptive_patching": False}
+    for dataset, flat, crop in (
+        ("basic_ct", False, [16, 32, 64]),
+        ("basic_ct", True, [32, 64]),
+        ("xct", False, [64, 32, 16]),
+        ("xct", True, [64, 32]),
+    ):
+        tree["data"]["dataset"], net["twoD"] = dataset, flat
+        found = convert(write(tmp_path, json.dumps(tree)), task="unetr")
+        assert value(found, "data.crop") == crop
+        (entry,) = value(found, "data.train")
+        assert entry.get("slices") == ({"basic_ct": "z", "xct": "x"}[dataset] if flat else None)
+        assert ("label_map" in entry) == (dataset == "basic_ct")
+
+
 def test_the_task_of_a_file_is_told_by_its_folder_or_by_a_person(tmp_path: Path) -> None:
     text = (SEEDS / "ucf-vit/imagenet/mae/base_config.yaml").read_text()
     assert convert(write(tmp_path / "mae", text)).task == "mae"

@@ -1,5 +1,8 @@
 """How the command line reads words, and hands them on."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -92,3 +95,27 @@ def test_a_rank_waits_until_the_first_has_spoken(seconds, tmp_path, monkeypatch,
     assert min(seconds, words.FIRST_SPEAKS) <= clock[0] <= words.FIRST_SPEAKS + 1
     assert mine.exists()
     assert capfd.readouterr().err == ""  # one of each host is enough
+
+
+SLOW_END = """
+import signal, threading, time
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+threading.Thread(target=lambda: (time.sleep(0.5), print("late"))).start()
+atexit.register(print, "bye")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "told"),
+    [
+        ("", "'mend it'", (1, "", "mend it\n")),  # as sys.exit() prints
+        ("import ctypes; ctypes.CDLL(None).printf(b'of a library')", "0", (0, "of a library", "")),
+        ("print('x'); sys.stdout.close()", "75", (75, "x\n", "")),
+        (SLOW_END, "75", (75, "bye\n", "")),  # interrupted while it waits for a thread
+    ],
+)
+def test_the_end_of_a_process_loses_neither_words_nor_its_code(before: str, code: str, told: tuple) -> None:
+    lines = f"import atexit, os, sys\nfrom vitrail.cli.words import end\n{before}\nend({code})"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=env, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == told

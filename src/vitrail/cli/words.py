@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -209,8 +210,10 @@ def leave() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
+        except OSError:
             send_nowhere(stream)
+        except ValueError:  # closed, which flushed it
+            pass
 
 
 def end(code: int | str | None) -> NoReturn:
@@ -219,11 +222,21 @@ def end(code: int | str | None) -> NoReturn:
     There a thread of gloo that still holds a tensor, or one of a reader or kernel that still runs, may abort a process
     whose work is done.
     """
+    if isinstance(code, str):
+        note(code)
     if code != INTERRUPTED:  # whoever asked twice does not wait for threads
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        for last in (threading._shutdown, atexit._run_exitfuncs, _flush_libraries):  # type: ignore[attr-defined]
+            with suppress(KeyboardInterrupt):  # of what is waited for there, and the work is done
+                last()
     leave()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _flush_libraries() -> None:
+    """Write what compiled libraries, such as NCCL, have printed and still hold."""
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)
 
 
 def send_nowhere(stream: Any) -> None:

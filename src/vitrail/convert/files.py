@@ -41,6 +41,7 @@ def convert(
     if task is not None and system != "ucf-vit":
         raise UserError(f"--as {task}: only files of UCF-VIT leave open what they train; leave it out")
     called, told = read_words(read(Path(script)), str(script)) if script is not None else ([], [])
+    told = [row for row in told if not any(re.split("[= ]", word)[0] == row.old for word in words)]
     called += words
     tree: Any
     if system == "ucf-vit":
@@ -82,20 +83,26 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
 
 
 def read_words(text: str, name: str) -> tuple[list[str], list[Row]]:
-    """Return the `--section.key=value` of a script, and rows for those whose value is the shell's to know."""
-    found = re.findall(
-        r"(?<!\S)--([a-z_0-9]+\.[a-z_0-9]+)(?:=(\S+))?", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE)
-    )
+    """Return the `--section.key=value` of a script, and rows for those whose value it leaves open."""
+    text = re.sub(r"^\s*#.*$|\s#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', '"')
+    value = r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"';&|]+"
+    found: dict[str, set[str]] = {}
+    for key, said, after in re.findall(
+        rf"(?<![^\s\"'=])--([a-z_0-9]+\.[a-z_0-9]+)(?:=({value})|[ \t]+(?![-;&|<>]|\d*[<>])({value}))?", text
+    ):
+        found.setdefault(key, set()).add((said or after).strip(QUOTES))
     words: list[str] = []
     told: list[Row] = []
-    for key, value in found:
+    for key, values in found.items():
         if key == "job.config_file":
             continue
-        if "$" in value:
-            why = f"{name} makes the value as it runs; give it: -- --{key}=VALUE"
-            told.append(Row(f"--{key}", show(value), UNKNOWN, "", why))
+        made = any("$" in said for said in values)
+        if made or len(values) > 1:
+            why = f"{name} makes the value as it runs" if made else f"{name} says it more than once"
+            shown = ", ".join(show(said) for said in sorted(values))
+            told.append(Row(f"--{key}", shown, UNKNOWN, "", f"{why}; give it: -- --{key}=VALUE"))
         else:
-            words.append(f"--{key}={value.strip(QUOTES)}" if value else f"--{key}")
+            words += [f"--{key}={said}" if said else f"--{key}" for said in values]
     return words, told
 
 

@@ -14,14 +14,31 @@ SIZES = {"base": "Base", "huge": "Huge", "giant": "1B", "enormous": "3B", "5B": 
 def read_script(text: str) -> dict[str, Any]:
     """Return the flags that a script calls the study with, and what it asks Slurm for."""
     found: dict[str, Any] = {}
-    for name, value in re.findall(r"^#SBATCH\s+(--?[A-Za-z][\w-]*)(?:[ =]+(\S+))?[ \t]*$", text, re.MULTILINE):
+    for name, value in re.findall(r"^#SBATCH\s+(--?[A-Za-z][\w-]*)(?:[ =]+(\S+))?[ \t]*(?:#.*)?$", text, re.MULTILINE):
         found[f"#SBATCH {name}"] = value or True
-    call = re.search(r"main_training\.py((?:\\\n|[^\n\"'])*)", text)
-    if call is None:
+    calls = calls_of(text)
+    if not calls:
         raise UserError(
             "the script does not call main_training.py, whose flags say what is trained; give one that does"
         )
-    return found | read_flags(call[1].replace("\\\n", " ").split())
+    called = [words for words in calls if words] or calls
+    if any(words != called[0] for words in called):
+        raise UserError(f"the script calls main_training.py {len(called)} times, not always alike; leave one of them")
+    return found | read_flags(called[0])
+
+
+def calls_of(text: str) -> list[list[str]]:
+    """Return the words of each call of main_training.py, without quotes."""
+    text = re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', "")
+    found = []
+    for call in re.finditer(r"main_training\.py(?![^\s\"'])", text):
+        before, after = text[: call.start()].rpartition("\n")[2], text[call.end() :]
+        inside = [quote for quote in "\"'" if before.count(quote) % 2]  # the call ends with its string, or its line
+        for end in inside or "\n":
+            after = after.partition(end)[0]
+        words = re.split(r"[;&|]|\s#|\s\d*[<>]", after)[0].replace('"', "").replace("'", "").split()
+        found.append(words)
+    return found
 
 
 def read_flags(words: list[str]) -> dict[str, Any]:
@@ -117,9 +134,18 @@ TABLE = Table(
         Line("#SBATCH -t", job("--time CLOCK")),
         Line("#SBATCH -A", job("--account NAME")),
         Line("#SBATCH -q", job("--qos NAME")),
+        Line("#SBATCH -p", job("--partition NAME")),
         Line("#SBATCH -J", job("--name NAME")),
         Line("#SBATCH -o", drop("the log lies in the run's folder")),
         Line("#SBATCH --exclusive", job("--machine frontier")),
     ),
-    {"#SBATCH --nodes": "#SBATCH -N", "#SBATCH --time": "#SBATCH -t", "#SBATCH --account": "#SBATCH -A"},
+    {
+        "#SBATCH --nodes": "#SBATCH -N",
+        "#SBATCH --time": "#SBATCH -t",
+        "#SBATCH --account": "#SBATCH -A",
+        "#SBATCH --partition": "#SBATCH -p",
+        "#SBATCH --qos": "#SBATCH -q",
+        "#SBATCH --job-name": "#SBATCH -J",
+        "#SBATCH --output": "#SBATCH -o",
+    },
 )

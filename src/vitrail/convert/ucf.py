@@ -37,6 +37,11 @@ def is_sliced(given: Given) -> bool:
     return len(sides(given)) == 3 and bool(given(NET + "twoD", True))
 
 
+def is_nifti(given: Given) -> bool:
+    """Whether volumes are NIfTI files, whose axes x, y, z are read here as z, y, x; other arrays as they are stored."""
+    return SOURCES.get(given("data.dataset")) == "nifti"
+
+
 def is_sharded(given: Given) -> bool:
     """Whether the script is one for its fsdp mode: these alone shard, split tensors and compute in bfloat16."""
     more = [int(given(f"parallelism.{name}", 1)) for name in ("fsdp_size", "tensor_par_size")]
@@ -97,7 +102,9 @@ def model(value: Any, given: Given) -> Made:
 
 def crop(value: Any, given: Given) -> Made:
     size = sides(given)
-    size = size[:2] if is_sliced(given) else size[::-1] if len(size) == 3 else size
+    if len(size) == 3:
+        size = size[:2] if is_sliced(given) else size
+        size = size[::-1] if is_nifti(given) else size
     return {"data.crop": size[0] if len(set(size)) == 1 else size}, ""
 
 
@@ -106,7 +113,8 @@ def two_d(value: Any, given: Given) -> Made:
         raise NotHonoured("tiles of two sides are of two dimensions")
     if not is_sliced(given):
         return {}, "the sizes of the tile tell"
-    return {f"data.train.{i}.slices": "z" for i in entries(given).values()}, ""
+    across = "z" if is_nifti(given) else "x"  # the last axis as it is stored
+    return {f"data.train.{i}.slices": across for i in entries(given).values()}, ""
 
 
 def patch(value: Any, given: Given) -> Made:
@@ -247,6 +255,8 @@ def dataset(value: Any, given: Given) -> Made:
 def labels(value: Any, given: Given) -> Made:
     if given.task not in ("unetr", "sap"):
         return None
+    if given("data.dataset") != "basic_ct":
+        return {}, "classes as they are stored; data.train.label_map says otherwise, as code for these data may have"
     classes = int(given("data.num_classes"))
     keys: Keys = {}
     for number in entries(given).values():
