@@ -712,7 +712,7 @@ def test_tiff_labels_beside(tmp_path: Path) -> None:
     source = opened("tiff", tmp_path)
     assert (len(source.items), source.label_dtype) == (2, None)  # one has labels, one has none
     tifffile.imwrite(tmp_path / "label.tif", VALUES[:, :-1])
-    with pytest.raises(UserError, match="are not used: .* do not cover the image"):
+    with pytest.raises(UserError, match=r"are not used: .* do not cover the image"):
         dataset_of("tiff", tmp_path, labels="voxel")
 
 
