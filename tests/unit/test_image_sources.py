@@ -913,7 +913,10 @@ def test_latents_of_bytes_have_a_scale(tmp_path: Path, store: Any) -> None:
             assert np.allclose(source.statistics["std"], wanted.std((0, 2, 3)))
     moved = LatentsConfig(path=path, scale=2.0, shift=-8.0).open()
     assert np.allclose(moved.read(0, WHOLE), stored[0] * 2.0 - 8)
-    for wrong in ("16/0", 0, "a/b", "1/2/3", True):
+    write_latents(tmp_path / "floats", [(stored.astype(np.float32), np.arange(5))], store="safetensors")
+    moved = LatentsConfig(path=str(tmp_path / "floats"), shift=100.0).open()
+    assert np.allclose(moved.read(0, WHOLE), stored[0] + 100.0)
+    for wrong in ("16/0", "16/", 0, "a/b", "1/2/3", True):
         with pytest.raises(
             UserError, match=r'scale.*expected a number above 0, or two with a stroke, such as "16/255"'
         ):
