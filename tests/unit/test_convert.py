@@ -270,6 +270,21 @@ def test_scripts_are_read_as_the_shell_reads_them(tmp_path: Path) -> None:
         convert(write(tmp_path, f"{call} --bs 1\n{call} --bs 2\n", "c.sh"))
 
 
+def test_values_of_the_originals_are_recipes_or_told_of(tmp_path: Path) -> None:
+    """Schedules and names of experiments as torchtitan's files have them, and what a file leaves out."""
+    words = ["--experimental.pipeline_parallel_schedule=Interleaved1F1B", "--experimental.pipeline_parallel_degree=2"]
+    assert value(convert(MAE, words=words), "parallel.schedule") == "interleaved"
+    found = convert(DIT, words=["--metrics.experiment_name=dit-l_bs16_ps8_p1,8"])  # as run_ablations_0.5B.sh does
+    assert value(found, "run.name") == "dit-l_bs16_ps8_p1-8"
+    assert statuses(found)["metrics.experiment_name"] == CHANGED
+    with pytest.raises(UserError, match=r"--training\.data_dir=FOLDER"):
+        convert(write(tmp_path, '[model]\nflavor = "2B"\n', "a.toml"))
+    tree = yaml.read(SEEDS / "ucf-vit/imagenet/mae/base_config.yaml")
+    del tree["model"]["lr"], tree["model"]["loss_fn"], tree["model"]["warmup_steps"]
+    (row,) = (row for row in convert(write(tmp_path, json.dumps(tree)), task="mae").rows if row.status == UNKNOWN)
+    assert row.why.startswith("model.lr, model.warmup_steps, model.loss_fn:")
+
+
 def test_axes_and_labels_are_those_of_the_data(tmp_path: Path) -> None:
     """UCF-VIT counts axes as an array has them: x, y, z in NIfTI, which are read as z, y, x, and the last is cut."""
     tree = yaml.read(SEEDS / "ucf-vit/basic_ct/unetr/base_config.yaml")

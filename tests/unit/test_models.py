@@ -431,5 +431,10 @@ def test_adaptive_tokens_may_be_told_their_number_alone() -> None:
     prediction, hidden = model.reconstruct(images, torch.rand(2, 22))
     assert prediction.shape == (2, 22, 16)
     assert hidden.any()
+    batch = Batch([0, 1], images, None, ("x",))
+    prepared, targets = ReconstructConfig().build(config, Statistics((0.0,), (1.0,))).prepare(batch, Draws(0, [0, 1]))
+    told = torch.cat([prepared["coordinates"], prepared["queries"]], dim=1)[..., 0] / 4 - 0.5
+    assert torch.equal(told[:, prepared["x"].shape[1] :].long(), targets.index)  # as training hides them
+    assert torch.equal(told.sort().values, torch.arange(22.0).expand(2, -1))
     with pytest.raises(ValueError, match=r"no table for the places of adaptive tokens; .* set tokens.told: number"):
         replace(encoder, tokens=replace(tokens, told="place"))

@@ -20,7 +20,7 @@ from vitrail.models.mae import MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.classify import Classify, ClassifyConfig
-from vitrail.objectives.objective import check_prepare, normalise
+from vitrail.objectives.objective import Objective, check_prepare, normalise
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.objectives.segment import Segment, SegmentConfig, Targets, confusion, segmentation_loss
 
@@ -398,6 +398,19 @@ def test_a_prepare_that_cannot_be_called_is_refused() -> None:
         check_prepare(Earlier.__new__(Earlier))
     for kind in (Own, Open, Classify):
         check_prepare(kind.__new__(kind))
+
+
+def test_an_objective_whose_pictures_are_made_as_before_is_refused() -> None:
+    def draw(self: Any, path: Any, batch: Any, output: Any, targets: Any, *, step: int, held_out: bool) -> str:
+        raise AssertionError
+
+    def example(self: Any, batch: Any, draws: Any, run: Any, *, size: int = 1, tick: Any = None) -> Any:
+        raise AssertionError
+
+    for base in (Classify, Objective):
+        for own in (draw, example):
+            with pytest.raises(UserError, match=r"the pictures of Before cannot be made \(.*; write what one shows"):
+                type("Before", (base,), {own.__name__: own})
 
 
 # ---------------------------------------------------------------- reconstruct

@@ -198,6 +198,8 @@ def test_samples_at_another_voxel_size_are_scored_in_the_voxels_of_the_items() -
     found = scores(evaluator_of(source, (8, 8), overlap=0.5), 2, say)
     assert found["voxels"] == 20 * 33
     assert found["accuracy"] == 1
+    alone = scores(evaluator_of(source, (8, 8), edges=False), 2, say)  # windows of 12, none of which overlap
+    assert (alone["voxels"], alone["accuracy"]) == (12 * 24, 1)
 
 
 def test_a_tile_that_cannot_be_read_leaves_its_voxels_to_the_others() -> None:

@@ -691,3 +691,27 @@ def test_a_run_begun_before_a_key_existed_goes_on(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
     with pytest.raises(UserError, match="width: 48 became 24"):
         refuse_changes(tmp_path, recipe)
+
+
+def test_a_run_from_before_scores_had_a_scale_keeps_its_trees(tmp_path: Path) -> None:
+    """Its stored recipe lacks the key, whose default is not what the run did."""
+    from vitrail.recipe import yaml
+    from vitrail.recipe.load import find_recipe
+    from vitrail.training.session import refuse_changes
+    from vitrail.weights.runs import stored_recipe
+
+    encoder = {"width": 24, "depth": 1, "heads": 2, "patch": 4, "tokens": {"kind": "adaptive", "length": 64}}
+    data = {"train": [{"path": "x.zarr", "kind": "ome_zarr"}], "crop": 16, "batch": 2}
+    model = {"kind": "mae", "ndim": 3, "encoder": encoder}
+    recipe = load_recipe({"run": {"name": "old", "steps": 4, "dir": str(tmp_path)}, "model": model, "data": data})
+    tree = recipe.to_tree()
+    assert tree["model"]["encoder"]["tokens"]["score"].pop("scale") == "data"
+    tree["parallel"]["attention"] = "flash3"
+    (tmp_path / "recipe.yaml").write_text(yaml.dump(tree))
+    found = find_recipe(tmp_path)
+    for one in (found, stored_recipe({"recipe": tree})):
+        assert one.model.encoder.tokens.score.scale == "crop"
+        assert one.parallel.attention == "auto"
+    refuse_changes(tmp_path, found)
+    with pytest.raises(UserError, match=r"tokens.score.scale: 'crop' became 'data'"):
+        refuse_changes(tmp_path, recipe)

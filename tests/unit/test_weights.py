@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import vitrail
 from vitrail.errors import UserError
 from vitrail.layers.attention import attend
 from vitrail.layers.patches import gather_tokens, grid_coordinates, inflated_rope_table, patchify, rope_table, rotate
+from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
+from vitrail.models.dit import DiTConfig
 from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.models.sap import SAPConfig
@@ -724,6 +727,35 @@ def test_settings_that_no_shape_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     as_run(monkeypatch, solid.config)
     load_weights(model(**volumes, rope="superposed"), solid.state_dict())
     assert "set rope: superposed" in refusal(model(**volumes), solid.state_dict())
+
+
+def test_settings_of_decoders_times_and_trees_that_no_shape_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(source: Any, **changes: Any) -> str:
+        as_run(monkeypatch, source)
+        load_weights(source.build(), source.build().state_dict())
+        return refusal(replace(source, **changes).build(), source.build().state_dict())
+
+    blocks = DecoderConfig(width=32, depth=1, heads=4)
+    mae = MAEConfig(encoder=own(positions="rope"), decoder=blocks, channels=1, shape=16)
+    assert "decoder has heads 4, the model's 2; set decoder.heads: 4" in told(mae, decoder=replace(blocks, heads=2))
+    grouped = replace(blocks, kv_heads=2)
+    other = replace(grouped, heads=8, kv_heads=4)
+    assert "has kv_heads 2, the model's 4; set decoder.kv_heads: 2" in told(
+        replace(mae, decoder=grouped), decoder=other
+    )
+    assert "has theta 100, the model's 50; set decoder.theta: 100" in told(mae, decoder=replace(blocks, theta=50.0))
+    dit = DiTConfig(width=24, depth=2, heads=2, patch=4, channels=1, shape=16, time_scale=1e-3)
+    assert "times by 0.001, the model by 1; set time_scale: 0.001" in told(dit, time_scale=1.0)
+
+    numbered = AdaptiveTokens(length=16, min_leaf=2, told="number")
+    tree = MAEConfig(encoder=own(tokens=numbered), decoder=blocks, channels=1, shape=16)
+    by_place = replace(tree.encoder, tokens=replace(numbered, told="place"), positions="sincos")
+    said = "tokens are told their number, the model's their place"
+    assert said in told(replace(tree, encoder=replace(tree.encoder, positions="sincos")), encoder=by_place)
+    assert said in told(tree, encoder=own())
+    monkeypatch.undo()
+    config = SAPConfig(encoder=own(tokens=numbered, cls_token=True), channels=3, shape=16, classes=2)
+    assert "the file's positions are of places; set tokens.told: place" in refusal(config.build(), timm_state())
 
 
 def test_a_register_is_no_class_token(monkeypatch: pytest.MonkeyPatch) -> None:

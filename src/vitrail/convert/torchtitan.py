@@ -24,8 +24,12 @@ DIT_FLAVORS: dict[str, Keys] = {
 
 
 def name(value: Any, given: Given) -> Made:
-    stem = PurePosixPath(given.name).stem
-    return {"run.name": re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).lstrip("-.")[:100] or "converted"}, ""
+    return {"run.name": run_name(PurePosixPath(given.name).stem)}, ""
+
+
+def run_name(text: str) -> str:
+    """Return a name with the letters that names of runs may have."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).lstrip("-.")[:100] or "converted"
 
 
 def layout(value: Any, given: Given) -> Made:
@@ -84,6 +88,17 @@ def keep(value: Any, given: Given) -> Made:
     return {"checkpoint.keep": value}, ""
 
 
+def pipeline(value: Any, given: Given) -> Made:
+    words = {
+        "1F1B": "1F1B",
+        "GPipe": "GPipe",
+        "Interleaved1F1B": "interleaved",
+        "FlexibleInterleaved1F1B": "interleaved",
+    }
+    why = "interleaved as usual; its flexible form is not known here" if str(value).startswith("Flexible") else ""
+    return to("parallel.schedule", why, **words)(value, given)
+
+
 def loggers(value: Any, given: Given) -> Made:
     return {"log.to": [name for name in ("tensorboard", "wandb") if given(f"metrics.enable_{name}")]}, ""
 
@@ -127,7 +142,7 @@ def lines(steps: int, warmup: int, shard: int, **more: Any) -> tuple[Line, ...]:
         Line("training.tensor_parallel_degree", to("parallel.tensor"), 1),
         Line("experimental.context_parallel_degree", to("parallel.context"), 1),
         Line("experimental.pipeline_parallel_degree", to("parallel.pipeline"), 1),
-        Line("experimental.pipeline_parallel_schedule", to("parallel.schedule")),
+        Line("experimental.pipeline_parallel_schedule", pipeline),
         Line("experimental.pipeline_parallel_split_points", drop("parallel.split: cut by measured cost"), many=True),
         Line("experimental.pipeline_parallel_microbatches", drop("data.micro_batch says how many samples each has")),
         Line("experimental.enable_async_tensor_parallel", drop(_ALIKE)),
@@ -203,6 +218,8 @@ def mae_flavor(value: Any, given: Given) -> Made:
 
 
 def volumes(value: Any, given: Given) -> Made:
+    if "training.data_dir" not in given:
+        raise NotHonoured("no folder of volumes is given: add -- --training.data_dir=FOLDER")
     folder, inner = str(given("training.data_dir")).rstrip("/"), str(given("training.subdir_name")).strip("/")
     path = f"{folder}/*/*.zarr/{inner}/{given('training.resolution')}"
     return {"data.train.0.kind": "zarr", "data.train.0.path": path, "data.train.0.draw": "items"}, ""
@@ -317,7 +334,8 @@ def whole_bf16(value: Any, given: Given) -> Made:
 
 
 def experiment(value: Any, given: Given) -> Made:
-    return {"run.name": value}, ""
+    made = run_name(str(value))
+    return {"run.name": made}, "" if made == value else "letters that a name of a folder may have"
 
 
 def dit_name(value: Any, given: Given) -> Made:

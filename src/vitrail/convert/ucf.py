@@ -414,6 +414,16 @@ def reduce(value: Any, given: Given) -> Made:
     return {"precision.reduce": "bf16" if given("trainer.data_type") == "bfloat16" else "fp32"}, ""
 
 
+def unsaid(value: Any, given: Given) -> Made:
+    """What the original ends with an error without, where the recipe has a default that says something else."""
+    asked = ["model.lr", "model.weight_decay"]
+    asked += ["model.warmup_steps"] * ("scheduler.warmup_epochs" not in given)
+    asked += ["model.loss_fn", NET + "mask_ratio"] * (given.task == "mae")
+    if missing := [key for key in asked if key not in given]:
+        raise NotHonoured(f"{', '.join(missing)}: the recipe's own default, as the file does not say")
+    return None
+
+
 def pretrained(value: Any, given: Given) -> Made:
     if not value:
         return {}, "weights start at random: the default"
@@ -543,6 +553,7 @@ LINES = (
     Line("trainer.mae_checkpoint_path", drop("init.path, where use_pretrained_mae_model says so")),
     Line("trainer.mae_checkpoint_filename", drop("init.path, where use_pretrained_mae_model says so")),
     code("seed", has("run.seed", 0, "the original drew no seed")),
+    code("missing in the file", unsaid),
 )
 
 

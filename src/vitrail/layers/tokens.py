@@ -60,7 +60,7 @@ class UniformTokens:
     """Patches of one size on a grid."""
 
     kind: Literal["uniform"] = "uniform"
-    told: ClassVar[str] = "place"  # what encoders are told of a token
+    told: ClassVar[Literal["place"]] = "place"  # what encoders are told of a token
 
     def count(self, size: tuple[int, ...], patch: tuple[int, ...]) -> int:
         return math.prod(grid_of(size, patch))
@@ -176,8 +176,10 @@ class Tokens:
         images = images.unflatten(0, (-1, self.separate))  # B V K *S
         return images.mean(dim=1) if merge else images.flatten(1, 2)
 
-    def numbered(self) -> Tensor:
-        """Coordinates [B, N, ndim] as if the tokens stood in a row along the first axis, in their order."""
+    def told(self, what: Literal["place", "number"]) -> Tensor:
+        """Coordinates [B, N, ndim] for an encoder: of their places, or as in a row along the first axis, in order."""
+        if what == "place":
+            return self.coordinates
         patch = constants(self.patch, self.coordinates)
         row = torch.arange(self.number // self.separate, device=patch.device).repeat(self.separate)
         places = torch.nn.functional.pad(row[:, None], (0, len(self.patch) - 1))

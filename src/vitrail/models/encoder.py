@@ -9,7 +9,7 @@ Parameter names are timm's where timm has them (patch_embed.proj, blocks.0.attn.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -111,8 +111,10 @@ class EncoderConfig:
         adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
         known = {"kv_heads": None, **({"hidden": None} if self.mlp_ratio is None else {}), **self.make}
         placed = adaptive is not None and adaptive.told == "place"
-        unfit = ("positions",) if placed else ()  # a size's learned ones have no table for trees
-        fill_size(self, self.sizes, known, unfit=unfit)
+        sizes = self.sizes
+        if placed:  # learned positions of a size have no table for trees
+            sizes = {name: {key: one for key, one in s.items() if one != "learned"} for name, s in sizes.items()}
+        fill_size(self, sizes, known)
         check_heads(self.width, self.heads, self.kv_heads)
         check_mlp(self.width, self.mlp_ratio, self.hidden)
         check_drop_path(self.drop_path)
@@ -199,20 +201,17 @@ class EncoderConfig:
         return BlockConfig(**given)
 
 
-def fill_size(
-    c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any], *, unfit: Sequence[str] = ()
-) -> None:
+def fill_size(c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any]) -> None:
     """Give a config the keys that its named size stands for, where it does not say them itself.
 
-    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too; `unfit` ones
-    have no other.
+    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too.
     """
     known, like = dict(optional), "XL/2" if "XL" in sizes else "B/16" if "B" in sizes else next(iter(sizes), "...")
     if c.size is not None:
         name, _, patch = c.size.partition("/")
         if name not in sizes or ("/" in c.size and not (patch.isdigit() and int(patch))):
             raise ValueError(f"size {c.size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {like}'")
-        known |= sizes[name] | ({"patch": int(patch)} if patch else {}) | {key: optional[key] for key in unfit}
+        known |= sizes[name] | ({"patch": int(patch)} if patch else {})
     for key in ("width", "depth", "heads", "patch", *optional):
         if getattr(c, key) is None:
             if key not in known:

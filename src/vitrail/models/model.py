@@ -91,7 +91,7 @@ def make_inputs(
     patch = per_axis(encoder.patch, config.ndim)
     grown: dict[str, Any] = {"scored": scored, "span": span, "draws": draws}
     tokens = tokenize(images, encoder.tokens, patch, separate=separate, slab=slab, **grown)
-    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.coordinates if placed else tokens.numbered()}
+    inputs: dict[str, Any] = {"x": tokens.take(), "coordinates": tokens.told(encoder.tokens.told)}
     if tokens.tree is not None:
         inputs |= {"sizes": tokens.sizes, "valid": tokens.valid}
     if ids is not None:

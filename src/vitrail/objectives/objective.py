@@ -48,6 +48,10 @@ class Objective(ABC):
     wants_average: ClassVar[bool] = False  # results of raw weights are much worse than those of their average (ema)
     decodes: ClassVar[bool] = False  # it makes latents, which the recipe's codec turns into pixels
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_pictures(cls)
+
     @abstractmethod
     def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[dict[str, Any], Any]:
         """Make keyword inputs of the model (`x` and side inputs) and whatever loss() needs to judge its output."""
@@ -111,6 +115,19 @@ class Objective(ABC):
     def tokens_at(self, layer: str) -> int:
         """Count the tokens of a training sample that a linear layer of a block computes with, by the layer's name."""
         return self.tokens_per_sample()
+
+
+def check_pictures(kind: type[Objective]) -> None:
+    """Refuse an objective whose example() or draw() does not take what it is given."""
+    try:
+        inspect.signature(kind.example).bind(None, None, None, None, first=0, size=1, tick=None)
+        inspect.signature(kind.draw).bind(None, None, [], step=0, held_out=True, slices=1)
+    except TypeError as error:
+        raise UserError(
+            f"objective: the pictures of {kind.__name__} cannot be made ({error}); write what one shows of each sample "
+            "as rows(self, batch, output, targets), then draw(self, path, rows, *, step, held_out, slices=1), and "
+            "example() with a keyword `first`, if there is one"
+        ) from None
 
 
 class VoxelObjective(Objective):

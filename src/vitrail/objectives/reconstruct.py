@@ -106,10 +106,11 @@ class Reconstruct(Objective):
             slab=batch.slab,
         )
         visible, hidden = self.split(tokens, draws, evaluating)
-        whole = {"coordinates": tokens.coordinates, "sizes": tokens.sizes, "valid": tokens.valid, "variables": ids}
+        coordinates = tokens.told(encoder.tokens.told)
+        whole = {"coordinates": coordinates, "sizes": tokens.sizes, "valid": tokens.valid, "variables": ids}
         inputs = hide({name: t for name, t in whole.items() if t is not None}, visible, hidden)
         mean, std = batch.statistics or self.statistics.tensors()
-        own = sent(mean, tokens.coordinates.device), sent(std, tokens.coordinates.device)
+        own = sent(mean, coordinates.device), sent(std, coordinates.device)
         places = tokens.number // tokens.separate
 
         def normalised(values: Tensor, index: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 from vitrail.contents import check_contents, check_name
 from vitrail.errors import UserError
 from vitrail.recipe import yaml
+from vitrail.recipe.problems import at
 from vitrail.recipe.schema import Recipe, validate
 from vitrail.recipe.yaml import Key, merge, plain, set_key, show, split_override
 
@@ -99,10 +100,24 @@ def find_recipe(given: Any, overrides: Sequence[str] = ()) -> Recipe:
         stored = Path(given) / "recipe.yaml"
         if not stored.is_file():
             raise UserError(f"{given}: this folder has no recipe.yaml; give a recipe file or the folder of a run")
-        return load_recipe(stored, [f"run.dir={json.dumps(str(given))}", *overrides])
+        cleared: set[Key] = set()
+        tree = as_meant(read_tree(stored, cleared))
+        return validate(override(tree, [f"run.dir={json.dumps(str(given))}", *overrides], cleared), cleared)
     if isinstance(given, Recipe):
         return load_recipe(given.to_tree(), overrides) if overrides else given
     return load_recipe(given, overrides)
+
+
+def as_meant(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe that a run stored, with what it did before keys came whose defaults do something else."""
+    stored = plain(stored)
+    for owner in ("model",), ("model", "encoder"):
+        score = at(stored, (*owner, "tokens", "score"))
+        if isinstance(score, dict) and score.get("kind") in ("canny", "gradient", "variance"):
+            score.setdefault("scale", "crop")
+    if at(stored, ("parallel", "attention")) == "flash3":  # which is no more
+        stored["parallel"]["attention"] = "auto"
+    return stored
 
 
 # A key here, or anything below it, may differ when a run is continued: it changes where and how fast a run goes, when

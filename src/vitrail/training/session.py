@@ -32,6 +32,7 @@ from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.recipe.durations import clock_of
+from vitrail.recipe.load import as_meant
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.checkpoint import Checkpoints, check_space
 from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
@@ -562,8 +563,8 @@ def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
 
 
 def in_words_of_today(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored recipe with later keys at their defaults, which mean what was meant before they came."""
+    """Return a stored recipe with later keys at what was meant before they came."""
     try:
-        return load_recipe(stored).to_tree()
+        return load_recipe(as_meant(stored)).to_tree()
     except UserError:  # it names what is no more: the differences are shown as they are
         return stored

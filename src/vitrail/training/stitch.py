@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.order.mixture import Groups
-from vitrail.data.order.sampler import Order, Sample, choose
+from vitrail.data.order.sampler import Extent, Order, Sample, choose
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
 
@@ -138,11 +138,19 @@ class Stitch:
 
 
 def plan_tiles(order: Order, samples: int, ranks: int) -> Plan | None:
-    """Plan how tiles are put together; None for samples of other kinds, and for tiles none of which overlap."""
+    """Plan how tiles are put together.
+
+    None for samples of other kinds, and for tiles none of which overlap and whose voxels are those of the items.
+    """
     if not all(isinstance(one, Tiles) for one in (order.orders if isinstance(order, Groups) else [order])):
         return None
     plan = Plan(order, range(samples), ranks)
-    return plan if plan.overlaps else None
+    return plan if plan.overlaps or any(is_resampled(extent, order.crop) for extent in order.extents) else None
+
+
+def is_resampled(extent: Extent, crop: tuple[int, ...]) -> bool:
+    """Tell whether samples of an item have voxels of another size."""
+    return bool(extent.window) and tuple(n for axis, n in enumerate(extent.window) if axis != extent.slices) != crop
 
 
 @lru_cache(maxsize=16)

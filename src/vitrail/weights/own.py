@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from vitrail.layers.patches import per_axis
+from vitrail.models.decoder import DecoderBlocks
 from vitrail.models.model import encoder_of
 from vitrail.weights import pieces
 from vitrail.weights.files import Weights
 from vitrail.weights.pieces import Made, Piece, Target, Translation, is_superposed, place_patch_embed, rope_inflation
 from vitrail.weights.positions import choose_grid
+
+TABLES = ("encoder.pos_embed.table", "decoder.pos_embed.table")
 
 
 def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | None = None) -> Translation:
@@ -31,7 +34,7 @@ def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | Non
             out.pieces[name] = Piece((name,))
     if source is None:
         out.notes.append(_assumed(target))
-        for name in ("encoder.pos_embed.table", "decoder.pos_embed.table"):
+        for name in TABLES:
             if name in out.pieces and name in target.parameters and target.grid is not None:
                 rows = weights.shapes[name][0]
                 _, grid, doubt = choose_grid(rows, (0,), target.ndim, target.grid)
@@ -44,6 +47,7 @@ def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | Non
         return out
     _compare_makes(source, config.ndim, target, out)
     if not other_kind:
+        _compare_kinds(config, target, out)
         _compare_classes(weights, names, target, out)
     patch = per_axis(source.patch, config.ndim)
     for name in [n for n in out.pieces if n.startswith("encoder.patch_embed.proj.")]:
@@ -53,8 +57,8 @@ def translate_own(weights: Weights, target: Target, names: tuple[str, ...] | Non
         _match_variables(source.variables.known, target, out)
     shape = getattr(config, "shape", None)
     old = None if shape is None else source.grid(per_axis(shape, config.ndim))
-    for part in ("encoder", "decoder"):
-        _own_table(f"{part}.pos_embed.table", source.positions, old, target, out)
+    for name in TABLES:
+        _own_table(name, source.positions, old, target, out)
     row = target.parameters.get("encoder.pos_embed.cls")
     if row is not None and source.positions == "sincos":
         out.pieces["encoder.pos_embed.cls"] = Piece((), partial(Made, torch.zeros(row.shape)))
@@ -80,6 +84,11 @@ def _compare_makes(source: Any, ndim: int, target: Target, out: Translation) -> 
         out.problems.append(f"the run's positions are {theirs}, the model's {ours}; set positions: {theirs}")
     if theirs == ours == "rope":
         _compare_rotations(source, ndim, target, out)
+    told, telling = source.tokens.told, target.config.tokens.told
+    if told != telling:
+        out.problems.append(f"the run's tokens are told their {told}, the model's their {telling}; set both alike")
+        for name in TABLES:
+            out.skipped[name] = out.ignored[name] = f"its rows are of the {told} of a token"
     if theirs == ours == "sincos" and ndim != target.ndim:
         out.problems.append(
             f"sin-cos positions of {ndim} axes are not those of {target.ndim}; set positions: learned, which then "
@@ -92,6 +101,25 @@ def _compare_makes(source: Any, ndim: int, target: Target, out: Translation) -> 
         out.problems.append(f"the run has {said}, the model {str(has[0]).lower()} and {has[1]}; set {said}")
         for name in ("encoder.prefix_tokens", "encoder.pos_embed.cls"):
             out.skipped[name] = out.ignored[name] = "the run's tokens before the patches are others"
+
+
+def _compare_kinds(config: Any, target: Target, out: Translation) -> None:
+    """Compare settings of the rest of a model of the same kind, as _compare_makes() does those of its encoder."""
+    model = target.model.config
+    had, has = getattr(config, "time_scale", 1.0), getattr(model, "time_scale", 1.0)
+    if not math.isclose(had, has):
+        out.problems.append(f"the run multiplies times by {had:g}, the model by {has:g}; set time_scale: {had:g}")
+    theirs, ours = getattr(config, "decoder", None), getattr(model, "decoder", None)
+    if not (isinstance(theirs, DecoderBlocks) and isinstance(ours, DecoderBlocks)):
+        return
+    for key in ("heads", "kv_heads", "theta"):
+        had, has = getattr(theirs, key), getattr(ours, key)
+        if key == "kv_heads":
+            had, has = had or theirs.heads, has or ours.heads
+        elif key == "theta":
+            had, has = (d.theta or c.encoder.theta for d, c in ((theirs, config), (ours, model)))
+        if had != has and (key != "theta" or target.positions == "rope"):
+            out.decoder.append(f"the run's decoder has {key} {had:g}, the model's {has:g}; set decoder.{key}: {had:g}")
 
 
 def _compare_rotations(source: Any, ndim: int, target: Target, out: Translation) -> None:

@@ -27,6 +27,8 @@ def place_positions(
     counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
     skip, grid = 0, None
     if table is not None:
+        if target.config.tokens.told == "number":
+            out.problems.append("the file's positions are of places; set tokens.told: place")
         skips: tuple[int, ...] = (int(cls is not None),)  # how many of its rows may be other tokens'
         if adapter == "monai":
             skips = (0,)

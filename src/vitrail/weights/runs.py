@@ -24,7 +24,7 @@ from vitrail.foreign import read_json
 from vitrail.models.model import Model
 from vitrail.parallel.agree import Group, gather_json, on_chief
 from vitrail.recipe import Recipe, load_recipe
-from vitrail.recipe.load import diff
+from vitrail.recipe.load import as_meant, diff
 from vitrail.sums import check_version, sum_of_file, sum_of_tree
 from vitrail.weights.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
 
@@ -190,9 +190,10 @@ def stored_recipe(manifest: dict[str, Any], overrides: Sequence[str] = ()) -> Re
     """Return the recipe inside a checkpoint; it is complete, so it may extend no other file."""
     if "extends" in manifest["recipe"]:
         raise UserError("the recipe in this checkpoint extends another file, which no checkpoint of a run does")
-    recipe = load_recipe(manifest["recipe"], overrides)
+    stored = as_meant(manifest["recipe"])
+    recipe = load_recipe(stored, overrides)
     if overrides:  # another model would take those of the weights that have the same names, and compute something else
-        trees = (load_recipe(manifest["recipe"]).to_tree()["model"], recipe.to_tree()["model"])
+        trees = (load_recipe(stored).to_tree()["model"], recipe.to_tree()["model"])
         for key, old, new in diff(*trees, "model"):
             if not key.startswith("model.mask"):  # what is hidden has no weights: another share may be asked for
                 raise UserError(
