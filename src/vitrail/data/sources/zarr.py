@@ -296,8 +296,8 @@ def _open_all(c: GridConfig, kind: str, open_one: Callable[[str, str | None], En
     drawn = {str(entry.labels.name) for entry in entries if entry.labels is not None}
     if c.labels is not None and not has_stars(c.labels) and len(drawn) < len(entries):
         raise UserError(
-            f"labels = {c.labels!r} are those of one volume, and {c.path} stands for {len(entries)}; name labels inside "
-            "each volume, or write stars, which stand for what those of `path` do"
+            f"labels = {c.labels!r} are those of one volume, and {c.path} stands for {len(entries)}; name labels "
+            "inside each volume, or write stars, which stand for what those of `path` do"
         )
     return HierarchySource(c, entries, kind=kind, notes=notes)
 
