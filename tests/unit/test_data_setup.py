@@ -207,8 +207,10 @@ def test_volumes_keep_their_statistics_for_a_whole_run(
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(statistics, "measure_volume", lambda *a, **k: pytest.fail("measured again"))
     np.save(tmp_path / "ct/2.npy", values // 2)
-    vitrail.evaluate(tmp_path / "run")
+    vitrail.evaluate(tmp_path / "run", overrides=["data.normalize={kind: minmax, to: [0, 1]}"])
     assert seen == {1000, 2000}
+    with pytest.raises(UserError, match=r"data\.normalize: a model sees values as it was trained on them"):
+        vitrail.evaluate(tmp_path / "run", overrides=["data.normalize=fit"])
     vitrail.train(merge(tree, {"run.steps": 2}), quiet=True, other_data=True)
 
 
