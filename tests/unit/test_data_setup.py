@@ -161,6 +161,9 @@ def test_batches_of_one_variable_after_another(tmp_path: Path, monkeypatch: pyte
     for batch in batches(own, last=3):
         at = names.index(batch.variables[0])
         assert [table[0].item() for table in batch.statistics] == [known["mean"][at], known["std"][at]]
+    for few in (known["mean"][:2], known["mean"] * 2):
+        with pytest.raises(UserError, match=r"statistics = .*: give 3 means and stds, one for each of .*channel0"):
+            next(batches(merge(tree, {"data.train": [entry | {"statistics": {"mean": few, "std": [1.0] * len(few)}}]})))
     found = list(batches(tree))
     assert [len(batch.variables) for batch in found] == [1] * 6
     assert sorted(batch.variables[0] for batch in found) == sorted(names * 2)

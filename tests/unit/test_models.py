@@ -438,3 +438,11 @@ def test_adaptive_tokens_may_be_told_their_number_alone() -> None:
     assert torch.equal(told.sort().values, torch.arange(22.0).expand(2, -1))
     with pytest.raises(ValueError, match=r"no table for the places of adaptive tokens; .* set tokens.told: number"):
         replace(encoder, tokens=replace(tokens, told="place"))
+
+
+def test_sizes_keep_the_positions_that_fit_trees() -> None:
+    """Learned ones of a size have no table for places in a tree; its rotations need none."""
+    tokens = AdaptiveTokens(length=64)
+    found = [EncoderConfig(size=size, tokens=tokens).positions for size in ("UCF-B/16", "2B", "B/16")]
+    assert found == ["sincos", "rope", "sincos"]
+    assert EncoderConfig(size="UCF-B/16", tokens=replace(tokens, told="number")).positions == "learned"

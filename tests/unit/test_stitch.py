@@ -20,7 +20,7 @@ from vitrail.data.reading.pool import Policy
 from vitrail.errors import BadData
 from vitrail.objectives.segment import Segment, SegmentConfig, Targets, confusion
 from vitrail.parallel.mesh import Layout
-from vitrail.recipe.sections import Tiles
+from vitrail.recipe.sections import Fit, Tiles
 from vitrail.training import evaluate, stitch
 
 NAMES = ("none", "one", "two")
@@ -56,11 +56,17 @@ def disagreeing(values: torch.Tensor) -> torch.Tensor:
 
 
 def evaluator_of(
-    source: Any, crop: tuple[int, ...], *, samples: int = 10**4, blend: Any = "gaussian", **tiles: Any
+    source: Any,
+    crop: tuple[int, ...],
+    *,
+    samples: int = 10**4,
+    blend: Any = "gaussian",
+    fit: Fit | None = None,
+    **tiles: Any,
 ) -> evaluate.Evaluator:
     dataset = Dataset([source], crop, where="data.valid", labels="voxel")
     dataset.tiled = lambda tiles: None  # type: ignore[assignment,return-value]  # arrays are no config classes
-    dataset.settings = dataset.settings.model_copy(update={"tiles": Tiles(**tiles), "mix": "size"})
+    dataset.settings = dataset.settings.model_copy(update={"tiles": Tiles(**tiles), "mix": "size", "fit": fit})
     sampler = dataset.sampler(seed=5, lanes=1, reuse=1)
     reader = dataset.reader(sampler, lanes=1, cache_bytes=0, labelling=LABELLING)
     loader = Loader(sampler, reader, device=torch.device("cpu"), workers=0, prefetch=1)
@@ -150,6 +156,11 @@ def test_tiles_that_do_not_overlap_are_scored_as_they_were(monkeypatch: pytest.M
     assert found["voxels"] == 64 * 8
     overlapping = scores(evaluator_of(source, (8, 8), overlap=0.5), 2)
     assert overlapping["voxels"] > 16 * 24 + 8 * 17  # as it was: voxels count as often as tiles cover them
+
+
+def test_fitted_images_are_scored_in_the_voxels_of_their_samples() -> None:
+    """What lies outside of the centre that is taken is not seen, and not scored."""
+    assert scores(evaluator_of(LabelledArrays((16, 20), (40, 24)), (8, 8), fit=Fit(resize=10)))["voxels"] == 2 * 64
 
 
 def test_some_of_the_tiles_are_scored_where_they_lie() -> None:

@@ -96,7 +96,8 @@ class Evaluator:
     def _plan(self, ranks: int) -> Plan | None:
         """Return how tiles are put together, where voxels are scored and tiles overlap."""
         if ranks not in self._plans:
-            voxels = isinstance(self.objective, VoxelObjective)
+            # Of images that are fitted a part is left out, and none overlap.
+            voxels = isinstance(self.objective, VoxelObjective) and self.loader.reader.fit is None
             self._plans = {ranks: plan_tiles(self.loader.sampler, self.samples, ranks) if voxels else None}
         return self._plans[ranks]
 
