@@ -133,7 +133,9 @@ def tiny_data(folder: Path, kind: str) -> dict[str, Any]:
         for number in range(8):
             place = folder / f"class{number % 2}"
             place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(noise.integers(0, 255, (36, 40, 3), dtype=np.uint8)).save(place / f"{number}.png")
+            Image.fromarray(noise.integers(0, 255, (36, 40, 3), dtype=np.uint8)).save(
+                place / f"{('cat', 'dog')[number % 2]}.{number}.png"
+            )
         return {"path": str(folder)}
     if kind == "nifti":
         nibabel = pytest.importorskip("nibabel")
@@ -281,6 +283,8 @@ def test_values_of_the_originals_are_recipes_or_told_of(tmp_path: Path) -> None:
         convert(write(tmp_path, '[model]\nflavor = "2B"\n', "a.toml"))
     tree = yaml.read(SEEDS / "ucf-vit/imagenet/mae/base_config.yaml")
     del tree["model"]["lr"], tree["model"]["loss_fn"], tree["model"]["warmup_steps"]
+    found = convert(SEEDS / "ucf-vit/catsdogs/classification/base_config.yaml")
+    assert value(found, "data.train.0.class_pattern") == r"(?P<class>cat|dog)\."  # cat.0.jpg, as the original reads it
     (row,) = (row for row in convert(write(tmp_path, json.dumps(tree)), task="mae").rows if row.status == UNKNOWN)
     assert row.why.startswith("model.lr, model.warmup_steps, model.loss_fn:")
 

@@ -161,6 +161,9 @@ def test_batches_of_one_variable_after_another(tmp_path: Path, monkeypatch: pyte
     for batch in batches(own, last=3):
         at = names.index(batch.variables[0])
         assert [table[0].item() for table in batch.statistics] == [known["mean"][at], known["std"][at]]
+    for few in (known["mean"][:2], known["mean"] * 2):
+        with pytest.raises(UserError, match=r"statistics = .*: give 3 means and stds, one for each of .*channel0"):
+            next(batches(merge(tree, {"data.train": [entry | {"statistics": {"mean": few, "std": [1.0] * len(few)}}]})))
     found = list(batches(tree))
     assert [len(batch.variables) for batch in found] == [1] * 6
     assert sorted(batch.variables[0] for batch in found) == sorted(names * 2)
@@ -204,8 +207,10 @@ def test_volumes_keep_their_statistics_for_a_whole_run(
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(statistics, "measure_volume", lambda *a, **k: pytest.fail("measured again"))
     np.save(tmp_path / "ct/2.npy", values // 2)
-    vitrail.evaluate(tmp_path / "run")
+    vitrail.evaluate(tmp_path / "run", overrides=["data.normalize={kind: minmax, to: [0, 1]}"])
     assert seen == {1000, 2000}
+    with pytest.raises(UserError, match=r"data\.normalize: a model sees values as it was trained on them"):
+        vitrail.evaluate(tmp_path / "run", overrides=["data.normalize=fit"])
     vitrail.train(merge(tree, {"run.steps": 2}), quiet=True, other_data=True)
 
 

@@ -395,6 +395,36 @@ def test_images_and_labels_go_by_usual_names(tmp_path: Path, image: str, labels:
         dataset_of("nifti", tmp_path, labels="voxel")
 
 
+@pytest.mark.parametrize("kind", ["nifti", "tiff"])
+def test_what_is_just_called_like_labels_stops_no_one_who_needs_none(tmp_path: Path, kind: str) -> None:
+    import tifffile
+
+    suffix, save = (".nii", save_nifti) if kind == "nifti" else (".tif", tifffile.imwrite)
+    save(tmp_path / f"a{suffix}", VALUES)
+    save(tmp_path / f"a_mask{suffix}", np.stack([VALUES, VALUES], -1 if kind == "nifti" else 0))
+    for path in (tmp_path / f"a{suffix}", tmp_path):
+        source = dataset_of(kind, path).sources[0]
+        assert (len(source.items), source.label_dtype) == (1, None)
+        with pytest.raises(UserError, match=r"labels that go by name are not used: labels .*a_mask"):
+            dataset_of(kind, path, labels="voxel")
+    (tmp_path / f"a_mask{suffix}").write_bytes(b"no labels")
+    assert len(dataset_of(kind, tmp_path / f"a{suffix}").sources[0].items) == 1
+    (tmp_path / f"a{suffix}").write_bytes(b"no image")
+    with pytest.raises(UserError, match=rf"a\{suffix}"):
+        dataset_of(kind, tmp_path / f"a{suffix}")
+
+
+@pytest.mark.parametrize("folders", [("", ""), ("imagesTr/", "labelsTr/")])
+def test_labels_of_two_names_are_not_chosen_from(tmp_path: Path, folders: tuple[str, str]) -> None:
+    save_nifti(tmp_path / f"{folders[0]}a.nii", VALUES)
+    for word in ("seg", "mask"):
+        save_nifti(tmp_path / f"{folders[1]}a_{word}.nii", VALUES // 64)
+    path = tmp_path if folders[0] else tmp_path / "a.nii"
+    assert dataset_of("nifti", path).sources[0].label_dtype is None
+    with pytest.raises(UserError, match=r"labels of 'a' may be 'a_seg' or 'a_mask'; say which"):
+        dataset_of("nifti", path, labels="voxel")
+
+
 def test_files_named_like_labels_that_fit_no_image_are_images(tmp_path: Path) -> None:
     for name in ("a_img.nii", "a_seg.nii", "b_seg.nii"):
         save_nifti(tmp_path / name, VALUES)
@@ -682,8 +712,8 @@ def test_tiff_labels_beside(tmp_path: Path) -> None:
     source = opened("tiff", tmp_path)
     assert (len(source.items), source.label_dtype) == (2, None)  # one has labels, one has none
     tifffile.imwrite(tmp_path / "label.tif", VALUES[:, :-1])
-    with pytest.raises(BadData, match="do not cover the image"):
-        opened("tiff", tmp_path)
+    with pytest.raises(UserError, match=r"are not used: .* do not cover the image"):
+        dataset_of("tiff", tmp_path, labels="voxel")
 
 
 def test_tiff_sidecar_and_nnunet(tmp_path: Path) -> None:

@@ -426,6 +426,7 @@ def test_tables_that_do_not_tell_are_refused(tmp_path: Path) -> None:
         ("image,class\n1,a\n2\n", {}, r"t\.csv, line 3: 1 values, but there are 2 columns"),
         ("image,kind\n1,a\n", {}, r"which column is that of the classes is not clear: .* columns image, kind; say it"),
         ("image,kind\n", {"class_columns": ("image", "sort")}, r"t\.csv has the columns image, kind, but no 'sort'"),
+        ("image,label_1,label_2\n1,a,b\n2,a,b\n", {}, r"which column is that of the classes is not clear"),
         ("", {}, r"which column is that of the images is not clear: .* the columns none"),
         ("image,class\n" + "x" * 2**20, {}, "has a line of more than 1,048,576 characters"),
         (b"image,class\n\xff\xfe,a\n", {}, "is no table of text in UTF-8"),
@@ -437,6 +438,32 @@ def test_tables_that_do_not_tell_are_refused(tmp_path: Path) -> None:
     assert classes_of(**keys, class_columns=("image", "kind")) == {"1.png": "b", "2.png": "a"}
     with pytest.raises(UserError, match=r"class_table = 'u\.csv' is no file, neither by itself nor in "):
         ImageFolderConfig(path=str(tmp_path), class_table="u.csv").open()
+
+
+def test_a_row_is_of_one_image(tmp_path: Path) -> None:
+    put_images(tmp_path, "a/1.png", "b/1.png", "b/2.png")
+    keys: dict[str, Any] = {"path": str(tmp_path), "class_table": "t.csv"}
+    for rows in ("a/1.png,x\n2,y\n", "1.png,x\n2,y\n", "1,x\n2,y\n"):
+        (tmp_path / "t.csv").write_text("image,class\n" + rows)
+        with pytest.raises(UserError, match=r"tells no class of [12] of the 3 images of .*, such as '[ab]/1\.png'"):
+            ImageFolderConfig(**keys).open()
+    (tmp_path / "t.csv").write_text("image,class\na/1,x\n2,y\nb/1.png,y\n")
+    assert classes_of(**keys) == {"a/1.png": "x", "b/1.png": "y", "b/2.png": "y"}
+
+
+def test_folders_that_a_path_with_stars_leaves_out_are_no_classes(tmp_path: Path) -> None:
+    put_images(tmp_path, "a/1.png", "b/1.png")
+    assert classes_of(path=f"{tmp_path}/*/*.png", classes=True) == {"a/1.png": "a", "b/1.png": "b"}
+    with pytest.raises(UserError, match=r"no folder of '1\.png' is below the first star.*such as images/\*/\*\.png"):
+        ImageFolderConfig(path=f"{tmp_path}/a/*.png", classes=True).open()
+
+
+def test_two_images_that_may_be_labels_of_one(tmp_path: Path) -> None:
+    put_images(tmp_path, "x/1.png", "x/2.png", *(f"y/{word}_{n}.png" for word in ("seg", "mask") for n in (1, 2)))
+    with pytest.raises(UserError, match=r"labels of '1' may be 'seg_1' or 'mask_1'; say which with stars"):
+        ImageFolderConfig(path=str(tmp_path / "x"), labels=str(tmp_path / "y")).open()
+    source = ImageFolderConfig(path=str(tmp_path / "x"), labels=f"{tmp_path}/y/mask_*.png").open()
+    assert source.read_labels(0, (slice(None), slice(None))).shape == source.items[0].shape
 
 
 def test_labels_of_images_go_by_usual_names_or_stars(tmp_path: Path) -> None:
@@ -886,7 +913,10 @@ def test_latents_of_bytes_have_a_scale(tmp_path: Path, store: Any) -> None:
             assert np.allclose(source.statistics["std"], wanted.std((0, 2, 3)))
     moved = LatentsConfig(path=path, scale=2.0, shift=-8.0).open()
     assert np.allclose(moved.read(0, WHOLE), stored[0] * 2.0 - 8)
-    for wrong in ("16/0", 0, "a/b", "1/2/3", True):
+    write_latents(tmp_path / "floats", [(stored.astype(np.float32), np.arange(5))], store="safetensors")
+    moved = LatentsConfig(path=str(tmp_path / "floats"), shift=100.0).open()
+    assert np.allclose(moved.read(0, WHOLE), stored[0] + 100.0)
+    for wrong in ("16/0", "16/", 0, "a/b", "1/2/3", True):
         with pytest.raises(
             UserError, match=r'scale.*expected a number above 0, or two with a stroke, such as "16/255"'
         ):

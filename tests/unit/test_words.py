@@ -12,6 +12,7 @@ from vitrail.cli import words
 from vitrail.cli.words import note, print_rows, print_tree, read_pair, read_sizes, refuse_options
 from vitrail.errors import UserError
 from vitrail.infer import sample
+from vitrail.infer.neighbours import knn
 
 
 def test_options_without_an_effect_are_refused():
@@ -119,3 +120,11 @@ def test_the_end_of_a_process_loses_neither_words_nor_its_code(before: str, code
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=env, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == told
+
+
+def test_from_python_too_no_count_is_below_one_and_no_text_a_guidance() -> None:
+    for name in ("neighbours", "batch", "number"):
+        with pytest.raises(UserError, match=f"^{name}: 0 must be at least 1"):
+            knn("no run", "no recipe", **{name: 0})
+    with pytest.raises(UserError, match=r"^guidance: .* must be one number, or several different ones"):
+        sample.Wishes(guidance="1,2").each()

@@ -119,6 +119,9 @@ def test_stars_stand_for_many_volumes(organelles: Path) -> None:
     for labels in (f"{organelles}/**/labels/groundtruth/crop7/mito/s0", "recon-1/labels/groundtruth/crop7/mito/s0"):
         source = ZarrConfig(path=f"{organelles}/**/em/fibsem-uint8/s0", labels=labels).open()
         assert [item.shape for item in source.items] == [(8, 10, 12)] * 2
+    of_one = f"{organelles}/jrc_x.zarr/recon-1/labels/groundtruth/crop7/mito/s0"
+    with pytest.raises(UserError, match=r"labels = .* are those of one volume, and .* stands for 2; name labels"):
+        ZarrConfig(path=f"{organelles}/**/em/fibsem-uint8/s0", labels=of_one).open()
     assert fingerprint([ZarrConfig(path=path)], {}) != fingerprint([ZarrConfig(path=path.replace("**", "*"))], {})
     with pytest.raises(UserError, match=r"stands for no file or folder; check the spelling"):
         ZarrConfig(path=f"{organelles}/**/s7").open()
@@ -130,6 +133,9 @@ def test_a_folder_of_hierarchies_is_many_volumes(tmp_path: Path) -> None:
     assert guess_kind(str(tmp_path)) == "ome_zarr"
     source = OmeZarrConfig(path=str(tmp_path)).open()
     assert [item.name for item in source.items] == ["b9.zarr", "b10.zarr"]
+    source = OmeZarrConfig(path=str(tmp_path), labels="structures").open()
+    whole = tuple(slice(0, n) for n in VALUES.shape)
+    assert all(np.array_equal(source.read_labels(item, whole), VALUES % 3) for item in range(2))
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,12 @@ def labels(value: Any, given: Given) -> Made:
     return keys, "labels are stored from 1 in Basic_CT, and the original took 1 from each"
 
 
+def classes(value: Any, given: Given) -> Made:
+    if given("data.dataset") != "catsdogs" or given.task != "classification":
+        return None
+    return {f"data.train.{number}.class_pattern": r"(?P<class>cat|dog)\." for number in entries(given).values()}, ""
+
+
 def in_variables(value: Any, given: Given) -> Made:
     if not all(isinstance(names, list) for names in value.values()):
         raise NotHonoured("expected a list of names for each dataset")
@@ -318,9 +324,8 @@ def normalized(value: Any, given: Given) -> Made:
         return {"data.normalize": "none"}, ""
     if given("data.dataset") == "basic_ct":
         return {"data.normalize": {"kind": "minmax", "to": [0.0, 1.0]}, "data.statistics": "volume"}, ""
-    return {
-        "data.normalize": "fit"
-    }, "the data's mean and std become 0 and 1; the original leaves it to each dataset's code"
+    there = "pixels stayed at 0 to 255" if given("data.dataset") == "catsdogs" else "each dataset has code of its own"
+    return {"data.normalize": "fit"}, f"the data's mean and std become 0 and 1; there {there}"
 
 
 def split(value: Any, given: Given) -> Made:
@@ -497,6 +502,7 @@ LINES = (
     code("number of channels", channels),
     Line("data.single_channel", single_channel),
     code("labels of voxels", labels),
+    code("cat or dog, by the name of the file", classes),
     Line("data.tile_overlap", tiles),
     Line("data.use_all_data", edges),
     Line("dataset_options.imagenet_resize", resized, many=True),

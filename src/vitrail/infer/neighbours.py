@@ -38,8 +38,9 @@ def knn(
     quiet: bool = True,
 ) -> dict[str, Any]:
     """Measure a run's features on the labelled data of a recipe or run: all, or `number` items of each part."""
-    if neighbours < 1 or batch < 1:
-        raise UserError(f"neighbours {neighbours} and batch {batch} must be at least 1")
+    for name, value in {"neighbours": neighbours, "batch": batch, "number": number}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name}: {value} must be at least 1")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     network = RunNetwork(run, device=place, checkpoint=checkpoint, weights=weights)
     train, valid = (_open(data, part, seed) for part in ("train", "valid"))

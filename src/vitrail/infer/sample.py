@@ -120,7 +120,7 @@ class Wishes:
         if self.guidance is None or isinstance(self.guidance, int | float):
             return {"": self}
         scales = list(self.guidance)
-        if len(scales) < 2 or len({f"{one:g}" for one in scales}) < len(scales):
+        if isinstance(self.guidance, str) or len(scales) < 2 or len({f"{one:g}" for one in scales}) < len(scales):
             raise UserError(f"guidance: {scales} must be one number, or several different ones, such as 1,2,4")
         plain = dataclasses.replace(self, interval=None)  # for a guidance of 1, which acts nowhere
         return {f"{SCALE}{one:g}": dataclasses.replace(plain if one == 1 else self, guidance=one) for one in scales}

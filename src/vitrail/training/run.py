@@ -61,6 +61,11 @@ def evaluate(
         def measure(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             recipe = fitting(stored_recipe(manifest, overrides), overrides)
             which = which_weights(weights, recipe)
+            if recipe.data.normalize != stored_recipe(manifest).data.normalize:
+                raise UserError(
+                    "data.normalize: a model sees values as it was trained on them, whatever it is evaluated on; leave "
+                    "it out"
+                )
             if not recipe.data.valid:
                 raise UserError(
                     f"{run}: its recipe has no data.valid to evaluate on; give one: data.valid=[{{path: ...}}]"

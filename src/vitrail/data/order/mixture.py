@@ -76,6 +76,11 @@ def one_variable_each(entries: Sequence[Any]) -> tuple[Any, ...]:
                 f"data.one_variable: {entry.kind!r} has no key `variables`, by which one of its {len(names)} variables "
                 "could be read; give its config the keys of GridConfig or ItemsConfig, or leave one_variable out"
             )
+        if entry.statistics and {len(values) for values in entry.statistics.values()} != {len(names)}:
+            raise UserError(
+                f"statistics = {entry.statistics} of {entry.path}: give {len(names)} means and stds, one for each of "
+                f"{list(names)}"
+            )
         for number, name in enumerate(names):
             known = entry.statistics and {key: [values[number]] for key, values in entry.statistics.items()}
             apart.append(replace(entry, variables=[name], statistics=known))

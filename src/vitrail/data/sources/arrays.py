@@ -48,7 +48,9 @@ class NiftiConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the headers; no voxel is read yet."""
-        layout = find_cases(self.path, self.labels, NIFTI)
+        return find_cases(self.path, self.labels, NIFTI).open(self._open)
+
+    def _open(self, layout: Layout) -> GridSource:
         entries = [self._entry(case, layout) for case in layout.cases]
         return GridSource(self, entries, kind="nifti", notes=layout.notes)
 

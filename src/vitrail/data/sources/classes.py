@@ -47,8 +47,13 @@ def classes_by_pattern(pattern: str, names: Sequence[str], path: str) -> list[st
 def classes_by_table(table: str, columns: tuple[str, str] | None, names: Sequence[str], path: str) -> list[str]:
     """Return the class of each image, which a row of a table tells."""
     known: dict[str, str] = {}
-    several: set[str] = set()  # names without folder or suffix that images of other classes have, too
+    several: set[str] = set()  # names without folder or suffix that other images have, too
     whole: dict[str, str] = {}
+    folders: dict[str, set[str]] = {}  # of the images of a name without folder
+    for name in names:
+        for form in _spellings(base_name(name)):
+            folders.setdefault(form, set()).add(name.rpartition("/")[0])
+    several |= {form for form, some in folders.items() if len(some) > 1}
     for line, (image, label) in read_columns(table, columns):
         if whole.setdefault(image, label) != label:
             raise UserError(
@@ -119,9 +124,8 @@ def _choose(head: list[str], columns: tuple[str, str] | None, table: str) -> tup
             raise UserError(f"class_columns = {list(columns)}: {has}, but no {lost[0]!r}; choose from these")
         return head.index(columns[0]), head.index(columns[1])
     plain = [re.sub(r"[^a-z]", "", name.lower()) for name in head]
-    found = [
-        next((plain.index(name) for name in usual if name in plain), None) for usual in (IMAGE_COLUMNS, CLASS_COLUMNS)
-    ]
+    known = [next((name for name in usual if name in plain), "") for usual in (IMAGE_COLUMNS, CLASS_COLUMNS)]
+    found = [plain.index(name) if plain.count(name) == 1 else None for name in known]
     if found[0] is None or found[1] is None:
         what = "images" if found[0] is None else "classes"
         raise UserError(

@@ -17,6 +17,7 @@ from typing import Any
 
 from vitrail.data.files.paths import base_name, file_type, is_url, join, list_files, parent, read_json
 from vitrail.data.files.patterns import Match, fill_stars, find_matches, has_stars
+from vitrail.data.grid import GridSource
 from vitrail.data.stored import Stored
 from vitrail.errors import UserError
 
@@ -39,6 +40,18 @@ class Layout:
     labels: dict[int, str] = field(default_factory=dict)  # names of the values
     facts: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # on how labels were found, or why not
+    beside: bool = False  # whether nothing but their names says that files beside the images are labels
+
+    def open(self, make: Callable[["Layout"], GridSource]) -> GridSource:
+        """Return what is made of the items, without labels where those found beside turn out to be none."""
+        try:
+            return make(self)
+        except UserError as error:
+            if not self.beside:
+                raise
+            plain = tuple(replace(case, labels=None) for case in self.cases)
+            note = f"labels that go by name are not used: {error}"
+            return make(replace(self, cases=plain, notes=(note,), beside=False))
 
     def name_channels(self, images: Sequence[Stored]) -> tuple[Stored, ...]:
         """Return the images of a case with the names of their channels, where each is one."""
@@ -132,16 +145,33 @@ def named_labels(labels: str, stars: Sequence[str], image: str) -> str:
 
 
 def pair_names(images: Sequence[str], labels: Sequence[str]) -> dict[str, str]:
-    """Return the labels of images that have some, all names without suffix: by the usual pattern that fits most."""
+    """Return the labels of images that have some, all names without suffix: by the usual pattern that fits most.
+
+    Patterns that fit as many, by which an image has other labels, are refused; its own name comes before them.
+    """
     best = {name: name for name in set(images) & set(labels)}
     known = {name.lower(): name for name in labels}
-    for make in _patterns(images, labels):
-        if len(best) == len(images):
-            break
+    other: dict[str, str] = {}  # by another pattern that fits as many
+    by_word = False
+    for number, make in enumerate(_patterns(images, labels)):
+        if len(best) == len(images) and not by_word:
+            return best
         found = {image: known[made] for image in images if (made := make(image.lower())) in known}
-        if len(set(found.values())) == len(found) > len(best):
-            best = found
+        if len(set(found.values())) < len(found):
+            continue
+        if len(found) > len(best):
+            best, other, by_word = found, {}, number >= OWN_NAMES
+        elif by_word and len(found) == len(best):
+            other = other or {name: found[name] for name in found if best.get(name, found[name]) != found[name]}
+    for image, second in other.items():
+        raise UserError(
+            f"labels of {image!r} may be {best[image]!r} or {second!r}; say which with stars in `path` and `labels`, "
+            "such as path: images/*.nii, labels: labels/*_seg.nii"
+        )
     return best
+
+
+OWN_NAMES = 2  # patterns, the first, by which labels are called as their image
 
 
 def _patterns(images: Sequence[str], labels: Sequence[str]) -> Iterator[Callable[[str], str]]:
@@ -175,14 +205,17 @@ def _find_beside(path: str, items: Sequence[Match], suffixes: Sequence[str]) -> 
     by_stem = {stem(each.name, suffixes): each for each in beside}
     named = [name for name in by_stem if is_named_like_labels(name)]
     plain = {stem(each.name, suffixes): each for each in items if not is_named_like_labels(stem(each.name, suffixes))}
-    pairs = pair_names(list(plain), named)
+    try:
+        pairs = pair_names(list(plain), named)
+    except UserError as error:
+        return Layout(tuple(Case(each.name, (each.path,), None) for each in items), notes=(str(error),))
     if not pairs or (len(items) > 1 and (len(pairs) < len(named) or len(by_stem) < len(items))):
         return Layout(tuple(Case(each.name, (each.path,), None) for each in items))
     cases = [
         Case(each.name, (each.path,), by_stem[pairs[name]].path if name in pairs else None)
         for name, each in plain.items()
     ]
-    return Layout(tuple(cases), notes=(_told(cases),))
+    return Layout(tuple(cases), notes=(_told(cases),), beside=True)
 
 
 def _told(cases: Sequence[Case]) -> str:
@@ -250,7 +283,11 @@ def read_layout(path: str, suffixes: Sequence[str], *, labels: str | None = None
     if labels is not None:
         pairs = pair_labels([Match(case.name, case.images[0], (case.name,)) for case in cases], labels, endings)
     else:
-        pairs = {case: known[name] for case, name in pair_names(list(grouped), list(known)).items()}
+        try:
+            pairs = {case: known[name] for case, name in pair_names(list(grouped), list(known)).items()}
+        except UserError as error:
+            pairs, known = {}, {}
+            notes.append(f"{path}/labelsTr: {error}")
     cases = [replace(case, labels=pairs.get(case.name)) for case in cases]
     if labels is None and any(case != stem(base_name(place), endings) for case, place in pairs.items()):
         notes.append(_told(cases))

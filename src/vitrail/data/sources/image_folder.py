@@ -366,6 +366,11 @@ class ImageFolderConfig(ImagesConfig):
             found = classes_by_pattern(self.class_pattern, names, self.path)
         elif by_folder:
             found = [name.rpartition("/")[0].rpartition("/")[2] for name in names]
+            if lost := [name for name, each in zip(names, found, strict=True) if not each]:
+                raise UserError(
+                    f"classes = true of {self.path}: no folder of {lost[0]!r} is below the first star, so it has no "
+                    "class; put a star for the folders into the path, such as images/*/*.png"
+                )
         classes = sorted(set(found or ()), key=natural_key)
         numbers = {name: number for number, name in enumerate(classes)}
         if self.labels is not None and beside is None:

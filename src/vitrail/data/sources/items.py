@@ -174,9 +174,9 @@ class Cifar10Source(ItemSource):
 
 def _fraction(value: Any) -> float:
     """Return a number, also one that is written as "16/255"."""
-    over, _, under = value.partition("/") if isinstance(value, str) else (value, "", "")
+    over, stroke, under = value.partition("/") if isinstance(value, str) else (value, "", "")
     try:
-        number = 0.0 if isinstance(value, bool) else float(over) / float(under or 1)
+        number = 0.0 if isinstance(value, bool) else float(over) / (float(under) if stroke else 1)
     except (TypeError, ZeroDivisionError):
         number = 0.0
     if not (math.isfinite(number) and number > 0):
@@ -216,6 +216,8 @@ class LatentsSource(ItemSource):
                 f"{settings.path} holds latents as whole numbers ({first.dtype}), and does not tell of how much: give "
                 "`scale`, such as 16/255 for bytes of TorchDiTan, or 1 where they are meant so"
             )
+        if self.scale is None and self.shift:
+            self.scale = 1.0
         self.shape, count = first.shape[2:], first.shape[1]
         self.axes = ("z", "y", "x")[-len(self.shape) :]
         plain = self.scale is None and first.dtype != "BF16"

@@ -38,12 +38,14 @@ class TiffConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the metadata; no voxel is read yet."""
-        entries: list[Entry] = []
         if self.slices_are == "z" and not is_layout(self.path):
             labels = None if self.labels is None else _unplaced(self._open_slices(self.labels))
             entries = [Entry(base_name(self.path), (self._open_slices(self.path),), labels)]
             return GridSource(self, entries, kind="tiff")
-        layout = find_cases(self.path, self.labels, SUFFIXES, colours=True)
+        return find_cases(self.path, self.labels, SUFFIXES, colours=True).open(self._open_cases)
+
+    def _open_cases(self, layout: Layout) -> GridSource:
+        entries: list[Entry] = []
         for case in layout.cases:
             images = self._open_images(case, layout)
             if images[0].files and any(images[0].files == entry.images[0].files for entry in entries):

@@ -293,6 +293,12 @@ def _open_all(c: GridConfig, kind: str, open_one: Callable[[str, str | None], En
         labels = fill_stars(c.labels or "", each.stars, where=f"labels = {c.labels!r}") if starred else c.labels
         entry = open_one(each.path, labels)
         entries.append(replace(entry, name=each.name) if each.name else entry)
+    drawn = {str(entry.labels.name) for entry in entries if entry.labels is not None}
+    if c.labels is not None and not has_stars(c.labels) and len(drawn) < len(entries):
+        raise UserError(
+            f"labels = {c.labels!r} are those of one volume, and {c.path} stands for {len(entries)}; name labels "
+            "inside each volume, or write stars, which stand for what those of `path` do"
+        )
     return HierarchySource(c, entries, kind=kind, notes=notes)
 
 
