@@ -157,7 +157,7 @@ def test_without_accuracy_there_are_distances(home: Path, tmp_path: Path) -> Non
 
 def test_a_vit_that_classifies_tokens_names_no_class_of_an_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ViT(ViTConfig(width=8, depth=1, heads=1, patch=4, shape=8, channels=1, classes=10, pool="tokens"))
-    monkeypatch.setattr("vitrail.infer.features.load", lambda run, checkpoint: model.eval())
+    monkeypatch.setattr("vitrail.infer.features.load", lambda run, **options: model.eval())
     network = RunNetwork(home / "names")
     assert network.names == ()
     seen = network(torch.zeros(2, 1, 8, 8))
@@ -344,7 +344,7 @@ def test_volumes_in_the_features_of_an_autoencoder(home: Path, tmp_path: Path, v
     with pytest.raises(UserError, match=r"00003.ome.zarr cannot be read .*is missing"):
         quality(folder, real=volume)
     rows = {row["measure"]: row for row in found["measures"]}
-    assert set(rows) == {"frechet", "kid", "precision", "recall", "sliced_wasserstein"}
+    assert set(rows) == {"frechet", "kid", "precision", "recall", "sliced_wasserstein", "ssim"}
     assert rows["sliced_wasserstein"]["value"] < 2 * rows["sliced_wasserstein"]["floor"]
     assert rows["frechet"]["of"].startswith("24 features")
     assert any("8 bits" in note or "FID" in note for note in found["notes"])
