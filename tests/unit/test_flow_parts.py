@@ -27,7 +27,7 @@ def test_sum_and_count_are_those_of_all_micro_batches() -> None:
 
 def test_a_validation_leaves_the_model_as_it_is_trained() -> None:
     model, forgotten = torch.nn.Dropout(0.5), []
-    flow: Any = SimpleNamespace(model=model, forget_gathered=lambda: forgotten.append(True))
+    flow: Any = SimpleNamespace(model=model, solo=None, roots=[], forget_gathered=lambda: forgotten.append(True))
     with Flow.evaluating(flow):
         assert not model.training
     assert model.training
