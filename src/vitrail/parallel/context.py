@@ -42,7 +42,7 @@ class Ranks:
     rank: int
 
     @classmethod
-    def of(cls, group: Any) -> "Ranks":
+    def of(cls, group: dist.ProcessGroup) -> "Ranks":
         return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
 
 

@@ -319,7 +319,7 @@ class Pipeline:
         """`counts` says how many steps each part has, in order: as many parts as num_parts()."""
         stages = model.stages()
         self.model, self.device, self.schedule = model, device, c.schedule
-        self.group: Any = mesh["pipeline"].get_group()
+        self.group = mesh["pipeline"].get_group()
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.number = len(counts)
         if self.number != num_parts(c, self.ranks) or sum(counts) != len(stages) or min(counts) < 1:
