@@ -25,6 +25,7 @@ from vitrail.data.source import Item
 from vitrail.draws import sent, uniforms
 from vitrail.errors import UserError
 from vitrail.layers.patches import Slab
+from vitrail.recipe.sections import Augment
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Augmenter:
 
     def __init__(
         self,
-        settings: Any,  # the recipe's section data.augment
+        settings: Augment,  # the recipe's section data.augment
         crop: tuple[int, ...],
         *,
         seed: int,

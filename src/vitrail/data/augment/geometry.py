@@ -14,13 +14,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from torch import Tensor
 
 from vitrail.draws import between, sent, stream, uniforms
 from vitrail.layers.patches import Slab
+from vitrail.recipe.sections import Augment
 
 SMALL = 16 * 2**10  # bytes of a sample: below that a call costs more than another copy
 
@@ -176,7 +177,7 @@ class Moves(Sequence[Move]):
 class Geometry:
     """Draws the moves of samples; `moves` says whether anything but a residual scale moves voxels."""
 
-    def __init__(self, settings: Any, crop: tuple[int, ...], axes: tuple[str, ...], seed: int):
+    def __init__(self, settings: Augment, crop: tuple[int, ...], axes: tuple[str, ...], seed: int):
         self.settings, self.crop, self.axes, self.seed = settings, crop, axes, seed
         self.amplitude = settings.elastic.amplitude if settings.elastic else 0.0
         self.flips = axes if settings.flip is True else tuple(settings.flip or ())
@@ -324,6 +325,7 @@ class Geometry:
     def _boxes(self, counters: Sequence[int], room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Starts and sizes [B, n] of boxes of the windows, of the wanted share and sides; whole where none fits."""
         c, n = self.settings.resized_crop, len(self.crop)
+        assert c is not None
         sides = np.asarray(self.crop) * (room / self.crop).min(axis=1, keepdims=True)
         starts = (room - sides) / 2
         left = np.arange(len(counters))  # those without a box that fits
@@ -375,6 +377,7 @@ class Geometry:
 
     def _nodes(self, counter: int) -> np.ndarray:
         """The bend at every few voxels of the crop: a cubic B-spline of random points, which never exceeds them."""
+        assert self.settings.elastic is not None
         grid, step = self.settings.elastic.grid, self.step
         shape = (len(self.crop), *[grid + 3] * len(self.crop))
         nodes = self._stream("elastic", counter).uniform(-self.amplitude, self.amplitude, shape).astype(np.float32)

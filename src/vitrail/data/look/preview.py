@@ -26,7 +26,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.chunks.decoded import ChunkReader
 from vitrail.data.look.picture import by, name_of, scale_bar, variable_groups
 from vitrail.data.reading.pool import Job
-from vitrail.data.source import Item, ManySource, Source
+from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dtype
 from vitrail.draws import Draws
 
 if TYPE_CHECKING:
@@ -274,12 +274,12 @@ def probed(loader: Any) -> Iterator[Probe]:
     with ExitStack() as stack:
         for source in loader.reader.sources:
             # A source with chunks of its own copies from them in read(); what it decodes is seen below.
-            own = bool(getattr(source, "keeps_chunks", False))
+            own = keeps_chunks(source)
             part = "cut and copy" if own else "read and decode"
             replace(stack, source, "read", part, None if own else _whole_chunks(source))
             if isinstance(source, ManySource):
                 replace(stack, source, "read_many", part, None if own else _whole_items(source))
-            if getattr(source, "label_dtype", None) is not None:
+            if label_dtype(source) is not None:
                 replace(stack, source, "read_labels", part)
         timed_decode = probe.wrap("read and decode", ChunkReader.decode, lambda reader, *_: math.prod(reader.grid))
         stack.enter_context(mock.patch.object(ChunkReader, "decode", lambda self, *given: timed_decode(self, *given)))
@@ -307,7 +307,7 @@ class _Called:
         return getattr(self._inner, name)
 
 
-def _whole_chunks(source: Any) -> Callable[..., int]:
+def _whole_chunks(source: Source) -> Callable[..., int]:
     def count(item: int, region: tuple[slice, ...]) -> int:
         return touched(source.items[item], region) * len(source.variables)
 
