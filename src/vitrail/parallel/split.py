@@ -15,7 +15,7 @@ here, by the token axes that an objective declares (layers/tokens.py, TokenAxes)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,7 @@ from vitrail.layers.patches import (
 from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens
 from vitrail.models.model import encoder_of
 from vitrail.parallel.agree import Group
-from vitrail.parallel.mesh import gather
+from vitrail.parallel.mesh import Layout, gather
 
 Inputs = dict[str, Any]
 
@@ -183,6 +183,15 @@ class Split:
         if hasattr(targets, "lengths"):
             changed["lengths"] = lists.sizes(self.part.count)
         return replace(targets, **changed)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A rank without a model, as loaders see a parallel one: it has all samples, whole."""
+
+    layout: Layout
+    data_rank: int = 0
+    split: Split = field(default_factory=Split)
 
 
 class _Making:

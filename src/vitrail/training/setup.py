@@ -44,6 +44,7 @@ from vitrail.parallel.flow import Flow, parallelize
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.parallel.replay import is_ours
+from vitrail.parallel.split import Alone
 from vitrail.recipe import Recipe
 from vitrail.recipe import problems as sizes
 from vitrail.recipe.normalize import Logarithm
@@ -403,7 +404,7 @@ def make_loader(
     data: DataParts,
     sampler: Order,
     objective: Objective,
-    flow: Flow,
+    flow: Flow | Alone,
     *,
     step: int,
     samples: int,

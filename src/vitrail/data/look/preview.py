@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data.augment.augmenter import Raw
 from vitrail.data.batch import Batch
 from vitrail.data.chunks.decoded import ChunkReader
 from vitrail.data.look.picture import by, name_of, scale_bar, variable_groups
+from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Job
 from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dtype
 from vitrail.draws import Draws
@@ -49,7 +51,7 @@ def preview(
     path: str | Path,
     *,
     sources: Sequence[Source],
-    loader: Any,
+    loader: Loader,
     objective: Any,
     seed: int,
     samples: int,
@@ -252,7 +254,7 @@ class Probe:
 
 
 @contextmanager
-def probed(loader: Any) -> Iterator[Probe]:
+def probed(loader: Loader) -> Iterator[Probe]:
     """Measure a loader for the time of the block."""
     probe, augmenter = Probe(), loader.augmenter
     settle = torch.cuda.synchronize if loader.device.type == "cuda" else lambda: None
@@ -260,14 +262,14 @@ def probed(loader: Any) -> Iterator[Probe]:
     def replace(stack: ExitStack, owner: Any, name: str, part: str, note: Callable[..., int] | None = None) -> None:
         stack.enter_context(mock.patch.object(owner, name, probe.wrap(part, getattr(owner, name), note)))
 
-    def augment_now(raw: Any) -> Any:
+    def augment_now(raw: Raw) -> Batch:
         batch = augmenter(raw)
         settle()
         return batch
 
     timed_augment = probe.wrap("augment", augment_now)
 
-    def augment(raw: Any) -> Any:
+    def augment(raw: Raw) -> Batch:
         settle()  # copies are counted where they belong
         return timed_augment(raw)
 
@@ -328,7 +330,7 @@ def touched(item: Item, region: tuple[slice, ...]) -> int:
     return voxels
 
 
-def measure_io(loader: Any, *, seconds: float) -> dict[str, Any]:
+def measure_io(loader: Loader, *, seconds: float) -> dict[str, Any]:
     """Load batches as a training would, and nothing else, for so long; the first ones only warm up."""
     samples = voxels = 0
     # As stored, not as kept here: types that PyTorch lacks are widened. Of several sources the mean.
