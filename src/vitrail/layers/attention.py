@@ -36,21 +36,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | KeyMask | None = N
     """
     if isinstance(mask, Tensor):
         mask = key_mask(mask)
-    here = machine(q.device.type)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    order = order_for(q, groups=k.shape[2], keys=k.shape[1], masked=mask is not None, needs_grad=needs_grad)
+    return run(order, q, k, v, mask)
+
+
+def order_for(
+    q: Tensor, *, groups: int, keys: int, masked: bool, needs_grad: bool, partial: bool = False
+) -> tuple[str, ...]:
+    """Return the backends that a call for q [B, N, H, K] is tried with, in their order; see backends.Call."""
+    here, (batch, queries, heads, width) = machine(q.device.type), q.shape
     call = Call(
         device=here.device,
         capability=here.capability,
         dtype=q.dtype,
-        batch=q.shape[0],
-        heads=q.shape[2],
-        groups=k.shape[2],
-        queries=q.shape[1],
-        keys=k.shape[1],
-        width=q.shape[3],
-        masked=mask is not None,
-        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        batch=batch,
+        heads=heads,
+        groups=groups,
+        queries=queries,
+        keys=keys,
+        width=width,
+        masked=masked,
+        needs_grad=needs_grad,
+        partial=partial,
     )
-    return run(choose(call, here.backends, chosen()), q, k, v, mask)
+    return choose(call, here.backends, chosen())
 
 
 class _Attention(nn.Module):

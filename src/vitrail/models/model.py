@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.draws import Draws
+from vitrail.errors import UserError
 from vitrail.layers.attention import WHOLE, TokenSequence
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Slab, per_axis
@@ -31,6 +32,17 @@ def encoder_of(config: Any) -> Any:
 def known_variables(config: Any) -> Any:
     """Return the variables that a model knows by name (EncoderConfig.variables); None where it knows none."""
     return getattr(encoder_of(config), "variables", None)
+
+
+def filled(config: Any, facts: dict[str, Any]) -> Any:
+    """Return a model's config with what the data tell of it; refused where it cannot work so."""
+    try:
+        config = replace(config, **facts)
+        if hasattr(config, "check"):
+            config.check()
+    except ValueError as error:
+        raise UserError(f"data.crop and model: {error}") from None
+    return config
 
 
 def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tuple[int, ...] | None:

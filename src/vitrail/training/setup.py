@@ -34,7 +34,7 @@ from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of, known_variables
+from vitrail.models.model import Model, encoder_of, filled, known_variables
 from vitrail.objectives.generate import range_of
 from vitrail.objectives.objective import Objective, check_prepare, labels_of
 from vitrail.parallel.agree import Group, on_chief, on_chief_for_long, together
@@ -251,13 +251,7 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
         names = find_classes(recipe, data)
         update["classes"] = len(names)
         objective = dataclasses.replace(objective, names=names)
-    model = dataclasses.replace(model, **update)
-    try:
-        if hasattr(model, "check"):
-            model.check()
-    except ValueError as error:
-        raise UserError(f"data.crop and model: {error}") from None
-    return recipe.model_copy(update={"model": model, "objective": objective})
+    return recipe.model_copy(update={"model": filled(model, update), "objective": objective})
 
 
 def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *, trust: bool) -> None:
