@@ -497,7 +497,6 @@ class StraightSource(Source, Protocol):
         self, item: int, region: Window, out: np.ndarray, *, labels: bool = False
     ) -> tuple[ChunkReader, np.ndarray, Window]:
         """Find the array of a window, memory with the axes of that, and the window of it."""
-        ...
 
     def finish(self, values: np.ndarray) -> None:
         """Make what `read` gives of voxels that were copied from there."""
