@@ -1,4 +1,4 @@
-"""What a child process does: it measures a recipe, or tries whether some steps of it fit.
+"""The child process of a benchmark: it measures a recipe, or tries whether some steps of it fit.
 
 `python -m vitrail.bench.cell ORDER` does what the order (a small JSON file) says, alone or on each rank that a launcher
 has started; supervise.py starts it, or a job. Running out of memory, crashes and hangs so touch no other process.

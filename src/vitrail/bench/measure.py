@@ -408,7 +408,7 @@ def check_options(mode: str, windows: int, steps: int | None, warm_up: int | Non
 
 
 class _Work:
-    """What is done with batches in a mode, and where they come from."""
+    """The batches of a mode, and the work that is done with them."""
 
     def __init__(self, parts: Opened, mode: str):
         self.parts, self.mode = parts, mode

@@ -98,7 +98,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How cells are measured."""
+    """The way in which cells are measured."""
 
     windows: int = 5
     steps: int | None = None

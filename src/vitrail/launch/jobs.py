@@ -76,7 +76,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for on the command line; None leaves it to the machine or the scheduler."""
+    """The wishes of the command line; None leaves one to the machine or the scheduler."""
 
     launcher: Launcher
     recipe: str

@@ -46,21 +46,10 @@ def order_for(
 ) -> tuple[str, ...]:
     """Return the backends that a call for q [B, N, H, K] is tried with, in their order; see backends.Call."""
     here, (batch, queries, heads, width) = machine(q.device.type), q.shape
-    call = Call(
-        device=here.device,
-        capability=here.capability,
-        dtype=q.dtype,
-        batch=batch,
-        heads=heads,
-        groups=groups,
-        queries=queries,
-        keys=keys,
-        width=width,
-        masked=masked,
-        needs_grad=needs_grad,
-        partial=partial,
+    sizes = batch, heads, groups, queries, keys, width
+    return choose(
+        Call(here.device, here.capability, q.dtype, *sizes, masked, needs_grad, partial), here.backends, chosen()
     )
-    return choose(call, here.backends, chosen())
 
 
 class _Attention(nn.Module):
@@ -149,7 +138,7 @@ class QKNorm(nn.Module):
 
 
 class TokenSequence:
-    """All tokens are here."""
+    """The sequence of a rank that has all tokens."""
 
     parts: int = 1
 
@@ -158,11 +147,11 @@ class TokenSequence:
         return rope
 
     def keys(self, valid: Tensor | None, *, prefix: int, tokens: int) -> Any:
-        """Which keys may be attended to, given which of the `tokens` are valid; the `prefix` before them always are."""
+        """Return which keys may be seen, given which of the `tokens` are valid; the `prefix` before them always are."""
         return None if valid is None else mask_of(valid, prefix)
 
     def whole(self, x: Tensor, *, groups: int = 1, tokens: int | None = None) -> Tensor:
-        """All tokens of [B, groups*n, ...], group by group; `tokens` of each group, which leaves out padding."""
+        """Return all tokens of [B, groups*n, ...], group by group; `tokens` of each group, which leaves out padding."""
         return x
 
     def total(self, x: Tensor) -> Tensor:

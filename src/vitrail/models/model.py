@@ -46,7 +46,7 @@ def filled(config: Any, facts: dict[str, Any]) -> Any:
 
 
 def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tuple[int, ...] | None:
-    """Where the variables of a batch stand among those that the model knows; None where it knows no names."""
+    """Return the places of a batch's variables among those that the model knows; None where it knows no names."""
     known = known_variables(config)
     if known is None:
         expected = getattr(config, "channels_in", config.channels)
@@ -222,5 +222,5 @@ def block_stages(
 
 
 def spread_drop_path(rate: float, depth: int) -> list[float]:
-    """From 0 at the first block to `rate` at the last."""
+    """Return rates that rise from 0 at the first block to `rate` at the last."""
     return [rate * i / max(depth - 1, 1) for i in range(depth)]

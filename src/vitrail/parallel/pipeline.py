@@ -66,7 +66,7 @@ def cut(costs: Sequence[float], parts: int) -> list[int]:
         raise ValueError(f"{number} steps cannot be cut into {parts} parts; use 1 to {number}")
 
     def best(join: Callable[[float, float], float], measure: Callable[[float], float], limit: float) -> list[list[int]]:
-        """For each number of steps, where the last part begins, part by part."""
+        """Find, for each number of steps, where the last part begins, part by part."""
         least, begins = [0.0] + [float("inf")] * number, []
         for part in range(1, parts + 1):
             found = [

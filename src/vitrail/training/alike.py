@@ -1,4 +1,4 @@
-"""What must be the same: on all ranks of a run, and in its data from one session to the next.
+"""Checks of what must be the same: on all ranks of a run, and in its data from one session to the next.
 
 Ranks that would train different things are refused at the start: recipe, call, versions, code, device, data.
 

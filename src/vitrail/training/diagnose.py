@@ -1,4 +1,4 @@
-"""What a recipe does to its data, before a training: a picture of what the model will see, and where time goes.
+"""Looks at a recipe before a training: a picture of what the model will see, and where time goes.
 
 Both set up the parts of a run as a training would, and leave nothing behind: no run folder is made.
 """

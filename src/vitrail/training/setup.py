@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: device, data, completed recipe, parallel model.
+"""The parts of a run, made from its recipe: device, data, completed recipe, parallel model.
 
 Everything here happens before the first step and before the run folder is made, so a mistake leaves nothing behind.
 """
@@ -58,7 +58,7 @@ FIRST_TIMEOUT = timedelta(minutes=40)  # of PyTorch's own collectives: longer th
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process computes and how it talks to the others."""
+    """The device of this process, and its way to talk to the others."""
 
     world: World
     device: torch.device

@@ -255,7 +255,7 @@ class Trainer:
         return self.prepare(self._narrow(batch, 0))
 
     def _seed(self, purpose: str, number: int) -> None:
-        """Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too."""
+        """Seed PyTorch's generator, which only a user's own model draws from; it then resumes exactly, too."""
         seed = key(self.recipe.run.seed, purpose, number, self.flow.data_rank)
         for generator in self._generators:  # torch.manual_seed() looks for all kinds of devices first
             generator.manual_seed(seed)

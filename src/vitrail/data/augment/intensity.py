@@ -271,7 +271,7 @@ def mix(
 def _draw_partner(
     settings: Augment, seed: int, pair: int, shape: tuple[int, ...]
 ) -> tuple[float, tuple[slice, ...] | None]:
-    """How much of itself a sample keeps, and the box that comes from its partner, if it is one."""
+    """Draw how much of itself a sample keeps, and the box that comes from its partner, if it is one."""
     numbers = stream(seed, "augment.mix", pair)
     cut = settings.cutmix and (not settings.mixup or numbers.random() < 0.5)
     alpha = settings.cutmix if cut else settings.mixup
