@@ -1,6 +1,7 @@
 """The errors a person can mend, each one sentence that says what to do."""
 
 import re
+from collections.abc import Iterator
 
 from vitrail.credentials import strip
 
@@ -57,13 +58,18 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell whether an error, or its cause, means that memory ran out or would, on a device or on the host."""
     import torch
 
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    def means_it(error: BaseException) -> bool:
         if isinstance(error, MemoryError | torch.OutOfMemoryError | TooLarge):
             return True
-        text = str(error).lower()
-        if isinstance(error, RuntimeError | OSError) and any(words in text for words in NO_MEMORY):
-            return True
+        return isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in NO_MEMORY)
+
+    return any(map(means_it, chain_of(error)))
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, what it came from, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return False

@@ -205,22 +205,22 @@ def test_marks_stand_between_the_parts_of_a_step_and_go_away():
             yield
             calls.append("as before")
 
-        def _prepare(self, micro):
+        def prepare(self, micro):
             return micro
 
-        def _judge(self, output, targets):
+        def judge(self, output, targets):
             return output + targets
 
     trainer, marks = Trainer(), Marks(torch.device("cpu"))
     with contextlib.suppress(ZeroDivisionError), marked(trainer, marks):
         assert trainer.flow.replay is None
-        assert trainer._prepare(3) == 3
-        assert trainer._judge(1, 2) == 3
+        assert trainer.prepare(3) == 3
+        assert trainer.judge(1, 2) == 3
         trainer.flow.gradients.add_up()
         raise ZeroDivisionError
     assert [part for part, _ in marks.points] == ["forward", "backward", "optimizer"]
     assert calls == ["make way", None, "add up"]
-    assert "_prepare" not in vars(trainer)
+    assert "prepare" not in vars(trainer)
     assert trainer.flow.replay is trainer.replay
     assert "add_up" not in vars(trainer.flow.gradients)
 
@@ -244,15 +244,15 @@ def test_parts_of_a_replayed_pass_have_the_shares_of_one_that_never_waits_for_la
         )
         expecting = staticmethod(contextlib.nullcontext)
 
-        def _prepare(self, micro):
+        def prepare(self, micro):
             spend(0.2)
 
-        def _judge(self, output, targets):
+        def judge(self, output, targets):
             pass
 
     def act(batch):
-        trainer._prepare(batch)
-        trainer._judge(0, 0)
+        trainer.prepare(batch)
+        trainer.judge(0, 0)
         spend(0.6)
         trainer.flow.gradients.add_up()
         spend(0.2)

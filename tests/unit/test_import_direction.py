@@ -16,7 +16,8 @@ ORDER = (
     ("recipe",),
     ("layers", "diffusion", "launch", "convert"),
     ("models", "report"),
-    ("data", "parallel"),
+    ("data",),
+    ("parallel",),
     ("objectives",),
     ("cost",),
     ("weights",),
@@ -29,10 +30,8 @@ HEIGHT = {room: height for height, rooms in enumerate(ORDER) for room in rooms}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Modules that a file imports anywhere, also inside functions; not those that only a type checker reads."""
+    """List the modules that a file imports anywhere, also inside functions and for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module == "vitrail":

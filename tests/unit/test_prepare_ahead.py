@@ -102,14 +102,14 @@ def test_a_bad_batch_ends_its_own_step_and_not_the_one_before(monkeypatch: pytes
 
 
 def test_an_error_in_preparing_ends_its_own_step_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prepare = Trainer._prepare
+    prepare = Trainer.prepare
 
     def failing(self: Trainer, micro: Any) -> Any:
         if 32 in micro.counters:
             raise ValueError("no such label")
         return prepare(self, micro)
 
-    monkeypatch.setattr(Trainer, "_prepare", failing)
+    monkeypatch.setattr(Trainer, "prepare", failing)
     monkeypatch.setattr(Loader, "has_next", lambda self: True)
     with pytest.raises(ValueError, match="no such label"):
         vitrail.train(recipe(), overrides=[f"run.dir={tmp_path / 'run'}", "checkpoint.every=4"])
@@ -152,7 +152,7 @@ def test_a_loader_that_is_done_holds_no_batches() -> None:
 
 def test_micro_batches_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Memory for the inputs of one is what the planner counts."""
-    prepare, alive, most = Trainer._prepare, weakref.WeakSet(), []
+    prepare, alive, most = Trainer.prepare, weakref.WeakSet(), []
 
     def counted(self: Trainer, micro: Any) -> Any:
         inputs, targets = prepare(self, micro)
@@ -160,7 +160,7 @@ def test_micro_batches_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch, tm
         alive.update(value for value in inputs.values() if isinstance(value, torch.Tensor))
         return inputs, targets
 
-    monkeypatch.setattr(Trainer, "_prepare", counted)
+    monkeypatch.setattr(Trainer, "prepare", counted)
     monkeypatch.setattr(Loader, "has_next", lambda self: False)
     vitrail.train(
         recipe(micro_batch=2, workers=0), overrides=[f"run.dir={tmp_path}", "run.steps=1", "log.activations=off"]

@@ -23,7 +23,7 @@ def test_every_sample_of_a_batch_is_in_one_micro_batch(micro: int | None, expect
     batch = Batch(list(range(7)), torch.arange(7.0).view(7, 1, 1, 1))
     trainer: Any = SimpleNamespace(recipe=SimpleNamespace(data=SimpleNamespace(micro_batch=micro)), done=0, _ahead=None)
     trainer._seed = lambda *_: None
-    trainer._prepare = lambda part: ({}, part)
+    trainer.prepare = lambda part: ({}, part)
     for name in ("_micro", "_narrow", "_prepare_first"):
         setattr(trainer, name, getattr(Trainer, name).__get__(trainer))
     found = [part for _, part in Trainer._prepared(trainer, batch)]

@@ -51,7 +51,7 @@ class Seen:
 
     def __init__(self, tree: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str):
         self.inputs: list[list[tuple[dict[str, Any], torch.Tensor]]] = [[] for _ in range(STEPS)]
-        make, prepare = Trainer.__init__, Trainer._prepare
+        make, prepare = Trainer.__init__, Trainer.prepare
 
         def made(trainer: Trainer, *arguments: Any) -> None:
             make(trainer, *arguments)
@@ -64,7 +64,7 @@ class Seen:
             return found
 
         monkeypatch.setattr(Trainer, "__init__", made)
-        monkeypatch.setattr(Trainer, "_prepare", prepared)
+        monkeypatch.setattr(Trainer, "prepare", prepared)
         vitrail.train(tree, overrides=[f"run.dir={folder}", *overrides], quiet=True)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.steps = [line for line in lines if line["event"] == "train"]

@@ -524,7 +524,12 @@ def test_each_validation_sample_counts_once_at_every_world_size(
 ) -> None:
     """The ranks one after another; forwards are collective, so each rank must run as many as any other."""
     tables, calls = [], set()
-    loader = SimpleNamespace(load=lambda counters: Batch(list(counters), torch.zeros(len(counters), 1)))
+
+    def load(counters: Any) -> Batch:
+        numbers = list(counters)
+        return Batch(numbers, torch.zeros(len(numbers), 1))
+
+    loader = SimpleNamespace(load=load, sampler=None)
     monkeypatch.setattr(evaluate, "dist", SimpleNamespace(all_reduce=lambda t: tables.append(t.clone())))
     for rank in range(world):
         objective, ticks = CountingObjective(), []

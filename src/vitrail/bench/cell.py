@@ -1,4 +1,4 @@
-"""What a child process does: it measures a recipe, or tries whether some steps of it fit.
+"""The child process of a benchmark: it measures a recipe, or tries whether some steps of it fit.
 
 `python -m vitrail.bench.cell ORDER` does what the order (a small JSON file) says, alone or on each rank that a launcher
 has started; supervise.py starts it, or a job. Running out of memory, crashes and hangs so touch no other process.
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from vitrail import disk
 from vitrail.bench.supervise import note_path, started_path
 from vitrail.disk import write_whole
-from vitrail.errors import RunFailed, UserError, is_out_of_memory
+from vitrail.errors import RunFailed, UserError, chain_of, is_out_of_memory
 from vitrail.foreign import trusted
 
 
@@ -130,13 +130,7 @@ def is_lost(error: BaseException | None) -> bool:
     """Return whether an error, or one that it came from, means that another rank has gone, which then knows more."""
     from vitrail.training.failures import is_lost_connection
 
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if is_lost_connection(error):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
+    return any(map(is_lost_connection, chain_of(error)))
 
 
 def who() -> dict[str, str]:

@@ -38,16 +38,19 @@ import torch
 
 from vitrail.bench import check_mode
 from vitrail.bench.runner import SCHEMA, describe
+from vitrail.data.batch import Batch
 from vitrail.errors import UserError
 from vitrail.launch.machine import environment
 from vitrail.launch.world import find_world
 from vitrail.layers.flops import peak_tflops
+from vitrail.objectives.objective import Loss
 from vitrail.parallel.agree import gather_json, on_chief, share_json
 from vitrail.parallel.mesh import layout_of
-from vitrail.recipe.load import find_recipe
+from vitrail.parallel.split import Alone
+from vitrail.recipe.load import Given, find_recipe
 from vitrail.report.facts import strict
 from vitrail.report.modes import UNSTEADY
-from vitrail.training.diagnose import LONG, Alone, Opened, opened_as_is
+from vitrail.training.diagnose import LONG, Opened, opened_as_is
 from vitrail.training.evaluate import memory_gib
 from vitrail.training.setup import Place
 from vitrail.training.trainer import Timed, Trainer
@@ -116,15 +119,15 @@ class Marks:
 
 
 @contextmanager
-def marked(trainer: Any, marks: Marks, ahead: Callable[[], None] = lambda: None) -> Iterator[None]:
+def marked(trainer: Trainer, marks: Marks, ahead: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Put marks between the parts of the trainer's steps, for the time of the block; `ahead` comes before backwards."""
 
-    def prepare(micro: Any) -> Any:
+    def prepare(micro: Batch) -> tuple[dict[str, Any], Any]:
         marks.put("forward")
-        return type(trainer)._prepare(trainer, micro)
+        return type(trainer).prepare(trainer, micro)
 
-    def judge(output: Any, targets: Any) -> Any:
-        loss = type(trainer)._judge(trainer, output, targets)
+    def judge(output: torch.Tensor, targets: Any) -> Loss:
+        loss = type(trainer).judge(trainer, output, targets)
         ahead()
         marks.put("backward")
         return loss
@@ -136,8 +139,9 @@ def marked(trainer: Any, marks: Marks, ahead: Callable[[], None] = lambda: None)
         type(gradients).add_up(gradients)
 
     if trainer.flow.pipeline is None:  # in a pipeline forward and backward of micro-batches take turns
-        trainer._prepare, trainer._judge = prepare, judge
-    gradients.add_up = add_up
+        trainer.prepare = prepare  # type: ignore[method-assign]
+        trainer.judge = judge  # type: ignore[method-assign]
+    gradients.add_up = add_up  # type: ignore[method-assign]
     replay, trainer.flow.replay = trainer.flow.replay, None
     if replay is not None:
         replay.make_way()
@@ -148,11 +152,11 @@ def marked(trainer: Any, marks: Marks, ahead: Callable[[], None] = lambda: None)
         del gradients.add_up
         trainer.flow.replay = replay
         if trainer.flow.pipeline is None:
-            del trainer._prepare, trainer._judge
+            del trainer.prepare, trainer.judge
 
 
 def split_step(
-    trainer: Any, batches: Iterator[Any], act: Callable[[Any], Any], seconds: float, wait: float | None = None
+    trainer: Trainer, batches: Iterator[Batch], act: Callable[[Batch], Any], seconds: float, wait: float | None = None
 ) -> dict[str, float | None]:
     """Return seconds of each part of a step that takes so many, and waits so long for data if that is known better."""
     marks, replays, launching = Marks(trainer.place.device), trainer.flow.replay is not None, 0.0
@@ -191,7 +195,7 @@ def hold(seconds: float) -> None:
     torch.cuda._sleep(int(CYCLES * seconds))
 
 
-def communication(batches: Iterator[Any], act: Callable[[Any], Any], device: torch.device) -> float | None:
+def communication(batches: Iterator[Batch], act: Callable[[Batch], Any], device: torch.device) -> float | None:
     """Return the share of a step in which this rank's collectives are at work; None where the profiler does not tell.
 
     A share, because a profiler slows down all that it looks at. Its first step is left out.
@@ -326,7 +330,7 @@ Step = tuple[float, float]  # seconds, and those of them that waited for data
 
 
 def measure(
-    recipe: Any,
+    recipe: Given,
     overrides: Sequence[str] = (),
     *,
     mode: str = "real",
@@ -404,7 +408,7 @@ def check_options(mode: str, windows: int, steps: int | None, warm_up: int | Non
 
 
 class _Work:
-    """What is done with batches in a mode, and where they come from."""
+    """The batches of a mode, and the work that is done with them."""
 
     def __init__(self, parts: Opened, mode: str):
         self.parts, self.mode = parts, mode
@@ -424,7 +428,7 @@ class _Work:
             self.notes = list(self.trainer.flow.notes)
             loader = parts.loader(self.trainer.flow)
         self.lead = loader.prefetch + 2 if mode in ("real", "io") else 0  # batches that were read while nothing ran
-        self.batches: Iterator[Any]
+        self.batches: Iterator[Batch]
         self._open = ExitStack()
         if mode in ("real", "io"):
             stream = Timed(self._open.enter_context(closing(loader.batches(0, LONG))), loader.has_next)
@@ -435,7 +439,7 @@ class _Work:
         if self.trainer is not None:
             self._open.enter_context(self.trainer.expecting(coming))
 
-    def act(self, batch: Any) -> None:
+    def act(self, batch: Batch) -> None:
         if self.trainer is not None:
             self.loss = self.trainer.step(batch, stop_wish=None, watch=False).loss
         elif batch.values.is_cuda:

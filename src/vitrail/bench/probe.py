@@ -1,4 +1,4 @@
-"""What one device reaches: products, attention, convolutions and what stands between them, timed one by one.
+"""The speed of one device: products, attention, convolutions and what stands between them, timed one by one.
 
 - a point is the median of some windows of calls in a row, on random numbers: zeros draw less power, and run faster
 - FLOPs are counted as the planner counts them: 2 for a multiply-add, and 2.5 forwards for the backward of attention

@@ -31,7 +31,7 @@ from vitrail.errors import UserError
 from vitrail.launch.world import usable_cores
 from vitrail.parallel.mesh import AXES, layout_of
 from vitrail.recipe import Recipe
-from vitrail.recipe.load import find_recipe
+from vitrail.recipe.load import Given, find_recipe
 from vitrail.report.facts import strict
 from vitrail.report.units import count, duration, percent, plain
 
@@ -98,7 +98,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How cells are measured."""
+    """The way in which cells are measured."""
 
     windows: int = 5
     steps: int | None = None
@@ -244,7 +244,7 @@ class Sweep:
 
 
 def plan_sweep(
-    recipe: Any,
+    recipe: Given,
     overrides: Sequence[str] = (),
     *,
     sweep: Sequence[str] = (),

@@ -87,7 +87,7 @@ def _places(root: Path, own: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Watch:
-    """What the system tells of memory before children are started; asked again when they have ended."""
+    """The system's counts of memory before children are started; asked again when they have ended."""
 
     kills: int  # 0 where nothing counts them
     peak: int  # bytes of the largest child so far
@@ -119,7 +119,7 @@ def largest_child() -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child came to its end."""
+    """The end of a child."""
 
     code: int
     cut: Literal["", "late", "stopped"]  # why it was ended from here, if it was
@@ -333,7 +333,7 @@ TOO_LARGE: tuple[Verdict, ...] = ("out of memory", "allocator retries", "head-ro
 
 @dataclass(frozen=True)
 class Trial:
-    """What all ranks found out about one size, the same on every rank."""
+    """The finding of all ranks about one size, the same on every rank."""
 
     size: int  # samples of a pass of a rank
     verdict: Verdict

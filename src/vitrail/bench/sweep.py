@@ -37,7 +37,7 @@ from vitrail.foreign import read_json
 from vitrail.launch import jobs
 from vitrail.recipe import yaml
 from vitrail.recipe.kinds import nearest
-from vitrail.recipe.load import diff, find_recipe
+from vitrail.recipe.load import Given, diff, find_recipe
 from vitrail.recipe.yaml import dotted, split_override
 from vitrail.report.bench_cells import BATCH, STATUSES, SWEEP_VERSION, read_log
 from vitrail.report.facts import strict
@@ -409,7 +409,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
 
 
-def check_cells(recipe: Any, overrides: Sequence[str], cells: Sequence[Cell]) -> dict[str, Recipe]:
+def check_cells(recipe: Given, overrides: Sequence[str], cells: Sequence[Cell]) -> dict[str, Recipe]:
     """Return the recipe of each cell, by its name; refuse what is wrong with one before any is run."""
     from vitrail.parallel.check import refuse
 

@@ -178,7 +178,7 @@ MOST = 65536  # samples a rank that are tried at most, unless --most says otherw
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which sizes a recipe can have, and what each of them means for it."""
+    """The sizes that a recipe can have, and what each of them means for it."""
 
     per_rank: bool  # the batch grows with the size
     share: int  # samples of a data-parallel rank, where they are fixed

@@ -1,4 +1,4 @@
-"""What verbs share: their common arguments, how words are read, and how results, notes and errors are told.
+"""Helpers of all verbs: common arguments, how words are read, and how results, notes and errors are told.
 
 Standard output and error that may go away at any time: a closed pipe or terminal ends no training.
 

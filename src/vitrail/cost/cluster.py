@@ -150,7 +150,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Checked:
-    """How far plans of one model under one strategy were off, by how many GPUs had it."""
+    """The errors of plans of one model under one strategy, by how many GPUs had it."""
 
     __pydantic_config__ = _STRICT
     strategy: str

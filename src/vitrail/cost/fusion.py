@@ -13,16 +13,14 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from vitrail.cost.recorder import Op, Recorder, is_view, op_of, size_of, stand_in, workspace
+from vitrail.cost.private import compile_anew, is_view, take_apart, tensors_in, watchers
+from vitrail.cost.recorder import Op, Recorder, op_of, size_of, stand_in, workspace
 
 _FREE = ("aten._unsafe_view", "aten.empty", "aten.new_empty")
 
@@ -196,7 +194,7 @@ class Fused:
         return dying
 
     def __call__(self, inputs: list[Any]) -> Any:
-        watcher = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+        watcher = next((mode for mode in watchers() if isinstance(mode, Recorder)), None)
         values: dict[Any, Any] = {}
         for node in self.nodes:
             if node.op == "placeholder":
@@ -236,8 +234,8 @@ class Fused:
             return
         node = unit.nodes[0]
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-        read = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
-        written = [t for t in tree_leaves(node.meta["val"]) if isinstance(t, Tensor)]
+        read = tensors_in(arguments)
+        written = tensors_in(node.meta["val"])
         op = op_of(node.target, read, written, arguments, node.meta["val"])
         if op is not None:
             watcher.add(op, again=again)
@@ -268,7 +266,7 @@ def _fuses(node: Any) -> bool:
 def _reduces(node: Any) -> bool:
     """Tell whether a result is smaller than what it is made of: another kernel would not make it again."""
     sizes = [one.meta["val"].numel() for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
-    made = [t.numel() for t in tree_leaves(node.meta["val"]) if isinstance(t, Tensor)]
+    made = [t.numel() for t in tensors_in(node.meta["val"])]
     return bool(sizes) and max(made) < max(sizes)
 
 
@@ -280,7 +278,7 @@ def source_of(node: Any) -> Any:
 
 
 def sizes_of(node: Any) -> list[int]:
-    return [size_of(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    return [size_of(t) for t in tensors_in(node.meta.get("val"))]
 
 
 def written_by(unit: Unit) -> list[int]:
@@ -294,12 +292,7 @@ def compile_block(block: nn.Module) -> None:
 
 def compiling() -> ExitStack:
     """Return settings to call compiled blocks under: every shape is compiled anew, however many there were."""
-    stack = ExitStack()
-    # What is compiled here counts towards the limit of a run in this process, which would then go on uncompiled.
-    stack.callback(torch._dynamo.reset_code_caches)
-    limits = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
-    known: dict[str, Any] = {name: most for name, most in limits.items() if hasattr(torch._dynamo.config, name)}
-    stack.enter_context(torch._dynamo.config.patch(**known))
+    stack = compile_anew()
     # What the compiler has to say is said again when the run is compiled.
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
@@ -308,30 +301,14 @@ def compiling() -> ExitStack:
     return stack
 
 
-@lru_cache
-def _tables() -> Any:
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
-
-
 def _backend(graph: Any, examples: list[Any]) -> Any:
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     names: set[str] = set()
 
-    def forward(module: Any, _: Any) -> Fused:
+    def forward(module: Any) -> Fused:
         names.update(node.name for node in module.graph.nodes if node.op == "call_function")
         return Fused(module, frozenset())
 
-    compiler = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=lambda module, _: Fused(module, frozenset(names)),
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=_tables(),
-    )
-    return compiler(graph, examples)
+    return take_apart(forward, lambda module: Fused(module, frozenset(names)))(graph, examples)
 
 
 def _made(value: Any) -> Any:

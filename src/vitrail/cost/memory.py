@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from vitrail.cost.cluster import Device
 from vitrail.cost.work import Segment, Work
 
 BYTES = {"bf16": 2, "float8": 2, "fp32": 4}  # of a gathered parameter, or of a gradient between ranks
@@ -58,7 +59,7 @@ class Memory:
         passing = self.gathered + self.activations + self.temporary + self.communication
         return states + passing + self.inputs + self.recorded
 
-    def reserved(self, device: Any) -> float:
+    def reserved(self, device: Device) -> float:
         """Return what the allocator holds, gaps included, and what libraries take beside it, in bytes."""
         return self.peak * device.fragmentation + device.reserve_gib * 2**30
 

@@ -31,7 +31,7 @@ from vitrail.cost.trace import Compute, trace, whole_matrix
 from vitrail.cost.work import Key, Work, cached, divided, places, stage_of
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of
+from vitrail.models.model import Model, encoder_of, filled
 from vitrail.objectives.objective import labels_of
 from vitrail.parallel import recompute
 from vitrail.parallel import shard as solo
@@ -70,13 +70,7 @@ def complete(recipe: Recipe) -> Recipe:
         classes = model.classes or len(names) or _needed("model.classes", entry.classes(labels), entry)
         update["classes"] = classes
         objective = dataclasses.replace(objective, names=names or tuple(f"class {n}" for n in range(classes)))
-    try:
-        model = dataclasses.replace(model, **update)
-        if hasattr(model, "check"):
-            model.check()
-    except ValueError as error:
-        raise UserError(f"data.crop and model: {error}") from None
-    return recipe.model_copy(update={"model": model, "objective": objective})
+    return recipe.model_copy(update={"model": filled(model, update), "objective": objective})
 
 
 def _needed(key: str, found: int | None, entry: _Entry) -> int:

@@ -16,11 +16,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from vitrail.cost.cluster import Walk
+from vitrail.cost.private import TorchDispatchMode, is_view, storage_key, tensors_in
 from vitrail.layers.attention import TokenSequence
 from vitrail.layers.backends import MULTIPLE
 from vitrail.layers.kernels.attention import KeyMask, pack_keys, share_heads
@@ -57,14 +56,6 @@ def size_of(t: Tensor) -> int:
 
 def storage_size(t: Tensor) -> int:
     return -(-t.untyped_storage().nbytes() // UNIT) * UNIT
-
-
-def is_view(operation: Any) -> bool:
-    schema = getattr(operation, "_schema", None)
-    if schema is None:
-        return False
-    aliased = [value.alias_info for value in schema.returns]
-    return bool(aliased) and all(info is not None and not info.is_write for info in aliased)
 
 
 def op_of(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], arguments: Any, out: Any) -> Op | None:
@@ -181,8 +172,7 @@ class Recorder(TorchDispatchMode):
         self.phase.peak = max(self.phase.peak, self.live + bytes_more)
 
     def follow(self, t: Tensor) -> None:
-        storage = t.untyped_storage()
-        key = storage._cdata
+        storage, key = t.untyped_storage(), storage_key(t)
         if key in self.known:
             return
         size = storage_size(t)
@@ -197,13 +187,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = tensors_in(out)
+        inputs = tensors_in((args, kwargs))
         if all(t.device.type == "meta" for t in outputs):
             op = op_of(func, inputs, outputs, (args, kwargs), out)
-            given = {t.untyped_storage()._cdata for t in inputs}
+            given = {storage_key(t) for t in inputs}
             for t in outputs:
-                if t.untyped_storage()._cdata not in given:
+                if storage_key(t) not in given:
                     self.follow(t)
             if op is not None:
                 if op.kind == "attention" and "backward" in str(func):

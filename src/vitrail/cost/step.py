@@ -325,7 +325,7 @@ class Timeline:
 
 
 class _Gathers:
-    """All-gathers that are asked for when so many pieces before their own one begin."""
+    """All-gathers, each asked for when a piece begins that is a given number of pieces ahead of its own."""
 
     def __init__(self, timeline: Timeline, pieces: Sequence[Piece], ahead: int) -> None:
         self.timeline, self.pieces, self.ahead = timeline, pieces, ahead

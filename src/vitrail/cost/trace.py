@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.cost import fusion
+from vitrail.cost.private import is_compiled, storage_key
 from vitrail.cost.recorder import Op, Run, TracedSequence, attend_with, record, stand_in
 from vitrail.cost.work import Key, Segment, Work, between, key_of, stage_of
 from vitrail.draws import Draws
@@ -195,8 +196,7 @@ def bytes_of(*values: Any) -> int:
     found: dict[int, int] = {}
 
     def note(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
+        found[storage_key(t)] = t.untyped_storage().nbytes()
         return t
 
     map_tensors(note, values)
@@ -389,7 +389,7 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
     shape, dtype, leaf = tuple(x.shape), x.dtype, False
     run: Run | None = None
     parameters = _Parameters()
-    compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in kept)
+    compiled = any(map(is_compiled, kept))
     with fusion.compiling() if compiled else nullcontext():
         for stage in model.stages():
             used = [one for one in stage.uses if one is not None]

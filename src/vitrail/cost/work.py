@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Work:
-    """All that one rank computes for one micro-batch."""
+    """The work of one rank for one micro-batch."""
 
     segments: tuple[Segment, ...]
     inputs: int  # bytes of a micro-batch on the device

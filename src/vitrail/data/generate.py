@@ -68,7 +68,7 @@ class Balls:
 
 @dataclass
 class Scene:
-    """All that is in the tissue, in voxels of the volume."""
+    """The contents of the tissue, in voxels of the volume."""
 
     neurites: Balls
     mitochondria: Balls

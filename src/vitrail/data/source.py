@@ -110,6 +110,11 @@ def class_names(source: Source) -> tuple[str, ...]:
     return tuple(getattr(source, "class_names", ()))
 
 
+def keeps_chunks(source: Source) -> bool:
+    """Tell whether a source keeps decoded chunks itself, so that nobody need keep blocks of it."""
+    return getattr(source, "keeps_chunks", False)
+
+
 def label_dtype(source: Source) -> np.dtype | None:
     """Return the type of a source's labels of voxels; None where it has none."""
     return getattr(source, "label_dtype", None)

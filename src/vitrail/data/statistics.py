@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Looked:
-    """What was measured of one variable."""
+    """Measurements of one variable."""
 
     def __init__(self, mean: float, std: float, low: float, high: float, values: np.ndarray):
         self.mean, self.std, self.low, self.high, self.values = mean, std, low, high, values

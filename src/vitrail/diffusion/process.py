@@ -1,4 +1,4 @@
-"""From data to noise and back: what a time means, what a model is to answer, and how one answer becomes another.
+"""Processes from data to noise and back: what a time means, what a model answers, how one answer becomes another.
 
 - everywhere x = signal(time) * data + spread(time) * noise, with noise of variance 1 in every voxel
 - a model answers with the noise, the data or the velocity, which is dx / d(clock) on a path where data and noise stay
@@ -77,7 +77,7 @@ class Process(ABC):
         """
 
     def share(self, times: Tensor) -> Tensor:
-        """How much of the way from noise (0) to data (1) is behind: comparable between processes."""
+        """Return the share of the way from noise (0) to data (1) that is behind: comparable between processes."""
         signal, spread = self.levels(times)
         return signal / (signal + spread)
 
@@ -169,7 +169,7 @@ class Steps(Process):
         return alpha_bar
 
     def levels(self, times: Tensor) -> tuple[Tensor, Tensor]:
-        """In float64."""
+        """Return the levels in float64."""
         signal, spread = _tables(self, times.device)
         places = times.long() + 1  # the first is clean data
         return signal[places], spread[places]
@@ -209,7 +209,7 @@ class Steps(Process):
         return weights.float()
 
     def grid(self, steps: int, predict: Prediction = "velocity") -> Tensor:
-        """From the first step that is all but pure noise to -1, evenly spaced in `share`.
+        """Return times from the first step that is all but pure noise to -1, evenly spaced in `share`.
 
         So all schedules go through the same noise levels as `Straight` does. Evenly spaced times leave gaps of a
         schedule's own: for images, 25 steps of Heun are then wrong by five times as much with "linear", by twice as

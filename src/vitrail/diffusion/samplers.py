@@ -1,4 +1,4 @@
-"""From noise to data by a model's answers: ancestral, DDIM, Euler and Heun, for every process, and samplers of plugins.
+"""Samplers, from noise to data by a model's answers: ancestral, DDIM, Euler, Heun and plugins', for every process.
 
 - `ancestral` draws each step from the posterior of the process, for the data that the model sees (Ho et al. 2020), with
   as many steps as the process has or fewer; it wants hundreds. It alone uses variances that a model has learned
@@ -106,7 +106,7 @@ class HeunConfig:
 
 
 def known() -> list[str]:
-    """What `sampler` may name."""
+    """List the names that `sampler` may have."""
     return ["auto", *kinds.known("sampler")]
 
 

@@ -1,4 +1,4 @@
-"""How uncertain a step from one time back to a less noisy one is, and how a model learns that (Nichol & Dhariwal 2021).
+"""The variance of a step from one time back to a less noisy one, and how a model learns it (Nichol & Dhariwal 2021).
 
 - the least variance is that of the posterior, which knows the data; the greatest is what the step forward added
 - a model that learns says, voxel by voxel, where between their logarithms the variance lies: `place`, from -1 to 1
@@ -16,7 +16,7 @@ from vitrail.diffusion.process import Process
 
 
 class Bins(NamedTuple):
-    """What data of whole numbers are to a model: half the distance between two, and the least and greatest of them."""
+    """Whole numbers as a model sees them: half the distance between two, and the least and greatest of them."""
 
     half: Tensor
     low: Tensor

@@ -29,7 +29,7 @@ from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
 from vitrail.parallel.agree import on_chief, on_chief_for_long, together
 from vitrail.recipe import Recipe
-from vitrail.recipe.load import find_recipe
+from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel, Precision
 from vitrail.training.journal import Progress
 from vitrail.training.run import joined
@@ -42,7 +42,7 @@ FOR_TRAINING = ("weight", "stage", "statistics", "max_pixels")  # keys of an ent
 
 
 def encode(
-    recipe: Any,
+    recipe: Given,
     out: str | Path,
     *,
     split: Split | None = None,

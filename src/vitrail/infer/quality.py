@@ -76,7 +76,7 @@ Measure = Callable[[Any, Any], list[float]]
 
 @dataclass
 class Looked:
-    """All that was seen of a set of samples, in their order."""
+    """The findings about a set of samples, in their order."""
 
     projections: list[Tensor] = field(default_factory=list)
     alike: list[Tensor] = field(default_factory=list)  # SSIM of each with its neighbour in the order, two by two

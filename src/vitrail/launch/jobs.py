@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from vitrail.credentials import VARIABLE, are_known, strip
 from vitrail.disk import check_plain, replacing
@@ -27,7 +27,6 @@ from vitrail.launch.machine import describe_command
 from vitrail.launch.world import SECRET
 
 if TYPE_CHECKING:
-    from vitrail.parallel.mesh import Layout
     from vitrail.recipe import Recipe
 
 Launcher = Literal["torchrun", "slurm", "mpi"]
@@ -77,7 +76,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for on the command line; None leaves it to the machine or the scheduler."""
+    """The wishes of the command line; None leaves one to the machine or the scheduler."""
 
     launcher: Launcher
     recipe: str
@@ -111,6 +110,15 @@ class Variable(NamedTuple):
     value: str
     why: str
     off: bool = False
+
+
+class Shares(Protocol):
+    """A layout of ranks (parallel/mesh.py), as far as a script depends on it; str() names it."""
+
+    @property
+    def shard(self) -> int: ...
+    @property
+    def tensor(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,7 @@ def check_machine(tree: Any, name: str) -> Machine:
 
 def write_script(
     job: Job,
-    refuse: Callable[[Recipe, int], Layout],
+    refuse: Callable[[Recipe, int], Shares],
     *,
     folder: Path | None = None,
     verb: str = "launch",
@@ -283,7 +291,7 @@ def write_script(
     return Script(text, job.launcher, name, job.nodes, ranks, str(layout))
 
 
-def environment_of(job: Job, machine: Machine, layout: Layout, gpus: str) -> list[Variable]:
+def environment_of(job: Job, machine: Machine, layout: Shares, gpus: str) -> list[Variable]:
     """List the variables that a job sets."""
     found = [
         Variable(name, entry["value"], entry["why"])

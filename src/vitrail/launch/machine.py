@@ -1,4 +1,4 @@
-"""What a run stands on: `environment` is stored with every run, `doctor` tries the parts that training needs.
+"""The machine of a run: `environment` is stored with every run, `doctor` tries the parts that training needs.
 
 A check is a dictionary: name, status (ok, warn or fail), detail (what was found) and remedy (what to do, or "").
 Nothing here reads environment variables wholesale: a stored run must never carry a secret.

@@ -1,4 +1,4 @@
-"""What launchers write into the environment, read with care: a number that is none is an error, not a guess."""
+"""Variables that launchers set, read with care: a number that is none is an error, not a guess."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,7 +9,7 @@ Environment = Mapping[str, str]
 
 
 class Ranks(NamedTuple):
-    """What a launcher says about this process and the others."""
+    """The numbers that a launcher gives this process and the others."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""Where am I: alone or one of several processes, and how they find each other.
+"""The place of this process: alone or one of several, and how they find each other.
 
 One program, however it was started. What launchers write into the environment tells, and is believed in this order:
 

@@ -36,21 +36,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | KeyMask | None = N
     """
     if isinstance(mask, Tensor):
         mask = key_mask(mask)
-    here = machine(q.device.type)
-    call = Call(
-        device=here.device,
-        capability=here.capability,
-        dtype=q.dtype,
-        batch=q.shape[0],
-        heads=q.shape[2],
-        groups=k.shape[2],
-        queries=q.shape[1],
-        keys=k.shape[1],
-        width=q.shape[3],
-        masked=mask is not None,
-        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    order = order_for(q, groups=k.shape[2], keys=k.shape[1], masked=mask is not None, needs_grad=needs_grad)
+    return run(order, q, k, v, mask)
+
+
+def order_for(
+    q: Tensor, *, groups: int, keys: int, masked: bool, needs_grad: bool, partial: bool = False
+) -> tuple[str, ...]:
+    """Return the backends that a call for q [B, N, H, K] is tried with, in their order; see backends.Call."""
+    here, (batch, queries, heads, width) = machine(q.device.type), q.shape
+    sizes = batch, heads, groups, queries, keys, width
+    return choose(
+        Call(here.device, here.capability, q.dtype, *sizes, masked, needs_grad, partial), here.backends, chosen()
     )
-    return run(choose(call, here.backends, chosen()), q, k, v, mask)
 
 
 class _Attention(nn.Module):
@@ -139,7 +138,7 @@ class QKNorm(nn.Module):
 
 
 class TokenSequence:
-    """All tokens are here."""
+    """The sequence of a rank that has all tokens."""
 
     parts: int = 1
 
@@ -148,11 +147,11 @@ class TokenSequence:
         return rope
 
     def keys(self, valid: Tensor | None, *, prefix: int, tokens: int) -> Any:
-        """Which keys may be attended to, given which of the `tokens` are valid; the `prefix` before them always are."""
+        """Return which keys may be seen, given which of the `tokens` are valid; the `prefix` before them always are."""
         return None if valid is None else mask_of(valid, prefix)
 
     def whole(self, x: Tensor, *, groups: int = 1, tokens: int | None = None) -> Tensor:
-        """All tokens of [B, groups*n, ...], group by group; `tokens` of each group, which leaves out padding."""
+        """Return all tokens of [B, groups*n, ...], group by group; `tokens` of each group, which leaves out padding."""
         return x
 
     def total(self, x: Tensor) -> Tensor:

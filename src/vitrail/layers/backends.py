@@ -1,4 +1,4 @@
-"""Which kernel computes attention: what is there, what can take a call, what is fastest, and what the user asked for.
+"""The choice of attention's kernel: what is there, what can take a call, what is fastest, what the user asked for.
 
 - a backend has a name; `use_backend` sets one for the whole process, "auto" (the default) picks by the call
 - auto goes down an order that was measured, and takes the first backend that is installed and can take the call
@@ -240,7 +240,7 @@ def _device(device: str) -> tuple[str, tuple[int, int]]:
 
 @lru_cache
 def _installed(module: str) -> bool:
-    """Whether a module is there; of "a.b", b is looked for without importing a."""
+    """Tell whether a module is there; of "a.b", b is looked for without importing a."""
     top, _, part = module.partition(".")
     try:
         found = importlib.util.find_spec(top)

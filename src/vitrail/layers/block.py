@@ -81,7 +81,7 @@ class BlockConfig:
 
     @property
     def scales(self) -> bool:
-        """Whether something stands between a branch and the sum, whose backward reads what the branch gave."""
+        """Tell whether something stands between a branch and the sum, whose backward reads what the branch gave."""
         return self.layer_scale is not None or self.residual == "post"
 
     def make_attention(self) -> SelfAttention:
@@ -271,7 +271,7 @@ def check_times(times: Tensor | None, batch: int, *, scale: float = 1.0, limit: 
 
 
 def _on_host(t: Tensor) -> bool:
-    """Whether values can be looked at: the host would have to wait for a device, and compiled code cannot branch."""
+    """Tell whether values may be looked at: the host would wait for a device, and compiled code cannot branch."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""How floating-point operations are counted: one multiply-add is 2.
+"""Counts of floating-point operations: one multiply-add is 2.
 
 Tokens that a masked autoencoder hides are charged to nobody; padding of adaptive tokens is, since its length is fixed.
 

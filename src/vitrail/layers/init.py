@@ -92,7 +92,7 @@ def initialise(model: nn.Module, rules: dict[str, Rule], seed: int) -> None:
 
 
 def initialise_here(model: nn.Module) -> None:
-    """For the end of a model's own __init__: one that is made in Python, not on the meta device, is ready at once.
+    """Initialise a model at the end of its own __init__, unless it is on the meta device: it is then ready.
 
     It starts as a run of seed 0 does.
     """

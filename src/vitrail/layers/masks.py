@@ -1,4 +1,4 @@
-"""Which tokens are hidden. Every kind gives each token a score from noise; the lowest scores stay visible.
+"""Masks of tokens. Every kind gives each token a score from noise; the lowest scores stay visible.
 
 So the count of visible tokens is exact for every kind, and a mask is a pure function of the noise passed in. A
 stratified mask also has the same count in every slab of the grid, so that ranks which share the tokens of a sample by
@@ -39,7 +39,7 @@ class _MaskConfig:
         return 1
 
     def counts(self, tokens: int, decode_ratio: float = 1.0) -> tuple[int, int]:
-        """How many tokens are visible, and how many of the hidden ones are predicted."""
+        """Count the tokens that are visible, and those of the hidden ones that are predicted."""
         each = tokens // self.strata
         visible = num_visible(each, self.ratio)
         return self.strata * visible, self.strata * max(1, round((each - visible) * decode_ratio))

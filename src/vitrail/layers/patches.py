@@ -33,7 +33,7 @@ def per_axis(value: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
 
 
 def grid_of(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...]:
-    """How many patches fit along each axis; every size must be a multiple of its patch."""
+    """Count the patches along each axis; every size must be a multiple of its patch."""
     if any(s % p or s < p for s, p in zip(size, patch, strict=True)):
         raise ValueError(f"size {list(size)} is not a multiple of patch {list(patch)} along every axis")
     return tuple(s // p for s, p in zip(size, patch, strict=True))
@@ -81,7 +81,7 @@ def num_voxels(patch: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of how many equal parts."""
+    """One of several equal parts, by its place among them."""
 
     index: int
     count: int
@@ -128,7 +128,7 @@ def cut(x: Tensor, part: Part, *, groups: int = 1) -> Tensor:
 
 
 def real_rows(number: int, part: Part, *, groups: int = 1, device: torch.device | None = None) -> Tensor | None:
-    """Which rows of cut() are no copies [groups*s], for `number` rows of all groups; None where no part has copies."""
+    """Mark rows of cut() that are no copies [groups*s], for `number` rows of all groups; None where no part has any."""
     number //= groups
     if number % part.count == 0:
         return None
@@ -137,14 +137,14 @@ def real_rows(number: int, part: Part, *, groups: int = 1, device: torch.device 
 
 
 def mark_copies(valid: Tensor | None, real: Tensor | None, batch: int) -> Tensor | None:
-    """Which rows of a part count [B, groups*s]: those that were valid and are no copies; None where all do."""
+    """Tell which rows of a part count [B, groups*s]: those that were valid and are no copies; None where all do."""
     if real is None:
         return valid
     return real.expand(batch, -1) if valid is None else valid & real
 
 
 def join(parts: Sequence[Tensor], number: int, *, groups: int = 1) -> Tensor:
-    """All `number` rows [B, groups*n, ...] of the parts [B, groups*s, ...] in their order: the inverse of cut()."""
+    """Return all `number` rows [B, groups*n, ...] of parts [B, groups*s, ...] in their order: the inverse of cut()."""
     if len(parts) == 1:
         return parts[0]
     whole = torch.cat([part.unflatten(1, (groups, part.shape[1] // groups)) for part in parts], dim=2)

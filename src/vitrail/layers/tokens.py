@@ -117,7 +117,7 @@ QUERIES = TokenList(("queries", "query_sizes"), "query_valid")
 
 @dataclass(frozen=True)
 class TokenAxes:
-    """What an objective says of its inputs and targets: which of them have a row for each token.
+    """The inputs and targets of an objective that have a row for each token.
 
     Targets with rows are fields of a dataclass. It has a field `valid` too, [B, m] or None: rows that count. A field
     `lengths` holds how many rows each list of the output has.
@@ -145,7 +145,7 @@ class Tokens:
 
     @property
     def number(self) -> int:
-        """All tokens of a sample."""
+        """Count all tokens of a sample."""
         return self.coordinates.shape[1]
 
     def take(

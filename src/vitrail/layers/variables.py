@@ -41,7 +41,7 @@ class VariablesConfig:
             raise ValueError(f"group {self.group} must hold at least 2 variables")
 
     def ids(self, names: Sequence[str]) -> Ids:
-        """Where the variables of a batch stand among the known ones."""
+        """Return the places of a batch's variables among the known ones."""
         unknown = [name for name in names if name not in self.known]
         if unknown:
             raise ValueError(

@@ -37,7 +37,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All of them, in the order of the models' age and size."""
+    """List all named sizes, in the order of the models' age and size."""
     return [*_vits(), *_maes(), *_segmenters(), *_denoisers()]
 
 

@@ -144,7 +144,7 @@ class TokenDecoder(nn.Module):
         return block(x, side["decoder_rope"], drop_path, side.get("encoder_mask"))
 
     def wanted(self, side: Side) -> int:
-        """How many tokens, the last ones, are predicted: all patches."""
+        """Count the tokens, the last ones, that are predicted: all patches."""
         return side["coordinates"].shape[1]
 
     def predict(self, x: Tensor, side: Side) -> Tensor:

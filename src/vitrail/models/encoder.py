@@ -149,12 +149,12 @@ class EncoderConfig:
 
     @property
     def separate(self) -> bool:
-        """Whether each variable has tokens of its own."""
+        """Tell whether each variable has tokens of its own."""
         return self.variables is not None and self.variables.aggregate == "none"
 
     @property
     def parts(self) -> int:
-        """How many variables have tokens of their own: 1 where a token holds all channels."""
+        """Count the variables that have tokens of their own: 1 where a token holds all channels."""
         return len(self.variables.known) if self.variables is not None and self.separate else 1
 
     def patch_on(self, ndim: int) -> tuple[int, ...]:
@@ -291,7 +291,7 @@ def rope_turns(c: EncoderConfig, ndim: int, head_width: int) -> nn.Parameter | N
 
 
 class PatchEmbed(nn.Module):
-    """All channels of a patch through one linear layer."""
+    """One linear layer for all channels of a patch."""
 
     def __init__(self, features: int, width: int, *, bias: bool, normed: bool, eps: float):
         super().__init__()

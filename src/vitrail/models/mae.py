@@ -59,7 +59,7 @@ class MAEConfig(ModelConfig):
 
     @property
     def parts(self) -> int:
-        """How many variables have tokens of their own: 1 where a token holds all channels."""
+        """Count the variables that have tokens of their own: 1 where a token holds all channels."""
         return self.encoder.parts
 
     @property
@@ -72,7 +72,7 @@ class MAEConfig(ModelConfig):
         return per_axis(self.shape, self.ndim)
 
     def token_counts(self, *, evaluating: bool = False) -> tuple[int, int]:
-        """How many tokens of each variable are visible, and how many of the hidden ones are predicted."""
+        """Count the tokens of each variable that are visible, and those of the hidden ones that are predicted."""
         tokens = self.encoder.tokens.count(self.size, self.patch)
         return self.mask.counts(tokens, 1.0 if evaluating else self.decoder.decode_ratio)
 
@@ -119,7 +119,7 @@ class MAE(DecodedModel):
     def reconstruct(
         self, images: Tensor, noise: Tensor, variables: Sequence[str] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All tokens predicted from the visible ones, in their order [B, N, P*C]; and which were hidden, [B, N].
+        """Predict all tokens from the visible ones, in their order [B, N, P*C]; and tell which were hidden, [B, N].
 
         The mask follows the noise [B, N], numbers from 0 to 1.
         """
@@ -202,7 +202,7 @@ class Decoder(TokenDecoder):
         return side | ropes | {"decoder_mask": mask}
 
     def asked(self, side: Side) -> Side:
-        """Where mask tokens are put: a cross decoder asks for visible tokens like for hidden ones."""
+        """Return the places of mask tokens: a cross decoder asks for visible tokens like for hidden ones."""
         names = {"coordinates": "queries", "sizes": "query_sizes"}
         if side.get("query_sizes") is not None:  # adaptive tokens, whose padding has no size
             names["valid"] = "query_valid"

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.draws import Draws
+from vitrail.errors import UserError
 from vitrail.layers.attention import WHOLE, TokenSequence
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Slab, per_axis
@@ -33,8 +34,19 @@ def known_variables(config: Any) -> Any:
     return getattr(encoder_of(config), "variables", None)
 
 
+def filled(config: Any, facts: dict[str, Any]) -> Any:
+    """Return a model's config with what the data tell of it; refused where it cannot work so."""
+    try:
+        config = replace(config, **facts)
+        if hasattr(config, "check"):
+            config.check()
+    except ValueError as error:
+        raise UserError(f"data.crop and model: {error}") from None
+    return config
+
+
 def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tuple[int, ...] | None:
-    """Where the variables of a batch stand among those that the model knows; None where it knows no names."""
+    """Return the places of a batch's variables among those that the model knows; None where it knows no names."""
     known = known_variables(config)
     if known is None:
         expected = getattr(config, "channels_in", config.channels)
@@ -210,5 +222,5 @@ def block_stages(
 
 
 def spread_drop_path(rate: float, depth: int) -> list[float]:
-    """From 0 at the first block to `rate` at the last."""
+    """Return rates that rise from 0 at the first block to `rate` at the last."""
     return [rate * i / max(depth - 1, 1) for i in range(depth)]

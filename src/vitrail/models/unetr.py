@@ -85,7 +85,7 @@ class UNETRConfig(ModelConfig):
 
     @property
     def wants_image(self) -> bool:
-        """Whether the model reads the image beside its tokens."""
+        """Tell whether the model reads the image beside its tokens."""
         return self.decoder == "conv" and self.skips
 
     @property

@@ -435,7 +435,7 @@ class Generate(Objective):
         return caption
 
     def shown_range(self) -> tuple[float, float] | None:
-        """That of bytes. Data of a type of more values seldom fill it: pictures show where their values lie."""
+        """Return the range of bytes; other types seldom fill theirs, and pictures show where their values lie."""
         if self.decode is not None or self.value_range is None:
             return None
         low, high = self.value_range

@@ -139,7 +139,7 @@ class VoxelObjective(Objective):
 
     @abstractmethod
     def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Those of the sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
+        """Return those sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
 
 
 def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vitrail.errors import UserError
-from vitrail.layers.attention import attend
-from vitrail.layers.backends import Call, choose, chosen, machine
+from vitrail.layers.attention import attend, order_for
 from vitrail.layers.kernels.attention import KeyMask, Packing, key_mask, run_part, run_part_backward
 from vitrail.parallel.private import group_of
 
@@ -42,7 +41,7 @@ class Ranks:
     rank: int
 
     @classmethod
-    def of(cls, group: Any) -> "Ranks":
+    def of(cls, group: dist.ProcessGroup) -> "Ranks":
         return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
 
 
@@ -339,22 +338,9 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
 
 
 def _order(q: Tensor, held: Tensor, lengths: Sequence[int], masks: tuple[KeyMask, ...] | None) -> tuple[str, ...]:
-    here = machine(q.device.type)
-    call = Call(
-        device=here.device,
-        capability=here.capability,
-        dtype=q.dtype,
-        batch=q.shape[0],
-        heads=q.shape[2],
-        groups=held.shape[3],
-        queries=q.shape[1],
-        keys=max(lengths),
-        width=q.shape[3],
-        masked=masks is not None,
-        needs_grad=True,  # forward and backward are not asked apart, so that they choose alike
-        partial=True,
-    )
-    order = choose(call, here.backends, chosen())
+    # Forward and backward are not asked apart (needs_grad), so that they choose alike.
+    groups, keys = held.shape[3], max(lengths)
+    order = order_for(q, groups=groups, keys=keys, masked=masks is not None, needs_grad=True, partial=True)
     # As in PyTorch, which does not count cuDNN's backward among the deterministic ones.
     others = order[1:] if order[0] == "cudnn" and torch.are_deterministic_algorithms_enabled() else ()
     return others or order

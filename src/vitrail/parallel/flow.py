@@ -35,7 +35,7 @@ class Gradients:
         """`shared` names the parameters that every rank of a pipeline has."""
         self.model, self.layout = model, layout
         self.shared = [name in shared for name, _ in model.named_parameters()]
-        self.groups: dict[str, Any] = {axis: mesh[axis].get_group() for axis in ("tensor", "pipeline")}
+        self.groups: dict[str, dist.ProcessGroup] = {axis: mesh[axis].get_group() for axis in ("tensor", "pipeline")}
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

@@ -24,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
+from vitrail.parallel.agree import Group
 from vitrail.parallel.private import all_gathered, flatten, sum_scattered, summed
+from vitrail.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 FLAT = {"fsdp": ("shard", "context"), "fsdp_tensor": ("shard", "context", "tensor"), "sequence": ("context", "tensor")}
@@ -58,7 +60,7 @@ class Layout(NamedTuple):
         return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "1 rank"
 
 
-def layout_of(parallel: Any, world: int) -> Layout:
+def layout_of(parallel: Parallel, world: int) -> Layout:
     """Return the layout of the `parallel` section of a recipe; refuse sizes that do not make `world` ranks."""
     model_axes = {axis: getattr(parallel, axis) for axis in ("pipeline", "context", "tensor")}
     explicit = [key for key in ("replicate", "shard", "reshard") if getattr(parallel, key) is not None]
@@ -177,24 +179,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(x: Tensor, dim: int, group: Any) -> Tensor:
+def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return every rank's x, one after another along dim, on every rank; backward: sums, scattered."""
     return x if dist.get_world_size(group) == 1 else _Gather.apply(x, dim % x.ndim, group)
 
 
-def scatter_sum(x: Tensor, dim: int, group: Any) -> Tensor:
+def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's part along dim of the sum over ranks; backward: gathered."""
     return x if dist.get_world_size(group) == 1 else _ScatterSum.apply(x, dim % x.ndim, group)
 
 
-def total(x: Tensor, group: Any) -> Tensor:
+def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks, on every rank; backward: the same."""
     return x if dist.get_world_size(group) == 1 else _Total.apply(x, group)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
         return all_gathered(x, dim, group)
 
@@ -205,7 +207,7 @@ class _Gather(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
         return sum_scattered(x, dim, group)
 
@@ -216,7 +218,7 @@ class _ScatterSum(torch.autograd.Function):
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return summed(x, group)
 

@@ -66,7 +66,7 @@ def cut(costs: Sequence[float], parts: int) -> list[int]:
         raise ValueError(f"{number} steps cannot be cut into {parts} parts; use 1 to {number}")
 
     def best(join: Callable[[float, float], float], measure: Callable[[float], float], limit: float) -> list[list[int]]:
-        """For each number of steps, where the last part begins, part by part."""
+        """Find, for each number of steps, where the last part begins, part by part."""
         least, begins = [0.0] + [float("inf")] * number, []
         for part in range(1, parts + 1):
             found = [
@@ -319,7 +319,7 @@ class Pipeline:
         """`counts` says how many steps each part has, in order: as many parts as num_parts()."""
         stages = model.stages()
         self.model, self.device, self.schedule = model, device, c.schedule
-        self.group: Any = mesh["pipeline"].get_group()
+        self.group = mesh["pipeline"].get_group()
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.number = len(counts)
         if self.number != num_parts(c, self.ranks) or sum(counts) != len(stages) or min(counts) < 1:

@@ -7,17 +7,20 @@ of each.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 
+from vitrail.parallel.agree import Group
+
 # Many tensors at once, one kernel each.
 add_all, copy_all, norms_of = torch._foreach_add_, torch._foreach_copy_, torch._foreach_norm
 
 
-def group_of(name: str) -> Any:
+def group_of(name: str) -> dist.ProcessGroup:
     """Return the process group of a name, which operators can be given."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
@@ -50,17 +53,17 @@ _all_gather, _reduce_scatter = (
 )
 
 
-def all_gathered(x: Tensor, dim: int, group: Any) -> Tensor:
+def all_gathered(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return every rank's x, one after another along dim."""
     return _arrived(_all_gather(x.contiguous(), dim, group))
 
 
-def sum_scattered(x: Tensor, dim: int, group: Any) -> Tensor:
+def sum_scattered(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's part along dim of the sum over ranks."""
     return _arrived(_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
-def summed(x: Tensor, group: Any) -> Tensor:
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks."""
     return _arrived(functional.all_reduce(x.contiguous(), "sum", group))
 

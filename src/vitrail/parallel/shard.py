@@ -78,7 +78,7 @@ def apply(
 
 
 def last_micro_batch(roots: Iterable[nn.Module], last: bool, *, reshard: bool) -> None:
-    """To be called before each micro-batch of a step; `reshard` is the layout's.
+    """Say before each micro-batch of a step whether it is the last; `reshard` is the layout's.
 
     Replicas exchange gradients after the last one alone. Parameters that are not freed after a forward stay until then.
     """

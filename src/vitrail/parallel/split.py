@@ -15,13 +15,14 @@ here, by the token axes that an objective declares (layers/tokens.py, TokenAxes)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitrail.data.batch import Batch
 from vitrail.draws import Draws
 from vitrail.layers.patches import (
     WHOLE,
@@ -37,12 +38,18 @@ from vitrail.layers.patches import (
 )
 from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens
 from vitrail.models.model import encoder_of
-from vitrail.parallel.mesh import gather
-
-if TYPE_CHECKING:
-    from vitrail.data.batch import Batch
+from vitrail.parallel.agree import Group
+from vitrail.parallel.mesh import Layout, gather
 
 Inputs = dict[str, Any]
+
+
+class Preparing(Protocol):
+    """An objective, as far as samples are cut by it; what is more of it is in rooms above this one."""
+
+    axes: TokenAxes
+
+    def prepare(self, batch: Batch, draws: Draws, *, evaluating: bool = False) -> tuple[Inputs, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Whole:
 class Split:
     """The part of a rank in the samples that it shares with others; a rank alone has them to itself."""
 
-    def __init__(self, model: Any = None, part: Part = WHOLE, group: Any = None):
+    def __init__(self, model: Any = None, part: Part = WHOLE, group: Group = None):
         """`model` is the model's config; the ranks of the process group have one part each, in their order."""
         self.model, self.part, self.group = model, part, group
 
@@ -93,7 +100,7 @@ class Split:
     def alone(self) -> bool:
         return self.part.count == 1
 
-    def slab(self, objective: Any, crop: tuple[int, ...]) -> Slab | None:
+    def slab(self, objective: Preparing, crop: tuple[int, ...]) -> Slab | None:
         """Return what this rank must read of each crop; None: all of it."""
         if self.alone or not _by_slabs(objective) or getattr(self.model, "wants_image", False):
             return None
@@ -103,7 +110,9 @@ class Split:
             return None
         return None if len(slab.rows) % objective.axes.planes else slab
 
-    def prepare(self, objective: Any, batch: "Batch", draws: Draws, *, evaluating: bool = False) -> tuple[Inputs, Any]:
+    def prepare(
+        self, objective: Preparing, batch: Batch, draws: Draws, *, evaluating: bool = False
+    ) -> tuple[Inputs, Any]:
         """Prepare this rank's part of a batch: inputs of the model, and targets for judge()."""
         if self.alone:
             return objective.prepare(batch, draws, evaluating=evaluating)
@@ -176,6 +185,15 @@ class Split:
         return replace(targets, **changed)
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A rank without a model, as loaders see a parallel one: it has all samples, whole."""
+
+    layout: Layout
+    data_rank: int = 0
+    split: Split = field(default_factory=Split)
+
+
 class _Making:
     """One preparation, in which each list of tokens is fetched once, and in the same order on every rank."""
 
@@ -217,7 +235,7 @@ def joined(lists: Sequence[Tensor]) -> Tensor:
     return lists[0] if len(lists) == 1 else torch.cat(tuple(lists), dim=1)
 
 
-def _by_slabs(objective: Any) -> bool:
+def _by_slabs(objective: Preparing) -> bool:
     return getattr(objective.prepare, "by_slabs", False)
 
 
@@ -228,7 +246,7 @@ def _by_slabs(objective: Any) -> bool:
 
 
 @torch.no_grad()
-def fetch_rows(values: Tensor, index_by_part: Sequence[Tensor], group: Any) -> Tensor:
+def fetch_rows(values: Tensor, index_by_part: Sequence[Tensor], group: Group) -> Tensor:
     """Return the rows that this rank asks for, of the rows [B, R*n, F] of R ranks; it has the values [B, n, F].
 
     `index_by_part` holds what each rank asks for, [B, s] of 0 to R*n - 1, the same on every rank; row j*n is the first

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -36,7 +37,7 @@ class Station(PipelineStage):
         index: int,
         number: int,
         device: torch.device,
-        group: Any,
+        group: dist.ProcessGroup,
         incoming: Sequence[Any],
         outgoing: Sequence[Any],
         begin_backward: Callable[[bool], None],

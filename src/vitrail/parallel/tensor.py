@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from vitrail.layers.attention import CrossAttention, SelfAttention, TokenSequence
 from vitrail.layers.block import MLP, SwiGLU
 from vitrail.layers.patches import Part
+from vitrail.parallel.agree import Group
 from vitrail.parallel.context import ContextKeys, Ranks, attend_context, choose_ulysses, context_keys, split_context
 from vitrail.parallel.mesh import Layout, Mesh, gather, local, scatter_sum, total
 
@@ -66,7 +67,7 @@ def share(layer: Any, mesh: DeviceMesh, placement: Shard) -> Any:
     return layer
 
 
-def shared(module: Any, group: Any) -> Callable[..., Tensor]:
+def shared(module: Any, group: Group) -> Callable[..., Tensor]:
     """Return a forward that computes with a share of the channels, on the tokens of the whole group."""
     inner, out, tokens = module.forward, getattr(module, module.row), module.token_inputs
 
@@ -78,7 +79,7 @@ def shared(module: Any, group: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def gathered(inner: Callable[[Tensor], Tensor], group: Any) -> Callable[[Tensor], Tensor]:
+def gathered(inner: Callable[[Tensor], Tensor], group: Group) -> Callable[[Tensor], Tensor]:
     """Return a forward that computes a share of the outputs and gathers the rest."""
     return lambda x: gather(inner(x), -1, group)
 

@@ -24,7 +24,7 @@ from vitrail.errors import UserError
 
 @dataclass(frozen=True)
 class Rule:
-    """How pydantic reads, writes and describes a value."""
+    """The way in which pydantic reads, writes and describes a value."""
 
     parse: Callable[[Any], Any]  # the value as stored; raises ValueError when it is not of the grammar
     expected: str  # completes "expected ..."

@@ -91,7 +91,7 @@ def override(tree: dict[str, Any], overrides: Sequence[str], cleared: set[Key]) 
     return tree
 
 
-def find_recipe(given: Any, overrides: Sequence[str] = ()) -> Recipe:
+def find_recipe(given: Given, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe with its overrides; that of a run folder writes into the folder where it is found."""
     if isinstance(given, str | Path):
         check_name(Path(given), "recipe")

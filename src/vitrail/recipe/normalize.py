@@ -1,4 +1,4 @@
-"""How values become what a model sees: the kinds of `data.normalize`.
+"""The kinds of `data.normalize`: how values become what a model sees.
 
     normalize: fit                                  # the default, {kind: standard}; none leaves values as they are
     normalize: {kind: minmax, to: [0, 1]}           # with data.statistics: volume as UCF-VIT has it
@@ -21,7 +21,7 @@ Pair = tuple[float, float]
 
 
 class Looked(Protocol):
-    """What was measured of a variable."""
+    """Measurements of a variable."""
 
     mean: float
     std: float
@@ -32,7 +32,7 @@ class Looked(Protocol):
 
 
 class Plain:
-    """What kinds have in common, but for what they say otherwise."""
+    """The common part of kinds, but for what they say otherwise."""
 
     measured: ClassVar[bool] = True
 
@@ -95,7 +95,7 @@ class AsRead(Plain):
 
 @config
 class Given(Plain):
-    """By a mean and a standard deviation that are known."""
+    """Normalisation by a mean and a standard deviation that are known."""
 
     kind: Literal["given"] = "given"
     mean: tuple[float, ...]  # of each variable

@@ -1,4 +1,4 @@
-"""What a run shows of itself: panels, plots, one self-contained HTML page, and the same facts as JSON.
+"""The pictures and pages of a run: panels, plots, one self-contained HTML page, and the same facts as JSON.
 
 Importing this package costs little: matplotlib, Jinja2 and PyYAML come in when something is drawn or written.
 """

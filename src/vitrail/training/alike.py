@@ -1,4 +1,4 @@
-"""What must be the same: on all ranks of a run, and in its data from one session to the next.
+"""Checks of what must be the same: on all ranks of a run, and in its data from one session to the next.
 
 Ranks that would train different things are refused at the start: recipe, call, versions, code, device, data.
 
@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ import vitrail
 from vitrail.data.dataset import Dataset
 from vitrail.data.files.fingerprint import changed, data_state
 from vitrail.data.reading.pool import Policy, read_again, timed
-from vitrail.data.source import class_names, label_dtype
+from vitrail.data.source import LabelledSource, Source, class_names, label_dtype
 from vitrail.errors import UserError
 from vitrail.parallel.agree import Group, broadcast_json, gather_json
 from vitrail.recipe import Recipe, kinds
@@ -165,7 +165,7 @@ def facts_of_ranks(datasets: Sequence[Dataset], policy: Policy) -> dict[str, Any
     return found
 
 
-def _values(source: Any, item: int, policy: Policy) -> str:
+def _values(source: Source, item: int, policy: Policy) -> str:
     """Return a digest of a small window in the middle of an item, and of its labels; or why it cannot be read."""
     shape = source.items[item].shape
     window = tuple(slice((size - min(EDGE, size)) // 2, (size + min(EDGE, size)) // 2) for size in shape)
@@ -179,10 +179,10 @@ def _values(source: Any, item: int, policy: Policy) -> str:
         return type(error.__cause__ or error).__name__
 
 
-def _read_few(source: Any, item: int, window: tuple[slice, ...]) -> str:
+def _read_few(source: Source, item: int, window: tuple[slice, ...]) -> str:
     parts = [source.read(item, window)]
     if label_dtype(source) is not None:
-        parts.append(source.read_labels(item, window))
+        parts.append(cast(LabelledSource, source).read_labels(item, window))
     return hashlib.blake2b(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), digest_size=8).hexdigest()
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +12,15 @@ from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.launch.world import find_world
 from vitrail.parallel.mesh import layout_of
+from vitrail.parallel.split import Alone
 from vitrail.recipe import Recipe, steps_of
-from vitrail.recipe.load import find_recipe
-from vitrail.training.diagnose import Alone, open_before_model
+from vitrail.recipe.load import Given, find_recipe
+from vitrail.training.diagnose import open_before_model
 from vitrail.training.setup import Place, find_place
 
 
 def batches(
-    recipe: Any, *, overrides: Sequence[str] = (), first: int = 0, last: int | None = None, trust: bool = False
+    recipe: Given, *, overrides: Sequence[str] = (), first: int = 0, last: int | None = None, trust: bool = False
 ) -> Iterator[Batch]:
     """Yield this rank's batches of the steps `first` to `last` (by default to the run's end), as training has them.
 

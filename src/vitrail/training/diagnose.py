@@ -1,4 +1,4 @@
-"""What a recipe does to its data, before a training: a picture of what the model will see, and where time goes.
+"""Looks at a recipe before a training: a picture of what the model will see, and where time goes.
 
 Both set up the parts of a run as a training would, and leave nothing behind: no run folder is made.
 """
@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +24,11 @@ from vitrail.data.reading.loader import Loader
 from vitrail.errors import UserError
 from vitrail.objectives.objective import Objective
 from vitrail.parallel.agree import on_chief
-from vitrail.parallel.mesh import Layout, layout_of
-from vitrail.parallel.split import Split
+from vitrail.parallel.flow import Flow
+from vitrail.parallel.mesh import layout_of
+from vitrail.parallel.split import Alone
 from vitrail.recipe import Recipe
-from vitrail.recipe.load import find_recipe
+from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.report.figures import check_picture
 from vitrail.report.modes import unsteady
@@ -52,15 +53,6 @@ LONG = 10**9  # steps of a run that a measurement never reaches
 
 
 @dataclass(frozen=True)
-class Alone:
-    """What a loader asks of a parallel model, for a rank that has no model: all samples, whole."""
-
-    layout: Layout
-    data_rank: int = 0
-    split: Split = field(default_factory=Split)
-
-
-@dataclass(frozen=True)
 class Opened:
     """The parts of a run that come before its model."""
 
@@ -70,7 +62,7 @@ class Opened:
     objective: Objective
     sampler: Order
 
-    def loader(self, flow: Any = None) -> Loader:
+    def loader(self, flow: Flow | Alone | None = None) -> Loader:
         flow = flow or Alone(layout_of(Parallel(), 1))
         return make_loader(self.recipe, self.place, self.data, self.sampler, self.objective, flow, step=0, samples=0)
 
@@ -81,7 +73,7 @@ class Opened:
 
 
 @contextmanager
-def opened(recipe: Any, overrides: Sequence[str] = ()) -> Iterator[Opened]:
+def opened(recipe: Given, overrides: Sequence[str] = ()) -> Iterator[Opened]:
     """Open the data and the objective of a recipe, in a layout that fits here."""
     with opened_as_is(fitting(find_recipe(recipe, overrides), overrides)) as (parts, _):
         yield parts
@@ -100,7 +92,7 @@ def open_before_model(recipe: Recipe, place: Place, watchdog: Watchdog | None = 
     return Opened(recipe, place, data, objective, make_sampler(recipe, data))
 
 
-def preview(recipe: Any, out: str | Path, *, samples: int = 4, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def preview(recipe: Given, out: str | Path, *, samples: int = 4, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Draw what the model of a recipe will see of the first samples; returns the picture's path and their facts."""
     if samples < 1:
         raise UserError(f"samples: {samples} must be at least 1")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from vitrail.data.batch import Batch
 from vitrail.data.order.mixture import Groups
-from vitrail.data.order.sampler import Sampler
+from vitrail.data.order.sampler import Order, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
 from vitrail.draws import Draws
@@ -43,7 +43,7 @@ class Evaluator:
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
-        most = count_once(getattr(loader, "sampler", None)) if labelled else None
+        most = count_once(loader.sampler) if labelled else None
         if most is not None and samples > most:
             self.samples = most
             what = "tiles" if isinstance(loader.sampler, Tiles) else "items, each one crop"
@@ -174,11 +174,11 @@ class Evaluator:
         return [mine[i : i + self.batch] for mine in groups.values() for i in range(0, len(mine), self.batch)]
 
     def _group(self, counter: int) -> int:
-        sampler = getattr(self.loader, "sampler", None)
+        sampler = self.loader.sampler
         return int(sampler.places(counter)[0]) if isinstance(sampler, Groups) else 0
 
 
-def count_once(sampler: Any) -> int | None:
+def count_once(sampler: Order) -> int | None:
     """Samples of the first pass, where that is every tile once, or every item once and each is one crop; else None."""
     if isinstance(sampler, Tiles):
         return sampler.epoch

@@ -69,7 +69,7 @@ class Cause:
 
 
 class Board:
-    """Where ranks tell each other the first cause of their end: a few keys of the store of this attempt."""
+    """Ranks tell each other the first cause of their end here, in a few keys of the store of this attempt."""
 
     def __init__(self, store: Store, rank: int):
         self.store, self.rank = store, rank

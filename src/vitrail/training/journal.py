@@ -259,7 +259,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class Journal:
-    """What happens in a run, told to all who listen. A logger that fails is switched off with a note."""
+    """The events of a run, told to all who listen. A logger that fails is switched off with a note."""
 
     def __init__(
         self, folder: RunFolder | None, progress: Progress, loggers: Sequence[Background], facts: Facts, *, report: bool

@@ -1,4 +1,4 @@
-"""What this room takes from PyTorch that is not public; tests/unit/test_private_names.py tries each.
+"""Names of PyTorch that are not public, all that this room uses; tests/unit/test_private_names.py tries each.
 
 Those of its distributed checkpoints are in weights/safe_dcp.py.
 """

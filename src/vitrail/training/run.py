@@ -14,7 +14,7 @@ from vitrail.foreign import trusted
 from vitrail.launch.world import find_world
 from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe
-from vitrail.recipe.load import find_recipe
+from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.failures import StopRequest, Watchdog
 from vitrail.training.session import Outcome, Session
@@ -23,7 +23,7 @@ from vitrail.weights.runs import list_or_refuse, load_weights, stored_recipe, wh
 
 
 def train(
-    recipe: Any,
+    recipe: Given,
     *,
     overrides: Sequence[str] = (),
     fresh: bool = False,

@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: device, data, completed recipe, parallel model.
+"""The parts of a run, made from its recipe: device, data, completed recipe, parallel model.
 
 Everything here happens before the first step and before the run folder is made, so a mistake leaves nothing behind.
 """
@@ -34,7 +34,7 @@ from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of, known_variables
+from vitrail.models.model import Model, encoder_of, filled, known_variables
 from vitrail.objectives.generate import range_of
 from vitrail.objectives.objective import Objective, check_prepare, labels_of
 from vitrail.parallel.agree import Group, on_chief, on_chief_for_long, together
@@ -44,6 +44,7 @@ from vitrail.parallel.flow import Flow, parallelize
 from vitrail.parallel.mesh import Layout, Mesh, layout_of
 from vitrail.parallel.pipeline import cut, measure_costs, num_parts
 from vitrail.parallel.replay import is_ours
+from vitrail.parallel.split import Alone
 from vitrail.recipe import Recipe
 from vitrail.recipe import problems as sizes
 from vitrail.recipe.normalize import Logarithm
@@ -57,7 +58,7 @@ FIRST_TIMEOUT = timedelta(minutes=40)  # of PyTorch's own collectives: longer th
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process computes and how it talks to the others."""
+    """The device of this process, and its way to talk to the others."""
 
     world: World
     device: torch.device
@@ -250,13 +251,7 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
         names = find_classes(recipe, data)
         update["classes"] = len(names)
         objective = dataclasses.replace(objective, names=names)
-    model = dataclasses.replace(model, **update)
-    try:
-        if hasattr(model, "check"):
-            model.check()
-    except ValueError as error:
-        raise UserError(f"data.crop and model: {error}") from None
-    return recipe.model_copy(update={"model": model, "objective": objective})
+    return recipe.model_copy(update={"model": filled(model, update), "objective": objective})
 
 
 def equip(objective: Objective, recipe: Recipe, place: Place, data: DataParts, *, trust: bool) -> None:
@@ -403,7 +398,7 @@ def make_loader(
     data: DataParts,
     sampler: Order,
     objective: Objective,
-    flow: Flow,
+    flow: Flow | Alone,
     *,
     step: int,
     samples: int,

@@ -110,7 +110,7 @@ class Plan:
 
 
 class Stitch:
-    """What a rank keeps of tiles that were computed, until the others of the same voxels are."""
+    """The tiles that a rank has computed and keeps until the others of the same voxels are there."""
 
     def __init__(self, plan: Plan, rank: int, blend: Blend):
         self.plan, self.blend = plan, blend

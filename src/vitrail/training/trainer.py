@@ -218,7 +218,7 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         number = len(range(0, len(batch), self._micro(batch)))
-        return self.flow.forward_backward(self._prepared(batch), number, self._judge)
+        return self.flow.forward_backward(self._prepared(batch), number, self.judge)
 
     def _prepared(self, batch: Batch) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield the inputs and targets of micro-batches, none of which is kept here."""
@@ -228,7 +228,7 @@ class Trainer:
         self._seed("step", self.done)
         yield first.pop()
         for start in range(self._micro(batch), len(batch), self._micro(batch)):
-            yield self._prepare(self._narrow(batch, start))
+            yield self.prepare(self._narrow(batch, start))
 
     @contextmanager
     def expecting(self, coming: Callable[[], Batch | None]) -> Iterator[None]:
@@ -252,10 +252,10 @@ class Trainer:
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
         """Prepare the first micro-batch of a step, the same at whatever time."""
         self._seed("prepare", number)
-        return self._prepare(self._narrow(batch, 0))
+        return self.prepare(self._narrow(batch, 0))
 
     def _seed(self, purpose: str, number: int) -> None:
-        """Nothing here draws from PyTorch's generator; a user's own model may, and then resumes exactly, too."""
+        """Seed PyTorch's generator, which only a user's own model draws from; it then resumes exactly, too."""
         seed = key(self.recipe.run.seed, purpose, number, self.flow.data_rank)
         for generator in self._generators:  # torch.manual_seed() looks for all kinds of devices first
             generator.manual_seed(seed)
@@ -266,7 +266,8 @@ class Trainer:
     def _narrow(self, batch: Batch, start: int) -> Batch:
         return batch.narrow(start, min(start + self._micro(batch), len(batch)))
 
-    def _prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
+    def prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
+        """Return inputs of the model and targets for judge(), this rank's part of them."""
         draws = Draws(self.recipe.run.seed, micro.counters)
         inputs, targets = self.flow.split.prepare(self.objective, micro, draws)
         drop_path = drop_path_table(draws, self.drop_path_rates)
@@ -274,7 +275,8 @@ class Trainer:
             inputs["drop_path"] = sent(drop_path, self.place.device)
         return inputs, targets
 
-    def _judge(self, output: torch.Tensor, targets: Any) -> Loss:
+    def judge(self, output: torch.Tensor, targets: Any) -> Loss:
+        """Return the loss of a micro-batch."""
         return self.flow.split.judge(self.objective.loss, output, targets)
 
     def group_table(self) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def _tiles(crop: tuple[int, ...]) -> list[tuple[slice, ...]]:
 
 
 def _taps(number: int, ndim: int) -> list[tuple[float, ...]]:
-    """Where in a voxel its taps lie, from its middle."""
+    """Return the places of a voxel's taps, from its middle."""
     return list(itertools.product(*[[(tap + 0.5) / number - 0.5 for tap in range(number)]] * ndim))
 
 

@@ -22,7 +22,7 @@ WARPS = 4
 
 
 def fits(values: Tensor, crop: tuple[int, ...]) -> bool:
-    """Whether places in one channel fit in 32 bits."""
+    """Tell whether places in one channel fit in 32 bits."""
     return max(math.prod(values.shape[2:]), math.prod(crop)) < 2**31
 
 
@@ -123,7 +123,7 @@ def _bend(nodes, z, y, x, mz, my, mx, inverse, valid):
 
 @triton.jit
 def _mean_inside(source, iz, iy, ix, wz, wy, wx, ry, rx, valid, CORNERS: tl.constexpr):
-    """Of the voxels around each position, all of which there are."""
+    """Mean of the voxels around each position, where all of these exist."""
     nearest = source + (iz * ry + iy) * rx + ix
     total = wx * 0.0
     for corner in tl.static_range(CORNERS):
@@ -134,7 +134,7 @@ def _mean_inside(source, iz, iy, ix, wz, wy, wx, ry, rx, valid, CORNERS: tl.cons
 
 @triton.jit
 def _mean_mirrored(source, iz, iy, ix, wz, wy, wx, ry, rx, sz, sy, sx, valid, CORNERS: tl.constexpr):
-    """Of the voxels around each position; beyond the sample those that lie as far inside it."""
+    """Mean of the voxels around each position; beyond the sample those count that lie as far inside it."""
     total = wx * 0.0
     for corner in tl.static_range(CORNERS):
         z = _mirror(iz + corner // 4, sz)
@@ -147,7 +147,7 @@ def _mean_mirrored(source, iz, iy, ix, wz, wy, wx, ry, rx, sz, sy, sx, valid, CO
 
 @triton.jit
 def _weight(wz, wy, wx, dz: tl.constexpr, dy: tl.constexpr, dx: tl.constexpr):
-    """Of one of the voxels around a position that lies so far beyond the first of them."""
+    """Weight of one of the voxels around a position, by how far that lies beyond the first of them."""
     return (wz * dz + (1 - wz) * (1 - dz)) * (wy * dy + (1 - wy) * (1 - dy)) * (wx * dx + (1 - wx) * (1 - dx))
 
 

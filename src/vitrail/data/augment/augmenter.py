@@ -1,4 +1,4 @@
-"""All of augmentation in its order, from the windows that were read to the batch that an objective sees.
+"""Augmentation in its order, from the windows that were read to the batch that an objective sees.
 
 Sections are spoilt in the window; then the crop is cut from it in one pass (orientation, flip, rotation, scale, shear,
 bend and what is left of a wanted voxel size in one matrix); then blur, gamma, contrast, brightness, noise and colour;
@@ -25,6 +25,7 @@ from vitrail.data.source import Item
 from vitrail.draws import sent, uniforms
 from vitrail.errors import UserError
 from vitrail.layers.patches import Slab
+from vitrail.recipe.sections import Augment
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Augmenter:
 
     def __init__(
         self,
-        settings: Any,  # the recipe's section data.augment
+        settings: Augment,  # the recipe's section data.augment
         crop: tuple[int, ...],
         *,
         seed: int,
@@ -121,7 +122,7 @@ class Augmenter:
         return tuple(found)
 
     def touched(self, *sample: Any) -> np.ndarray | None:
-        """Which boxes of its window a sample is made of, as Geometry.touched() finds it; None for all."""
+        """Find the boxes of its window that a sample is made of, by Geometry.touched(); None for all."""
         # Sections are spoilt by their neighbours.
         return None if self.settings.sections is not None else self.geometry.touched(*sample)
 
@@ -196,7 +197,7 @@ class Augmenter:
         return values, labels
 
     def _differs(self, raw: Raw) -> bool:
-        """Whether windows are no crops: items at another voxel size than wanted, or of which more was read."""
+        """Tell whether windows are no crops: items at another voxel size than wanted, or of which more was read."""
         room = self.crop if raw.slab is not None else tuple(raw.values.shape[2:])
         sizes = {room, *map(tuple, raw.sizes)} if raw.slab is None else {room}
         return sizes != {self.crop} or any(factor != 1 for scale in {*map(tuple, raw.scales)} for factor in scale)

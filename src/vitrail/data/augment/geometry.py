@@ -1,4 +1,4 @@
-"""Where each voxel of a crop comes from: rotation, scale, shear and flip as one matrix a sample.
+"""The place that each voxel of a crop comes from: rotation, scale, shear and flip as one matrix a sample.
 
 - a voxel of the crop, counted from its middle, is bent, turned, sheared and scaled in physical space and lands at a
   position of the window, in voxels: thick sections stay thick
@@ -14,20 +14,21 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from torch import Tensor
 
 from vitrail.draws import between, sent, stream, uniforms
 from vitrail.layers.patches import Slab
+from vitrail.recipe.sections import Augment
 
 SMALL = 16 * 2**10  # bytes of a sample: below that a call costs more than another copy
 
 
 @cache
 def orientations(crop: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """All (permutation, flipped axes) that keep the crop's shape: 8 for a square, 48 for a cube; the first is none."""
+    """List all (permutation, flipped axes) that keep the crop's shape, none first: 8 for a square, 48 for a cube."""
     axes = range(len(crop))
     permutations = [p for p in itertools.permutations(axes) if all(crop[i] == crop[j] for i, j in enumerate(p))]
     flips = [f for n in range(len(crop) + 1) for f in itertools.combinations(axes, n)]
@@ -104,7 +105,7 @@ Spans = Sequence[np.ndarray]  # of each axis of a window [N, 2]: first and last 
 
 
 class Move(NamedTuple):
-    """How one sample is cut from its window."""
+    """The way in which one sample is cut from its window."""
 
     matrix: np.ndarray  # [n, n] voxels of the window for one of the crop
     origin: np.ndarray  # [n] position of the crop's first voxel, in voxels of the window
@@ -176,7 +177,7 @@ class Moves(Sequence[Move]):
 class Geometry:
     """Draws the moves of samples; `moves` says whether anything but a residual scale moves voxels."""
 
-    def __init__(self, settings: Any, crop: tuple[int, ...], axes: tuple[str, ...], seed: int):
+    def __init__(self, settings: Augment, crop: tuple[int, ...], axes: tuple[str, ...], seed: int):
         self.settings, self.crop, self.axes, self.seed = settings, crop, axes, seed
         self.amplitude = settings.elastic.amplitude if settings.elastic else 0.0
         self.flips = axes if settings.flip is True else tuple(settings.flip or ())
@@ -244,21 +245,21 @@ class Geometry:
         code: int,
         spans: Spans,
     ) -> np.ndarray | None:
-        """Which boxes of its window a sample is made of; None where that is most of it."""
+        """Find the boxes of its window that a sample is made of; None where that is most of it."""
         if not self.settings.rotate or math.prod(size) < MUCH * math.prod(self.crop):
             return None
         move = self.draw(counter, size, spacing, scale, code)
         return touched_by(move, size, self.crop, self.amplitude, spans)
 
     def draw_chance(self, counters: Sequence[int]) -> np.ndarray:
-        """Which samples are moved at random, [B]."""
+        """Draw which samples are moved at random, [B]."""
         chance = self.settings.chance if self.moves else 0.0
         if 0 < chance < 1:
             return self._uniforms("chance", counters, 1)[:, 0] < chance
         return np.full(len(counters), chance > 0)
 
     def draw_flips(self, counters: Sequence[int]) -> np.ndarray:
-        """Which axes of moved samples are flipped, [B, n]."""
+        """Draw which axes of moved samples are flipped, [B, n]."""
         axes = np.array([name in self.flips for name in self.axes])
         if not axes.any():
             return np.zeros((len(counters), len(axes)), bool)
@@ -308,7 +309,7 @@ class Geometry:
         return np.array([[[1 - (1 - math.cos(a)), -math.sin(a)], [math.sin(a), 1 - (1 - math.cos(a))]] for a in angles])
 
     def _rotation(self, counter: int) -> np.ndarray:
-        """Of a volume."""
+        """Draw the rotation of a volume."""
         numbers, limit = self._stream("rotate", counter), self.settings.rotate
         if self.settings.rotate_axes:
             matrix = np.eye(3)
@@ -324,6 +325,7 @@ class Geometry:
     def _boxes(self, counters: Sequence[int], room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Starts and sizes [B, n] of boxes of the windows, of the wanted share and sides; whole where none fits."""
         c, n = self.settings.resized_crop, len(self.crop)
+        assert c is not None
         sides = np.asarray(self.crop) * (room / self.crop).min(axis=1, keepdims=True)
         starts = (room - sides) / 2
         left = np.arange(len(counters))  # those without a box that fits
@@ -375,6 +377,7 @@ class Geometry:
 
     def _nodes(self, counter: int) -> np.ndarray:
         """The bend at every few voxels of the crop: a cubic B-spline of random points, which never exceeds them."""
+        assert self.settings.elastic is not None
         grid, step = self.settings.elastic.grid, self.step
         shape = (len(self.crop), *[grid + 3] * len(self.crop))
         nodes = self._stream("elastic", counter).uniform(-self.amplitude, self.amplitude, shape).astype(np.float32)

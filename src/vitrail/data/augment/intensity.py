@@ -27,7 +27,6 @@ sample first, so that what is mixed is what the model sees of either.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from torch import Tensor
 from vitrail.data.augment.affine import mirror
 from vitrail.draws import between, hash32, keys, sent, stream, uniforms
 from vitrail.errors import UserError
+from vitrail.recipe.sections import Artefacts, Augment, Jitter
 
 _PIECE = 2**22  # voxels at a time: what lies between stays small
 
@@ -65,12 +65,12 @@ def normal(place: Tensor, secret: Tensor) -> Tensor:
 SPREAD = 3.0  # standard deviations on either side of the mean that gamma's range covers
 
 
-def changes_intensity(settings: Any) -> bool:
+def changes_intensity(settings: Augment) -> bool:
     return bool(settings.gamma or settings.contrast or settings.brightness or settings.noise or settings.blur)
 
 
 def change_intensity(
-    values: Tensor, counters: Sequence[int], settings: Any, seed: int, mean: Tensor, std: Tensor
+    values: Tensor, counters: Sequence[int], settings: Augment, seed: int, mean: Tensor, std: Tensor
 ) -> Tensor:
     """[B, C, *S] float32, changed in place where that is possible; mean and std are [B, C]."""
     c, channels = settings, values.shape[1]
@@ -123,7 +123,7 @@ def blur(values: Tensor, widths: Sequence[float], dims: Sequence[int]) -> Tensor
 def spoil(
     sample: Tensor,
     labels: Tensor | None,
-    settings: Any,
+    settings: Artefacts,
     axis: int,
     *,
     seed: int,
@@ -183,7 +183,7 @@ _YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 def jitter(
     values: Tensor,
     counters: Sequence[int],
-    settings: Any,
+    settings: Jitter,
     seed: int,
     variables: Sequence[str],
     *,
@@ -210,7 +210,7 @@ def jitter(
     return values.index_copy(1, places, flat.view_as(colours))
 
 
-def _draw_jitter(settings: Any, seed: int, counters: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _draw_jitter(settings: Jitter, seed: int, counters: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Factors of brightness and of contrast [B], and the matrices of saturation and hue [B, 3, 3]."""
     numbers = between(uniforms(seed, "augment.jitter", counters, 4), -1, 1)
     limits = np.array([settings.brightness, settings.contrast, settings.saturation])
@@ -227,7 +227,7 @@ def mix(
     values: Tensor,
     labels: Tensor,
     counters: Sequence[int],
-    settings: Any,
+    settings: Augment,
     seed: int,
     num_classes: int,
     statistics: tuple[Tensor, Tensor] | None = None,
@@ -269,9 +269,9 @@ def mix(
 
 
 def _draw_partner(
-    settings: Any, seed: int, pair: int, shape: tuple[int, ...]
+    settings: Augment, seed: int, pair: int, shape: tuple[int, ...]
 ) -> tuple[float, tuple[slice, ...] | None]:
-    """How much of itself a sample keeps, and the box that comes from its partner, if it is one."""
+    """Draw how much of itself a sample keeps, and the box that comes from its partner, if it is one."""
     numbers = stream(seed, "augment.mix", pair)
     cut = settings.cutmix and (not settings.mixup or numbers.random() < 0.5)
     alpha = settings.cutmix if cut else settings.mixup

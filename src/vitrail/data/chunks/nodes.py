@@ -18,6 +18,7 @@ from vitrail.data.chunks.decoded import REMEDY, ChunkReader, largest_file, open_
 from vitrail.data.chunks.layout import read_names
 from vitrail.data.files.places import Place, Remote, as_folder, find_folders, is_longer, read_facts
 from vitrail.data.formats.ngff import load_attributes
+from vitrail.data.source import Source
 from vitrail.data.stored import Stored, Window, plain_unit
 from vitrail.errors import BadData, MissingData, UserError
 from vitrail.foreign import check_plain, check_room
@@ -265,7 +266,7 @@ FILES = {".png": "png", ".npz": "zip", ".gz": "gzip"}
 NONE = "none: a flipped bit in these files would go unnoticed"
 
 
-def checksums_of(source: Any) -> str:
+def checksums_of(source: Source) -> str:
     """Name the checksum of a source's values in a word, or say in a sentence that they have none."""
     try:
         return _find(source) or NONE
@@ -273,7 +274,7 @@ def checksums_of(source: Any) -> str:
         return NONE
 
 
-def _find(source: Any) -> str | None:
+def _find(source: Source) -> str | None:
     rows = getattr(source, "shards", None)
     if rows:  # of latents
         return rows[0].checksum
@@ -285,7 +286,7 @@ def _find(source: Any) -> str | None:
     return None if None in found else ", ".join(dict.fromkeys(str(each) for each in found))
 
 
-def _of_array(stored: Any) -> str | None:
+def _of_array(stored: Stored) -> str | None:
     if stored.chunk_reader is not None:
         return of_chunks(stored.chunk_reader)
     path, _, key = stored.name.partition("::")

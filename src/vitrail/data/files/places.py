@@ -1,4 +1,4 @@
-"""Where stored hierarchies lie: a local folder is a Path, and a URL something that answers as a Path does.
+"""Places of stored hierarchies: a local folder is a Path, and a URL something that answers as a Path does.
 
 - http(s), s3 and gs go through tensorstore, which brings its own clients; every other URL through fsspec
 - servers seldom list folders: what is asked for by name is found all the same

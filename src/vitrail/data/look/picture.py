@@ -151,7 +151,7 @@ def variable_groups(variables: Sequence[str]) -> list[tuple[str, list[int]]]:
     return [(f"{variables[i]}, " if several else "", [i]) for i in spread(len(variables), MOST_VARIABLES)]
 
 
-def has_labels(source: Any) -> bool:
+def has_labels(source: Source) -> bool:
     return label_dtype(source) is not None
 
 

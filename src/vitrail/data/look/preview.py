@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data.augment.augmenter import Raw
 from vitrail.data.batch import Batch
 from vitrail.data.chunks.decoded import ChunkReader
 from vitrail.data.look.picture import by, name_of, scale_bar, variable_groups
+from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Job
-from vitrail.data.source import Item, ManySource, Source
+from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dtype
 from vitrail.draws import Draws
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def preview(
     path: str | Path,
     *,
     sources: Sequence[Source],
-    loader: Any,
+    loader: Loader,
     objective: Any,
     seed: int,
     samples: int,
@@ -252,7 +254,7 @@ class Probe:
 
 
 @contextmanager
-def probed(loader: Any) -> Iterator[Probe]:
+def probed(loader: Loader) -> Iterator[Probe]:
     """Measure a loader for the time of the block."""
     probe, augmenter = Probe(), loader.augmenter
     settle = torch.cuda.synchronize if loader.device.type == "cuda" else lambda: None
@@ -260,26 +262,26 @@ def probed(loader: Any) -> Iterator[Probe]:
     def replace(stack: ExitStack, owner: Any, name: str, part: str, note: Callable[..., int] | None = None) -> None:
         stack.enter_context(mock.patch.object(owner, name, probe.wrap(part, getattr(owner, name), note)))
 
-    def augment_now(raw: Any) -> Any:
+    def augment_now(raw: Raw) -> Batch:
         batch = augmenter(raw)
         settle()
         return batch
 
     timed_augment = probe.wrap("augment", augment_now)
 
-    def augment(raw: Any) -> Any:
+    def augment(raw: Raw) -> Batch:
         settle()  # copies are counted where they belong
         return timed_augment(raw)
 
     with ExitStack() as stack:
         for source in loader.reader.sources:
             # A source with chunks of its own copies from them in read(); what it decodes is seen below.
-            own = bool(getattr(source, "keeps_chunks", False))
+            own = keeps_chunks(source)
             part = "cut and copy" if own else "read and decode"
             replace(stack, source, "read", part, None if own else _whole_chunks(source))
             if isinstance(source, ManySource):
                 replace(stack, source, "read_many", part, None if own else _whole_items(source))
-            if getattr(source, "label_dtype", None) is not None:
+            if label_dtype(source) is not None:
                 replace(stack, source, "read_labels", part)
         timed_decode = probe.wrap("read and decode", ChunkReader.decode, lambda reader, *_: math.prod(reader.grid))
         stack.enter_context(mock.patch.object(ChunkReader, "decode", lambda self, *given: timed_decode(self, *given)))
@@ -307,7 +309,7 @@ class _Called:
         return getattr(self._inner, name)
 
 
-def _whole_chunks(source: Any) -> Callable[..., int]:
+def _whole_chunks(source: Source) -> Callable[..., int]:
     def count(item: int, region: tuple[slice, ...]) -> int:
         return touched(source.items[item], region) * len(source.variables)
 
@@ -328,7 +330,7 @@ def touched(item: Item, region: tuple[slice, ...]) -> int:
     return voxels
 
 
-def measure_io(loader: Any, *, seconds: float) -> dict[str, Any]:
+def measure_io(loader: Loader, *, seconds: float) -> dict[str, Any]:
     """Load batches as a training would, and nothing else, for so long; the first ones only warm up."""
     samples = voxels = 0
     # As stored, not as kept here: types that PyTorch lacks are widened. Of several sources the mean.

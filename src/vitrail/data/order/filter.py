@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -140,7 +140,7 @@ def occupancy_of(
 
 
 def count_voxels(
-    source: Any,
+    source: Source,
     item: int,
     cell: tuple[int, ...],
     *,
@@ -164,7 +164,10 @@ def count_voxels(
 
     def look(region: Region) -> np.ndarray:
         def take() -> np.ndarray:
-            voxels = source.read_labels(item, region) if variable is None else source.read(item, region)[variable]
+            if variable is None:
+                voxels = cast(LabelledSource, source).read_labels(item, region)
+            else:
+                voxels = source.read(item, region)[variable]
             if voxels.shape != tuple(r.stop - r.start for r in region):
                 raise ShortRead(f"{list(voxels.shape)} values came for {[r.stop - r.start for r in region]}")
             return voxels

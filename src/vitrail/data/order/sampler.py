@@ -1,4 +1,4 @@
-"""Which crop comes next: a pure function of (seed, counter).
+"""The order of crops: a pure function of (seed, counter).
 
 The sampler's whole state is one integer, the counter of samples drawn so far, so that a run resumes at any world size
 and with any number of workers. It also suits a reader that decodes large blocks and cuts several crops from each:

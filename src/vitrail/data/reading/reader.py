@@ -19,17 +19,17 @@ they are still those of the whole crop.
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from vitrail.data.batch import Labelling
-from vitrail.data.chunks.decoded import ChunkCache, Layer, copy_part, find_layers
+from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, Layer, copy_part, find_layers
 from vitrail.data.order.sampler import Sample
 from vitrail.data.reading.pool import ShortRead, read_again
-from vitrail.data.source import Item, ManySource, Source
+from vitrail.data.source import Item, LabelledSource, ManySource, Source, class_names, keeps_chunks, label_dtype
 from vitrail.errors import BadData, UserError
 
 ENOUGH = 1.5
@@ -99,6 +99,7 @@ def fit_image(
 # PyTorch computes little with unsigned types wider than a byte, and no device needs float64 inputs.
 _HOST_TYPES = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32", "bool": "uint8"}
 
+Window = tuple[slice, ...]
 Touched = Callable[[Sequence[np.ndarray]], np.ndarray | None]  # of boxes of a window, those that are needed; None: all
 
 MOST_KEPT = 4096  # items, and layouts of their windows
@@ -162,7 +163,7 @@ class Reader:
         if labelling is not None and labelling.of == "voxel":
             self.label_dtype = host_dtype(np.result_type(*[host_dtype(_label_dtype(s)) for s in sources]))
         elif labelling is not None:
-            self._classes = [[labelling.names.index(n) for n in getattr(s, "class_names", ())] for s in sources]
+            self._classes = [[labelling.names.index(n) for n in class_names(s)] for s in sources]
         self.blocks = ChunkCache(cache_bytes)
         # The latest items: some sources make one anew whenever it is asked for, and each is asked for several times.
         self.item = lru_cache(maxsize=MOST_KEPT)(partial(_item, self.sources))
@@ -231,7 +232,7 @@ class Reader:
         with np.errstate(over="ignore"):  # what is too large for the type is found below
             for number in np.unique(sources).tolist():
                 here = np.flatnonzero(sources == number)
-                source: Any = self.sources[number]
+                source = cast(ManySource, self.sources[number])
                 found = _complete(source.read_many(items[here]), (len(here), *out.shape[1:]))
                 out[slice(None) if len(here) == len(samples) else here] = found
         if out.dtype.kind == "f" and not np.isfinite(out).all():
@@ -252,10 +253,10 @@ class Reader:
         whole = self._whole(sample)
         window = whole if window is None else window
         inside, around = _shift(window, sample.start), _shift(whole, sample.start)
-        source: Any = self.sources[sample.source]
         item = self.item(sample.source, sample.item)
         if self._goes_straight(out, sample):
-            read = partial(source.read_into, sample.item, inside, out, touched)
+            straight = cast(StraightSource, self.sources[sample.source])
+            read = partial(straight.read_into, sample.item, inside, out, touched)
             read_again(read, partial(self.name_of, sample), retries=self.retries)
             if labels is not None:
                 labels[...] = self.labels_of(sample)
@@ -290,11 +291,11 @@ class Reader:
 
     def reads_together(self, number: int) -> bool:
         """Tell whether windows can be read together, of a source so large that its chunks are hardly met again."""
-        source: Any = self.sources[number]
+        source = self.sources[number]
         if not _reads_straight(source) or not hasattr(source, "locate"):
             return False
         labels = self.label_dtype
-        if labels is not None and not (source.labels_straight and np.can_cast(source.label_dtype, labels)):
+        if labels is not None and not (source.labels_straight and np.can_cast(_label_dtype(source), labels)):
             return False
         if number not in self._large:
             size = sum(math.prod(item.shape) for item in source.items) * self.voxel_bytes(source)
@@ -309,11 +310,11 @@ class Reader:
         number, item = places[0].sample.source, places[0].sample.item
         if not self.reads_together(number) or not all(self._goes_straight(p.out, p.sample) for p in places):
             return []
-        source: Any = self.sources[number]
+        source = cast(StraightSource, self.sources[number])
         found = [source.locate(item, _shift(p.window, p.sample.start), p.out) for p in places]
         layers = find_layers(found[0][0], [(out, window) for _, out, window in found], source.finish)
         if self.label_dtype is not None:
-            whole = [(_shift(self._whole(p.sample), p.sample.start), p.labels) for p in places]
+            whole = [(_shift(self._whole(p.sample), p.sample.start), cast(np.ndarray, p.labels)) for p in places]
             found = [source.locate(item, region, labels, labels=True) for region, labels in whole]
             finish = partial(self._finish_labels, source)
             layers += find_layers(found[0][0], [(out, window) for _, out, window in found], finish)
@@ -325,7 +326,7 @@ class Reader:
         finally:
             layer.windows = ()  # the memory of batches, which others wait for
 
-    def _finish_labels(self, source: Any, labels: np.ndarray) -> None:
+    def _finish_labels(self, source: "StraightSource", labels: np.ndarray) -> None:
         source.finish_labels(labels)
         if self._is_wrong(labels).any():
             raise BadData("some label is of no class; read by itself, its sample tells which")
@@ -348,12 +349,11 @@ class Reader:
         sources = np.array([sample.source for sample in samples], np.int64)
         labels = np.empty(len(samples), np.int64)
         for number in np.unique(sources).tolist():
-            source: Any = self.sources[number]
             here = np.flatnonzero(sources == number)
             some = [samples[row] for row in here.tolist()]
             classes, known = np.array(self._classes[number]), None
             if self._alike[number] is not None:
-                known = source.labels_of(np.array([sample.item for sample in some]))
+                known = cast(ManySource, self.sources[number]).labels_of(np.array([sample.item for sample in some]))
                 known = None if known is None else np.asarray(known)
             if known is None or known.shape != here.shape or known.min() < 0 or known.max() >= len(classes):
                 labels[here] = [self.item_label(sample) for sample in some]  # which tells what is wrong
@@ -405,11 +405,11 @@ class Reader:
 
     def _in_blocks(self, number: int) -> bool:
         """Tell whether windows of a source are cut out of blocks that are kept here: it keeps no chunks itself."""
-        return self.whole_blocks and not getattr(self.sources[number], "keeps_chunks", False)
+        return self.whole_blocks and not keeps_chunks(self.sources[number])
 
     def _read(self, sample: Sample, region: tuple[slice, ...], labelled: tuple[slice, ...], *, retries: int) -> Block:
         """Read a window of the sample's item: voxels of one region, labels of another."""
-        source: Any = self.sources[sample.source]
+        source = self.sources[sample.source]
 
         def read_values() -> np.ndarray:
             return _complete(source.read(sample.item, region), (len(source.variables), *_sizes(region)))
@@ -421,7 +421,7 @@ class Reader:
         """Read the labels of a window's voxels, where they are wanted."""
         if self.label_dtype is None:
             return None
-        source: Any = self.sources[sample.source]
+        source = cast(LabelledSource, self.sources[sample.source])
 
         def read_labels() -> np.ndarray:
             return _complete(source.read_labels(sample.item, region), _sizes(region))
@@ -485,8 +485,27 @@ def _value_bytes(source: Source) -> int:
     return len(source.variables) * source.dtype.itemsize
 
 
-def _reads_straight(source: Any) -> bool:
-    """Tell whether a source writes voxels where they belong, chunk by chunk (data/sources/zarr.py)."""
+class StraightSource(Source, Protocol):
+    """A source of chunks that puts windows into their place in a batch (data/sources/zarr.py)."""
+
+    labels_straight: bool  # labels, too
+
+    def read_into(self, item: int, region: Window, out: np.ndarray, touched: Touched | None = None) -> None:
+        """Read as `read` does, into memory that is there; what is not touched may stay as it was."""
+
+    def locate(
+        self, item: int, region: Window, out: np.ndarray, *, labels: bool = False
+    ) -> tuple[ChunkReader, np.ndarray, Window]:
+        """Find the array of a window, memory with the axes of that, and the window of it."""
+
+    def finish(self, values: np.ndarray) -> None:
+        """Make what `read` gives of voxels that were copied from there."""
+
+    def finish_labels(self, labels: np.ndarray) -> None:
+        """Make what `read_labels` gives of such labels."""
+
+
+def _reads_straight(source: Source) -> TypeGuard[StraightSource]:
     return bool(getattr(source, "reads_straight", False))
 
 
@@ -504,6 +523,7 @@ def _shift(window: tuple[slice, ...], by: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(w.start + b, w.stop + b) for w, b in zip(window, by, strict=True))
 
 
-def _label_dtype(source: Any) -> np.dtype:
-    assert source.label_dtype is not None  # the dataset has checked it
-    return source.label_dtype
+def _label_dtype(source: Source) -> np.dtype:
+    found = label_dtype(source)
+    assert found is not None  # the dataset has checked it
+    return found

@@ -1,4 +1,4 @@
-"""How each attention backend is called, and the mask of keys in the form that each one wants.
+"""Calls of each attention backend, and the mask of keys in the form that each one wants.
 
 - every kernel takes q [B, N, H, K] and k, v [B, M, G, K] and gives [B, N, H, K]; there is no dropout in attention
 - a mask says which keys may be seen, the same for every query and head, so nothing of size N x M is ever made
@@ -47,7 +47,7 @@ class KeyBlocks(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where the keys go when the seen ones of all samples are moved to the front, as varlen wants them."""
+    """The places of keys when the seen ones of all samples are moved to the front, as varlen wants them."""
 
     order: Tensor  # [B * M] indices
     kept: Tensor  # [B * M] bool: the place holds a key that is seen
@@ -55,7 +55,7 @@ class Packing(NamedTuple):
 
 
 class KeyMask(NamedTuple):
-    """Which keys may be seen. Made once for a forward by key_mask(), used by every block."""
+    """A mask of the keys that may be seen. Made once for a forward by key_mask(), used by every block."""
 
     valid: Tensor  # [B, M] bool; all true for a sample without any, so that no softmax is over nothing
     filled: Tensor  # [B] bool: false for a sample without any; its output is 0
@@ -262,7 +262,7 @@ def blank(out: Tensor, mask: KeyMask | None) -> Tensor:
 
 
 def is_grouped(q: Tensor, k: Tensor) -> bool:
-    """Whether several query heads share one of keys and values.
+    """Tell whether several query heads share one of keys and values.
 
     A branch, for a plain bool: compiled with dynamic shapes the comparison itself is a SymBool, which kernels refuse.
     """

@@ -62,7 +62,7 @@ class GroupRule:
 
 @dataclass
 class Shards:
-    """What an update changes: this rank's shards of parameters that have a gradient, and what is kept of each."""
+    """This rank's shards of parameters that have a gradient, which an update changes, and what is kept of each."""
 
     parameters: list[Tensor]
     gradients: list[Tensor]
@@ -72,7 +72,7 @@ class Shards:
 
 
 class Update(ABC):
-    """How parameters change by their gradients. What it keeps is saved, restored and planned by these lists."""
+    """A change of parameters by their gradients. What it keeps is saved, restored and planned by these lists."""
 
     moments: tuple[str, ...] = ()  # names of what is kept of each parameter, each as large as the parameter
     counts: bool = False  # whether it needs the number of updates so far
