@@ -61,7 +61,7 @@ Entries = tuple[Entry, Entry, list[str]]  # what is trained on, what is held out
 
 @dataclass(frozen=True)
 class Size:
-    """How large the images, the model and the training are."""
+    """The sizes of the images, the model and the training."""
 
     crop: int  # of images
     crop3d: int
@@ -144,7 +144,7 @@ def cells(chosen: Sequence[str], size: Size, seeds: int) -> list[Cell]:
 
 @dataclass
 class Home:
-    """Where data are written, each the first time that it is asked for."""
+    """The folder that data are written to, each the first time that it is asked for."""
 
     folder: Path
     size: Size

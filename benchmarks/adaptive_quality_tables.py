@@ -16,7 +16,7 @@ Found = dict[str, Any]  # what a cell has found
 
 @dataclass(frozen=True)
 class Variant:
-    """How an image is cut into tokens."""
+    """A way to cut images into tokens."""
 
     patch: int  # voxels along the side of a token
     tokens: int
@@ -63,7 +63,7 @@ def seconds_to(found: Found, target: float) -> float | None:
 
 @dataclass(frozen=True)
 class Race:
-    """How long two variants take to a Dice that all seeds of the first one have after the steps of the comparison."""
+    """The times that two variants take to the Dice which all seeds of the first have after the steps in common."""
 
     rival: Variant
     target: float
@@ -73,7 +73,7 @@ class Race:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast the rival is."""
+        """The speed of the rival against the first; 0 where it does not arrive."""
         return 0.0 if self.rival_seconds is None else self.seconds / self.rival_seconds
 
 
@@ -176,7 +176,7 @@ def racer(found: list[Race], table: dict[Variant, dict[int, Found]]) -> str:
 
 
 def verdict(base: Variant, adaptive: Race | None, other: Race | None) -> str:
-    """What came out, whichever way."""
+    """Say in a sentence what came out, whichever way."""
     quality = f"the Dice of {base.name}"
     if adaptive is None:
         words = f"no adaptive tokens come to {quality}"
@@ -198,7 +198,7 @@ def trees_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def page(stored: dict[str, Any] | None, trees: dict[str, Any] | None) -> str:
-    """What stands on the page below its mark."""
+    """Write what stands on the page below its mark."""
     lines: list[str] = []
     if stored is None or not stored["cells"]:
         lines += [
