@@ -131,10 +131,16 @@ def positions(value: Any, given: Given) -> Made:
     if not is_adaptive(given):
         why = "of adaptive tokens alone; other positions are learned tables that start as sines and cosines, here too"
         return {at(given.task) + "positions": "learned"}, why if value else ""
+    place = at(given.task)
+    theirs: Keys = {}  # what its weights need besides
+    if given("trainer.use_pretrained_mae_model"):
+        theirs = {place + "patch_norm": True, place + "patch_bias": True}
+    if value and theirs:
+        return {place + "positions": "none", place + "tokens.told": "pixels", **theirs}, ""
     if value:
-        why = "sines and cosines of the leaf's centre and size in patches, where it was a layer on raw pixel numbers"
-        return {at(given.task) + "positions": "sincos"}, why
-    return {at(given.task) + "positions": "learned", at(given.task) + "tokens.told": "number"}, ""
+        why = "sines and cosines of the leaf's centre and size in patches, where it was a layer on raw pixel numbers; "
+        return {place + "positions": "sincos"}, why + "that is tokens.told: pixels with positions: none"
+    return {place + "positions": "learned", place + "tokens.told": "number", **theirs}, ""
 
 
 def adaptive(value: Any, given: Given) -> Made:
