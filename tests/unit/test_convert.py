@@ -506,6 +506,7 @@ HEADLINES = {
     "basic_ct/mae": "ct/mae2d",
     "basic_ct/unetr": "ct/unetr3d",
     "basic_ct/sap": "ct/sap3d",
+    "basic_ct/diffusion": "ct/ddpm2d",
 }
 
 
