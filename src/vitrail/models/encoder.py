@@ -319,7 +319,7 @@ class PixelPlaces(nn.Linear):
 
     def __init__(self, numbers: int, width: int):
         super().__init__(numbers, width)
-        mark(self.weight, Normal(0.02))
+        self.weight = mark(nn.Parameter(self.weight.detach()), Normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.gelu(super().forward(x.to(self.weight.dtype)))

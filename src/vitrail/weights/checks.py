@@ -124,9 +124,8 @@ def _check_ucf_trees(found: dict[str, str], target: Target, out: Translation) ->
         )
     elif told == "pixels" and c.positions != "none":
         out.problems.append(f"it has no other positions than by pixels; set positions: none, not {c.positions}")
-    tables = [name for name in ("pos_embed", "decoder.pos_embed") if name in found and not (kept and told == "number")]
-    tables += [name for name in list(found) if re.match(r"(?:decoder\.)?size_embed\.", name) and not kept]
-    for name in tables:
+    tables = r"(?:decoder\.)?pos_embed" if kept else r"(?:decoder\.)?(?:pos_embed|size_embed\..*)"
+    for name in [name for name in found if re.fullmatch(tables, name) and not (kept and told == "number")]:
         out.ignored[found.pop(name)] = "of tokens that are told otherwise" if not kept else "not used beside pixels"
     if "patch_embed.proj.bias" in found and "encoder.patch_embed.proj.bias" not in target.parameters:
         out.problems.append("it has a bias between the two norms of a patch; set patch_norm: true and patch_bias: true")
