@@ -220,6 +220,8 @@ def page(cluster: Cluster, rows: Sequence[t.Row], out: Path) -> str:
                 for ahead, row in t.prefetch_rows(rows)
             ),
         ),
+        "gh200_command": s.gh200_command(5, 0.01),
+        "ladder_commands": "\n".join(map(s.ladder_command, s.rungs())),
         "gh200": table(
             ("nodes", "masked", "published tokens/s/GPU", "predicted", "error"),
             ((n, f"{100 * k:.0f} %", f"{a:,}", f"{b:,.0f}", percent(b / a)) for n, k, a, b in t.gh200_rows(hopper)),

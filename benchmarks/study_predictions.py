@@ -1,7 +1,7 @@
 """The planner's answers to the published studies, and the numbers that its Frontier is fitted with.
 
 - an answer is that of `vitrail plan` with `--as-is`: command() gives its words, and nothing is added to it
-- recipes are configs/vit_fsdp_study/*.yaml, configs/orbit/113b.yaml and configs/mae3d/2b.yaml, made torchtitan-mae's
+- recipes are configs/vit_fsdp_study/*.yaml, configs/orbit/113b.yaml and configs/mae3d/torchtitan_2b.yaml
 - Base is predicted with patches of 14 (base14.yaml), which its figures seem to be of, whatever the study's tables say
 - HYBRID_1 is predicted as replicas that exchange nothing: one GCD, times their number. PyTorch's first FSDP makes
   NO_SHARD of a shard group of one rank, and then adds gradients over that one rank. The study's HYBRID_1 rows show no
@@ -34,6 +34,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PER_NODE, BATCH = 8, 32  # GCDs of a node, images of a GCD
 SIDE = 224  # of an image
 RECIPES = {"base": "base14", "base16": "base"}  # how Base seems to have been run, and what the study's tables say
+TITAN = "mae3d/torchtitan_2b.yaml"
 # What is fitted, and where the search for it begins. Nothing else of the cluster's file was solved for.
 NUMBERS = {
     "1e10": 0.2,  # share of the bf16 peak that a product of so many FLOPs reaches, and smaller ones
@@ -197,30 +198,41 @@ def other_holds() -> dict[float, dict[str, list[float]]]:
     return found
 
 
+def gh200_words(masked: float) -> tuple[str, ...]:
+    return "model.channels=1", f"model.mask.ratio={masked}"
+
+
+def gh200_command(nodes: int, masked: float) -> str:
+    words = " ".join(gh200_words(masked))
+    return f"vitrail plan configs/{TITAN} {words} --cluster gh200 --gpus {4 * nodes} --as-is"
+
+
 def gh200_step(cluster: Cluster, nodes: int, masked: float) -> Prediction:
-    """torchtitan-mae: 32 heads in encoder and decoder, all tokens decoded, parameters kept after the forward."""
-    changes = (
-        f"model.mask.ratio={masked}", "model.channels=1", "model.encoder.heads=32", "model.encoder.kv_heads=8",
-        "model.decoder.kind=self", "model.decoder.heads=32", "model.decoder.decode_ratio=1.0", "data.batch=1/rank",
-        "parallel.strategy=SHARD_GRAD_OP", "parallel.recompute=full", "parallel.compile=false",
-    )  # fmt: skip
-    return Prediction(recipe_of("mae3d/2b.yaml", changes, "gh200"), cluster, 4 * nodes)
+    return Prediction(recipe_of(TITAN, gh200_words(masked), "gh200"), cluster, 4 * nodes)
 
 
-def ladder(cluster: Cluster) -> dict[str, Prediction]:
-    """ORBIT's rungs on 512 GCDs; one sample a node, then three."""
+def rungs() -> dict[str, tuple[str, ...]]:
+    """ORBIT's rungs and their words: one sample a node, then three."""
     alone = ("data.batch=1/rank", "parallel.recompute=none")
     late = ("parallel.prefetch.forward=0", "parallel.prefetch.backward=0")
     full = ("precision.compute=fp32", "precision.reduce=fp32")
-    rungs = {
+    return {
         "unwrapped": (*alone, *late, *full, "parallel.wrap=56"),
         "wrapped": (*alone, *late, *full),
         "bf16": (*alone, *late),
         "prefetch": alone,
         "checkpointing": (),
     }
+
+
+def ladder_command(rung: str) -> str:
+    return " ".join(("vitrail plan configs/orbit/113b.yaml", *rungs()[rung], "--cluster frontier --gpus 512 --as-is"))
+
+
+def ladder(cluster: Cluster) -> dict[str, Prediction]:
     return {
-        name: Prediction(recipe_of("orbit/113b.yaml", rung, "frontier"), cluster, 512) for name, rung in rungs.items()
+        name: Prediction(recipe_of("orbit/113b.yaml", words, "frontier"), cluster, 512)
+        for name, words in rungs().items()
     }
 
 

@@ -72,6 +72,12 @@ RECIPES: dict[str, list[str]] = {
     "cifar10/dit_ditan": [*_model(*_WIDTHS), *_PARQUET, *_FEW],
     "cifar10/vit": [*_model(*_WIDTHS), *_PARQUET],
     "catsdogs/vit_b16": [*_model(*_WIDTHS, "patch=4", "classes=3"), *_PHOTOS],
+    "ct/ddpm2d": [
+        *_DIFFUSION,
+        "data.train=[{path: ct, kind: nifti, slices: z}]",
+        "data.crop=8",
+        "data.batch=4",
+    ],
     "ct/ddpm3d": [*_DIFFUSION, "data.train=[{path: ct, kind: nifti}]", "data.crop=8"],
     "ct/mae2d": [
         *_model(*_WIDTHS, "patch=2", "tokens.length=13", inside="model.encoder"),

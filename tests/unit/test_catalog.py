@@ -139,6 +139,7 @@ def small(**more: object) -> ViTConfig:
         small(variables=VariablesConfig(known=("a", "b", "c", "d"), aggregate="groups", group=2)),
         small(variables=VariablesConfig(known=("a", "b"), aggregate="none")),
         small(tokens=AdaptiveTokens(length=13, score=GradientScore())),
+        small(tokens=AdaptiveTokens(length=13, score=GradientScore(), told="pixels")),
         small(pool="tokens"),
         StudyViTConfig(width=24, depth=2, heads=2, patch=4, classes=5, shape=16, channels=3),
         SAPConfig(

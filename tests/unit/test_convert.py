@@ -232,6 +232,8 @@ def test_words_of_the_command_line_and_of_a_script_count(tmp_path: Path) -> None
     found = convert(STUDY, words=["--model_size", "giant", "--use_ddp"])
     assert (value(found, "model.size"), value(found, "parallel.strategy")) == ("1B", "DDP")
     assert value(found, "precision.compute") == "fp32"
+    for words in (["--dataset.image_size=[8, 16]"], ["--dataset.image_size", "8", "16"]):
+        assert value(convert(DIT, words=words), "data.crop") == [8, 16]
     with pytest.raises(UserError, match="steps"):
         convert(MAE, words=["steps"])
     with pytest.raises(UserError, match="launcher"):
@@ -504,6 +506,7 @@ HEADLINES = {
     "basic_ct/mae": "ct/mae2d",
     "basic_ct/unetr": "ct/unetr3d",
     "basic_ct/sap": "ct/sap3d",
+    "basic_ct/diffusion": "ct/ddpm2d",
 }
 
 

@@ -12,8 +12,11 @@ from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
+from support import ROOT
 
 from vitrail.errors import UserError
+from vitrail.layers.scores import GradientScore
+from vitrail.layers.tokens import UniformTokens
 from vitrail.objectives.flow import FlowConfig
 from vitrail.recipe import (
     SAFE_KEYS,
@@ -29,6 +32,7 @@ from vitrail.recipe import (
     unsafe_changes,
     yaml,
 )
+from vitrail.recipe.normalize import Given, MinMax, Percentiles, Window
 
 # --- kinds for these tests alone, so that they say nothing about the real ones
 
@@ -759,6 +763,34 @@ def test_another_kind_inside_a_model_keeps_what_it_knows(fakes):
         assert "block: unknown key" in refusal(override, "model.mask.block=3", model=model)
     assert "model.mask.blok: unknown key" in refusal("model.mask={kind: random, blok: 2}", model=model)
     assert "model.mask.blok: unknown key" in refusal(model={"kind": "one", "mask": {"kind": "random", "blok": 2}})
+
+
+def test_another_kind_drops_the_keys_of_a_short_spelling(fakes):
+    for short in (
+        {"mean": [1.0], "std": [2.0]},
+        {"percentiles": [1, 99]},
+        {"mean": None, "std": [], "percentiles": [1, 9]},
+    ):
+        data = {**BASE["data"], "normalize": short}
+        assert load("data.normalize={kind: window, window: [0, 9]}", data=data).data.normalize == Window(
+            window=(0.0, 9.0)
+        )
+        assert load("data.normalize.kind=minmax", data=data).data.normalize == MinMax()
+        assert load("data.normalize={mean: [3], std: [4]}", data=data).data.normalize == Given(mean=(3.0,), std=(4.0,))
+    data = {**BASE["data"], "normalize": {"kind": "window", "window": [0, 9]}}
+    assert load("data.normalize={percentiles: [2, 98]}", data=data).data.normalize == Percentiles(
+        percentiles=(2.0, 98.0)
+    )
+
+
+@pytest.mark.parametrize("name", ["imagenet/mae_b16_adaptive", "imagenet/vit_b16_adaptive", "ct/sap3d", "ct/unetr3d"])
+def test_patches_take_the_place_of_trees(name):
+    """Of a recipe whose tokens are adaptive, with all of their keys."""
+    key = "model.tokens" if "vit" in name else "model.encoder.tokens"
+    recipe = load_recipe(ROOT / f"configs/{name}.yaml", [f"{key}={{kind: uniform}}"])
+    assert getattr(recipe.model, "encoder", recipe.model).tokens == UniformTokens()
+    other = load_recipe(ROOT / f"configs/{name}.yaml", [f"{key}.score={{kind: gradient}}"])
+    assert getattr(other.model, "encoder", other.model).tokens.score == GradientScore()
 
 
 def test_extends_follows_files(folder):

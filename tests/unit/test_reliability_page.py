@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import math
 import re
 from collections.abc import Callable
 from functools import cache
@@ -12,11 +13,15 @@ import pytest
 
 from vitrail.bench import measure
 from vitrail.bench.cell import take_steps
+from vitrail.cost import plan as planner
+from vitrail.cost import search
+from vitrail.data import statistics
 from vitrail.data.files import handles
 from vitrail.data.latents import store
 from vitrail.data.reading import pool
-from vitrail.infer import sample
+from vitrail.infer import features, neighbours, quality, sample
 from vitrail.launch import jobs, world
+from vitrail.recipe import problems
 from vitrail.recipe.sections import Data, Log, Prefetch
 from vitrail.training import evaluate, failures, garbage, loggers, setup
 from vitrail.training.failures import Watchdog
@@ -116,6 +121,28 @@ FACTS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("latents.md", r"a chunk a row and up to ([\d,]+) rows a file", (argument(store.write_latents, "rows"),)),
     ("diffusion.md", r"vitrail sample runs/digits-dit +# (\d+) samples", (sample.Wishes.number,)),
     ("logging.md", r"`log.slices` slices \((\d+)\)", (default(Log, "slices"),)),
+    ("diffusion.md", r"The default, (\d+), is small", (sample.MOST_SAMPLES,)),
+    ("data.md", r"above (\d+) million voxels", (round(statistics.WHOLE / 1e6),)),
+    (
+        "evaluation.md",
+        r"nearest \((\d+)\) vote, each with a weight of exp\(c / ([\d.]+)\)",
+        (argument(neighbours.knn, "neighbours"), argument(features.nearest_classes, "temperature")),
+    ),
+    ("evaluation.md", r"subsets of up to ([\d,]+)", (argument(features.kid, "size"),)),
+    ("evaluation.md", r"along (\d+) random directions", (quality.PROJECTIONS,)),
+    (
+        "recipe.md",
+        r"above 10\^(\d+) \(.*more than 10\^(\d+)\s+voxels, more than (\d+) blocks or 10\^(\d+) p",
+        (math.log10(problems.LARGEST), math.log10(problems.VOXELS), problems.DEPTH, math.log10(problems.PARAMETERS)),
+    ),
+    ("plan.md", r"has to stay below (\d+) % of its memory", (100 * planner.HEADROOM,)),
+    (
+        "plan.md",
+        r"pipelines of up to (\d+)\s+ranks, and context ranks with ([\d,]+) tokens",
+        (search.MOST_PIPELINE, search.LEAST_TOKENS),
+    ),
+    ("launch.md", r"`--max-restarts` \((\d+)\) bounds", (jobs.MAX_RESTARTS["slurm"],)),
+    ("launch.md", r"`--max-restarts` times \((\d+)\)", (jobs.MAX_RESTARTS["torchrun"],)),
 )
 
 

@@ -151,6 +151,13 @@ def test_volumes_by_their_own_range_as_ucf_has_it(tmp_path) -> None:
     found = seen(dataset)[:, 0].double().numpy()
     np.testing.assert_allclose(found, np.array(expected), atol=1e-6)
     assert (found.min(), found.max()) == pytest.approx((0, 1), abs=1e-6)
+    way = {"kind": "percentiles", "percentiles": [5, 95], "to": [0, 1]}
+    found = seen(dataset_of([NumpyConfig(path=str(tmp_path / "ct"))], normalize=way, statistics="volume"))
+    for number, volume in enumerate(found.unflatten(0, (3, 2))):
+        values = np.load(tmp_path / f"ct/{number}.npy")
+        low, high = np.percentile(values, [5, 95])
+        ends = (values.min() - low) / (high - low), (values.max() - low) / (high - low)
+        assert (volume.min().item(), volume.max().item()) == pytest.approx(ends, abs=1e-4)
     # One training sample knows nothing of the others: mean and variance of each volume.
     plain = seen(dataset_of([NumpyConfig(path=str(tmp_path / "ct"))], statistics="volume"))
     for volume in plain.unflatten(0, (3, 2)):

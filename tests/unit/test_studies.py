@@ -116,8 +116,13 @@ def test_the_page_says_what_its_commands_say(
         assert f"{copies.get(cell, 1) * found['samples_per_second']:,.0f}" == planned, line
     commands = [line for line in text.splitlines() if line.startswith("vitrail plan ")]
     known = {tables.s.command(row.cell) for row in rows}
-    assert len(commands) == 3
-    assert set(commands) <= known
+    assert len([line for line in commands if line in known]) == 3
+    assert commands[3:] == [tables.s.gh200_command(5, 0.01), *map(tables.s.ladder_command, tables.s.rungs())]
+    for (nodes, masked), line in {at: tables.s.gh200_command(*at) for at in tables.p.GH200_TOKENS}.items():
+        with pytest.raises(SystemExit, match="0"):
+            main([*line.split()[1:], "--json"])
+        (found,) = json.loads(capsys.readouterr().out)["layouts"]
+        assert f"| {found['tokens_per_second'] / (4 * nodes):,.0f} |" in text, (nodes, masked)
 
 
 @pytest.mark.slow

@@ -20,11 +20,14 @@ import vitrail
 from vitrail.diffusion import SamplingConfig, Straight, sample
 from vitrail.errors import UserError
 from vitrail.layers.patches import gather_tokens, unpatchify
+from vitrail.layers.scores import GradientScore
+from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
 from vitrail.models.encoder import EncoderConfig
-from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig, hide
+from vitrail.models.model import make_inputs
 from vitrail.objectives.denoise import DenoiseConfig
 from vitrail.objectives.flow import FlowConfig
 from vitrail.recipe.sections import Init
@@ -259,7 +262,7 @@ SMALL = {"width": 16, "depth": 1, "heads": 2}
 def mae(**changes: Any) -> MAEConfig:
     channels = None if "variables" in changes else 3
     return MAEConfig(
-        encoder=EncoderConfig(**MAKE | changes), decoder=DecoderConfig(**SMALL), channels=channels, shape=16
+        encoder=EncoderConfig(**(MAKE | changes)), decoder=DecoderConfig(**SMALL), channels=channels, shape=16
     )
 
 
@@ -300,6 +303,7 @@ def test_volumes_of_ucf() -> None:
     report = load_weights(model, state)
     assert not report["skipped"]
     assert not report["resized"]
+    assert any("of NIfTI x, y and z, which are z, y and x here" in note for note in report.notes)
     assert torch.equal(model.encoder.pos_embed.table, state["pos_embed"][0])
     assert "its 16 positions are no grid of equal sides" in refusal(dataclasses.replace(c, shape=12), state)
 
@@ -331,22 +335,95 @@ def test_variables_of_ucf() -> None:
     torch.testing.assert_close(found, theirs.gather(images), atol=1e-5, rtol=1e-5)
 
 
-def test_adaptive_tokens_of_ucf() -> None:
-    """Positions by a token's number in the tree are none of a grid's: refused, and the rest taken where asked."""
-    state = {
-        n: v for n, v in scramble(UCF()).state_dict().items() if "patch_embed" not in n and "token_embeds" not in n
-    }
-    state |= {"token_embeds.0.weight": torch.ones(48), "token_embeds.0.bias": torch.zeros(48)}
-    state |= {"token_embeds.1.weight": torch.randn(24, 48), "token_embeds.1.bias": torch.zeros(24)}
-    state |= {"token_embeds.2.weight": torch.ones(24), "token_embeds.2.bias": torch.zeros(24)}
-    assert "its tokens are adaptive" in refusal(mae(patch_norm=True), state)
-    more = state | {"adaptive_pos_dep_emb.0.weight": torch.ones(24, 3)}
-    assert "positions made of raw sizes" in refusal(mae(patch_norm=True), more)
+class UCFTrees(nn.Module):
+    """Its masked autoencoder on leaves of a tree, told by their number or by numbers of pixels: size, x and y."""
+
+    def __init__(self, length: int, *, pixels: bool):
+        super().__init__()
+        self.token_embeds = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 24), nn.LayerNorm(24))
+        self.blocks, self.norm = nn.Sequential(*(Block(24, 2) for _ in range(2))), nn.LayerNorm(24, eps=1e-6)
+        self.decoder_embed, self.decoder_pred = nn.Linear(24, 16), nn.Linear(16, 48)
+        self.decoder_blocks, self.decoder_norm = nn.Sequential(Block(16, 2)), nn.LayerNorm(16)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, 16))
+        self.pixels = pixels
+        if pixels:
+            self.adaptive_pos_dep_emb = nn.Sequential(nn.Linear(3, 24), nn.GELU())
+            self.decoder_adaptive_pos_dep_emb = nn.Sequential(nn.Linear(3, 16), nn.GELU())
+        else:
+            self.pos_embed = nn.Parameter(torch.empty(1, length, 24))
+            self.decoder_pos_embed = nn.Parameter(torch.empty(1, length, 16))
+
+    def places(self, leaves: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pixels:
+            return self.adaptive_pos_dep_emb(leaves), self.decoder_adaptive_pos_dep_emb(leaves)
+        return self.pos_embed.expand(len(leaves), -1, -1), self.decoder_pos_embed.expand(len(leaves), -1, -1)
+
+    def reconstruct(self, x: Tensor, leaves: Tensor, order: Tensor) -> Tensor:
+        places, decoded = self.places(leaves)
+        x = gather_tokens(self.token_embeds(x) + places, order[:, :4])
+        x = self.decoder_embed(self.norm(self.blocks(x)))
+        x = torch.cat([x, self.mask_token.expand(len(x), order.shape[1] - 4, -1)], dim=1)
+        x = gather_tokens(x, order.argsort(dim=1)) + decoded
+        return self.decoder_pred(self.decoder_norm(self.decoder_blocks(x)))
+
+
+def on_trees(told: str, length: int = 13, **changes: Any) -> MAEConfig:
+    tokens = AdaptiveTokens(length=length, score=GradientScore(), told=told)  # type: ignore[arg-type]
+    positions = {"pixels": "none", "number": "learned", "place": "sincos"}[told]
+    return mae(**({"tokens": tokens, "positions": positions, "patch_norm": True, "patch_bias": True} | changes))
+
+
+@pytest.mark.parametrize("told", ["number", "pixels"])
+@torch.no_grad()
+def test_adaptive_tokens_of_ucf(told: str) -> None:
+    theirs = scramble(UCFTrees(13, pixels=told == "pixels"), std=0.1)
+    ours = empty(on_trees(told, eps=1e-5))
+    for block in (*ours.encoder.blocks, *ours.decoder.blocks, ours.encoder):
+        for norm in (getattr(block, name, None) for name in ("norm1", "norm2", "norm")):
+            if norm is not None:
+                norm.eps = 1e-6
+    report = load_weights(ours, theirs.state_dict())
+    assert report.adapter == "ucf"
+    assert not report["skipped"]
+    assert not report["unused"]
+    assert any("here they are by means" in note for note in report.notes)
+    generator = torch.Generator().manual_seed(1)
+    images, order = torch.rand(2, 3, 16, 16, generator=generator), torch.rand(2, 13, generator=generator).argsort(1)
+    inputs, tokens = make_inputs(ours.config, images)
+    leaves = torch.cat([tokens.sizes[..., :1], tokens.coordinates.flip(-1)], dim=-1)  # type: ignore[index]
+    assert len(leaves[..., 0].unique()) > 1
+    inputs = hide(inputs, order[:, :4], order[:, 4:])
+    expected = gather_tokens(theirs.reconstruct(tokens.values, leaves, order), order[:, 4:])
+    torch.testing.assert_close(ours(**inputs), expected, atol=1e-4, rtol=1e-4)
+    # A run trains such a model, and its shapes are those of the file.
+    ready = on_trees(told).build()
+    assert ready(**inputs).isfinite().all()
+    if told == "number":  # of another length: interpolated along the sequence, as UCF-VIT does it for SAP
+        longer = empty(on_trees(told, length=16))
+        (entry, _) = load_weights(longer, theirs.state_dict())["resized"]
+        assert entry.note == "grid 13 to 16"
+        rows = F.interpolate(theirs.pos_embed.mT, 16, mode="linear", align_corners=False)[0].T
+        torch.testing.assert_close(longer.encoder.pos_embed.table, rows)
+
+
+def test_trees_of_ucf_into_other_models() -> None:
+    """A model that is told otherwise is refused, and the rest taken where asked."""
+    state = scramble(UCFTrees(16, pixels=False)).state_dict()
+    more = scramble(UCFTrees(16, pixels=True)).state_dict()
+    for model in (mae(patch_norm=True), on_trees("place"), on_trees("pixels")):
+        assert "told their number; set tokens: {kind: adaptive, told: number" in refusal(model, state)
+    for model in (mae(patch_norm=True), on_trees("place"), on_trees("number", length=16)):
+        assert "told their pixels; set tokens: {kind: adaptive, told: pixels" in refusal(model, more)
+    sure = dataclasses.replace(
+        on_trees("pixels"), encoder=dataclasses.replace(on_trees("pixels").encoder, positions="sincos")
+    )
+    assert "set positions: none, not sincos" in refusal(sure, more)
+    assert "set patch_norm: true and patch_bias: true" in refusal(on_trees("number", patch_bias=None), state)
     model = mae(patch_norm=True).build()
     report = load_weights(model, more, strict=False)
     assert set(report.names("skipped")) == {"encoder.pos_embed.table", "decoder.pos_embed.table"}
-    assert torch.equal(model.encoder.patch_embed.proj.weight, state["token_embeds.1.weight"])
-    assert torch.equal(model.encoder.patch_embed.norm_out.weight, state["token_embeds.2.weight"])
+    assert torch.equal(model.encoder.patch_embed.proj.weight, more["token_embeds.1.weight"])
+    assert torch.equal(model.encoder.patch_embed.norm_out.weight, more["token_embeds.2.weight"])
 
 
 # ---------------------------------------------------------------- denoisers with the names of DiT

@@ -64,22 +64,33 @@ def convert(
 
 
 def override(tree: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Put what torchtitan is called with over a tree: `--section.key=value`, `--section.key value`, `--section.key`."""
+    """Put what torchtitan is called with over a tree: `--section.key=value`, `--section.key value`, `--section.key`.
+
+    A list is several words, or one in brackets.
+    """
     place: dict[str, Any] = {}
     last = ""
+    bare = False  # whether more words of the same key may follow
     for word in words:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             section, dot, last = key.partition(".")
             if not dot or not isinstance(tree.setdefault(section, {}), dict):
                 raise UserError(f"{word!r}: expected --section.key or --section.key=value, as torchtitan takes it")
-            place = tree[section]
-            place[last] = yaml.resolve(value) if equals else True
-        elif last and place[last] is True:
-            place[last] = yaml.resolve(word)
+            place, bare = tree[section], not equals
+            place[last] = valued(value) if equals else True
+        elif bare and place[last] is True:
+            place[last] = valued(word)
+        elif bare:
+            place[last] = [*(place[last] if isinstance(place[last], list) else [place[last]]), valued(word)]
         else:
             raise UserError(f"{word!r}: expected --section.key or --section.key=value, as torchtitan takes it")
     return tree
+
+
+def valued(word: str) -> Any:
+    """Return what a word of a command line means: a number, a list in brackets, or text."""
+    return yaml.parse(f"a: {word}")["a"] if re.fullmatch(r"\[[\w., -]*\]", word) else yaml.resolve(word)
 
 
 def read_words(text: str, name: str) -> tuple[list[str], list[Row]]:

@@ -128,13 +128,17 @@ def interp_size(value: Any, given: Given) -> Made:
 
 
 def positions(value: Any, given: Given) -> Made:
+    place = at(given.task)
     if not is_adaptive(given):
         why = "of adaptive tokens alone; other positions are learned tables that start as sines and cosines, here too"
-        return {at(given.task) + "positions": "learned"}, why if value else ""
+        return {place + "positions": "learned"}, why if value else ""
+    more: Keys = {place + "patch_norm": True, place + "patch_bias": True}  # which its weights need besides
+    theirs = more if given("trainer.use_pretrained_mae_model") else {}
+    if value and theirs:
+        return {place + "positions": "none", place + "tokens.told": "pixels", **theirs}, ""
     if value:
-        why = "sines and cosines of the leaf's centre and size in patches, where it was a layer on raw pixel numbers"
-        return {at(given.task) + "positions": "sincos"}, why
-    return {at(given.task) + "positions": "learned", at(given.task) + "tokens.told": "number"}, ""
+        return {place + "positions": "sincos"}, "of place and size in patches; there it was tokens.told: pixels"
+    return {place + "positions": "learned", place + "tokens.told": "number", **theirs}, ""
 
 
 def adaptive(value: Any, given: Given) -> Made:
@@ -410,9 +414,7 @@ def copies(value: Any, given: Given) -> Made:
 
 
 def recompute(value: Any, given: Given) -> Made:
-    if not is_sharded(given):
-        return None
-    return {"parallel.recompute": "full"}, ""
+    return ({"parallel.recompute": "full"}, "") if is_sharded(given) else None
 
 
 def reduce(value: Any, given: Given) -> Made:

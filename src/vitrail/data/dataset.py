@@ -37,10 +37,12 @@ def check_source(name: str, source: Source, c: Any, crop: tuple[int, ...], label
     across = None if first is None else first.slices
     if len(source.axes) - (across is not None) != len(crop):
         slices = f", of which slices across {source.axes[across]} are used" if across is not None else ""
+        flat = across is None and len(source.axes) == len(crop) + 1 and hasattr(c, "slices")
         raise UserError(
             f"{name}: {c.path} has {len(source.axes)} axes ({', '.join(source.axes)}){slices}, "
-            f"but the model has {len(crop)}; set model.ndim to {len(source.axes) - (across is not None)} "
-            "or choose other data"
+            f"but the model has {len(crop)}; set model.ndim to {len(source.axes) - (across is not None)}, "
+            + (f"cut it into slices with {name}.slices={source.axes[0]}, " if flat else "")
+            + "or choose other data"
         )
     if fit is not None and len(source.axes) != 2:
         raise UserError(f"data.fit: is for images, and {name} has {len(source.axes)} axes; leave it out")

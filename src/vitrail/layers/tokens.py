@@ -77,7 +77,7 @@ class AdaptiveTokens:
     fill: bool = True  # spend the whole length; false: cells without any score stay whole, and the rest is padding
     resample: Literal["mean", "linear"] = "mean"
     per_variable: bool = False  # a tree for each variable; needs variables.aggregate: none
-    told: Literal["place", "number"] = "place"  # encoders are told place and size of a token, or its number in the tree
+    told: Literal["place", "number", "pixels"] = "place"  # what encoders are told of a token, see models/encoder.py
 
     def __post_init__(self) -> None:
         if self.min_leaf < 1 or self.min_leaf & (self.min_leaf - 1):
@@ -176,9 +176,9 @@ class Tokens:
         images = images.unflatten(0, (-1, self.separate))  # B V K *S
         return images.mean(dim=1) if merge else images.flatten(1, 2)
 
-    def told(self, what: Literal["place", "number"]) -> Tensor:
+    def told(self, what: Literal["place", "number", "pixels"]) -> Tensor:
         """Coordinates [B, N, ndim] for an encoder: of their places, or as in a row along the first axis, in order."""
-        if what == "place":
+        if what != "number":
             return self.coordinates
         patch = constants(self.patch, self.coordinates)
         row = torch.arange(self.number // self.separate, device=patch.device).repeat(self.separate)

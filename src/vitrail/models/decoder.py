@@ -90,7 +90,7 @@ class TokenDecoder(nn.Module):
         sized = None if c is None else encoder.size_embed
         self.embed = None if c is None else nn.Linear(encoder.width, self.width, bias=e.bias)
         self.pos_embed = LearnedPositions(self.width, e, shape) if learned else None
-        self.size_embed = None if sized is None else nn.Linear(sized.in_features, self.width)
+        self.size_embed = None if sized is None else type(sized)(sized.in_features, self.width)
         ndim = len(encoder.patch)
         self.rope_turns = None if c is None else rope_turns(e, ndim, self.width // self.heads)
         self.theta = None if c is None else c.theta

@@ -102,6 +102,7 @@ class EncoderConfig:
     cls_position: bool = True  # with learned positions, the class token has one too
     registers: int = 0
     patch_norm: bool = False  # LayerNorm of the patch's voxels and of its token (dual patch norm)
+    patch_bias: bool | None = None  # in the layer that embeds patches; null: as `bias`, and none with patch_norm
     input_norm: bool = False  # one more norm before the first block
     residual: Literal["pre", "post"] = "pre"  # blocks are x + f(norm(x)), or x + norm(f(x))
     tokens: TokensConfig = UniformTokens()
@@ -110,7 +111,9 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
         known = {"kv_heads": None, **({"hidden": None} if self.mlp_ratio is None else {}), **self.make}
-        placed = adaptive is not None and adaptive.told == "place"
+        placed = adaptive is not None and adaptive.told != "number"
+        if adaptive is not None and adaptive.told == "pixels":
+            known["positions"] = "none"  # which the layer of their pixels takes the place of
         sizes = self.sizes
         if placed:  # learned positions of a size have no table for trees
             sizes = {name: {key: one for key, one in s.items() if one != "learned"} for name, s in sizes.items()}
@@ -308,6 +311,20 @@ class PatchEmbed(nn.Module):
         return 2.0 * positions * self.proj.in_features * self.proj.out_features
 
 
+class PixelPlaces(nn.Linear):
+    """Positions of adaptive tokens out of their size and place in voxels [B, N, 1 + ndim], by a layer and a GELU.
+
+    As UCF-VIT has them, and for its weights: numbers so far from 0 are slow to learn from.
+    """
+
+    def __init__(self, numbers: int, width: int):
+        super().__init__(numbers, width)
+        self.weight = mark(nn.Parameter(self.weight.detach()), Normal(0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(super().forward(x.to(self.weight.dtype)))
+
+
 class Encoder(nn.Module):
     """The encoder that all models share; a model runs its stages()."""
 
@@ -334,15 +351,16 @@ class Encoder(nn.Module):
         c.check_size(ndim, shape)
         voxels = num_voxels(self.patch)
         bias = c.bias if embed_bias is None else embed_bias
+        bias = (bias and not c.patch_norm) if c.patch_bias is None else c.patch_bias
         self.patch_embed: PatchEmbed | VariableEmbed
         if c.variables is None:
-            normed = c.patch_norm
-            self.patch_embed = PatchEmbed(voxels * channels, width, bias=bias and not normed, normed=normed, eps=c.eps)
+            self.patch_embed = PatchEmbed(voxels * channels, width, bias=bias, normed=c.patch_norm, eps=c.eps)
         else:
             self.patch_embed = VariableEmbed(c.variables, voxels=voxels, width=width, heads=heads, bias=bias)
         # How large an adaptive token is, in powers of two of a patch.
-        sized = isinstance(c.tokens, AdaptiveTokens) and c.tokens.told == "place"
-        self.size_embed = nn.Linear(ndim, width) if sized else None
+        self.size_embed: nn.Linear | None = None
+        if isinstance(c.tokens, AdaptiveTokens) and c.tokens.told != "number":
+            self.size_embed = PixelPlaces(1 + ndim, width) if c.tokens.told == "pixels" else nn.Linear(ndim, width)
         self.prefix = int(c.cls_token) + c.registers  # tokens that stand before the patches
         self.prefix_tokens = mark(nn.Parameter(torch.empty(self.prefix, width)), Normal(0.02)) if self.prefix else None
         learned, has_cls = c.positions == "learned", c.cls_token and c.cls_position
@@ -402,7 +420,9 @@ class Encoder(nn.Module):
         positions = self.positions(side["coordinates"], width, learned)
         if positions is not None:
             x = x + positions.to(x.dtype)
-        if sizes is not None:
+        if isinstance(sizes, PixelPlaces):
+            x = x + sizes(torch.cat([side["sizes"][..., -1:], side["coordinates"]], dim=-1)).to(x.dtype)
+        elif sizes is not None:
             x = x + sizes(self.log_sizes(side["sizes"], side.get("valid")).to(x.dtype))
         return x
 

@@ -87,7 +87,7 @@ def make_inputs(
         raise ValueError(f"images have shape {list(images.shape)}; a model of {config.ndim} axes takes {expected}")
     encoder = encoder_of(config)
     size = tuple(images.shape[2:]) if slab is None else slab.size
-    placed = encoder.tokens.told == "place"
+    placed = encoder.tokens.told != "number"
     if (
         placed
         and encoder.positions == "learned"

@@ -91,6 +91,8 @@ def merge(parent: Any, child: Any, cleared: set[Key], key: Key = ()) -> Any:
     if not isinstance(child, dict):
         return child
     base = parent if isinstance(parent, dict) else {}
+    if key == ("data", "normalize"):
+        base, child = name_kind(base), name_kind(child)
     default = DEFAULT_KINDS.get(str(key[0])) if len(key) == 1 else None
     if "kind" in child and base.get("kind", default) not in (None, child["kind"]):
         afresh = len(key) == 1 or key[:1] in (("data",), ("log",)) or key[-1:] == ("sampler",)
@@ -100,6 +102,13 @@ def merge(parent: Any, child: Any, cleared: set[Key], key: Key = ()) -> Any:
     for name, value in child.items():
         merged[name] = merge(base.get(name), value, cleared, (*key, name))
     return merged
+
+
+def name_kind(normalize: dict[str, Any]) -> dict[str, Any]:
+    """Return `data.normalize` with the kind that its short spellings leave out."""
+    said = {name: value for name, value in normalize.items() if value not in (None, [], ())}
+    kind = {"mean": "given", "std": "given", "percentiles": "percentiles"}.get(next(iter(said), ""))
+    return normalize if kind is None or "kind" in normalize else {"kind": kind, **said}
 
 
 def split_override(text: str) -> tuple[Key, str]:

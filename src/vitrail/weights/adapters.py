@@ -73,6 +73,8 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
     if adapter == "diffusers":
         check_diffusers(weights, target, out)
         pairs, silent = None, True
+    elif adapter == "ucf":  # which turns nothing
+        pairs, silent = None, "size_embed.weight" in found
     else:
         pairs = find_rotations(weights, found, target, out, adapter)
         silent = pairs is not None
@@ -107,6 +109,8 @@ def _foreign(weights: Weights, target: Target, adapter: str) -> Translation:
                 out.pieces[to] = Piece((name,), partial(pieces.part, index=index, of=2))
         elif ours.startswith("final.proj.") and adapter == "sit" and _is_doubled(ours, weights.shapes[name], target):
             out.pieces[ours] = Piece((name,), partial(pieces.first_channels, voxels=math.prod(target.patch)))
+        elif ours.endswith("size_embed.weight"):
+            out.pieces[ours] = Piece((name,), pieces.axes_turned)
         elif ours.endswith((".patch_embed.variable", ".aggregate.query")):
             out.pieces[ours] = Piece((name,), lambda rows: pieces.Made(rows.flatten(0, 1)))
         elif ours.endswith(".aggregate.kv.weight"):

@@ -112,6 +112,30 @@ def check_diffusers(weights: Weights, target: Target, out: Translation) -> None:
             out.ignored[name] = "the same in every block"
 
 
+def _check_ucf_trees(found: dict[str, str], target: Target, out: Translation) -> None:
+    """Look whether the model is told of the leaves of a tree what UCF-VIT tells: their numbers, or their pixels."""
+    told, c = ("pixels" if "size_embed.weight" in found else "number"), target.config
+    kept = c.tokens.kind == "adaptive" and c.tokens.told == told
+    if not kept:
+        positions = {"pixels": "none", "number": "learned"}[told]
+        out.problems.append(
+            f"its tokens are adaptive and told their {told}; set tokens: {{kind: adaptive, told: {told}, length: ...}} "
+            f"and positions: {positions}"
+        )
+    elif told == "pixels" and c.positions != "none":
+        out.problems.append(f"it has no other positions than by pixels; set positions: none, not {c.positions}")
+    tables = r"(?:decoder\.)?pos_embed" if kept else r"(?:decoder\.)?(?:pos_embed|size_embed\..*)"
+    for name in [name for name in found if re.fullmatch(tables, name) and not (kept and told == "number")]:
+        out.ignored[found.pop(name)] = "of tokens that are told otherwise" if not kept else "not used beside pixels"
+    if "patch_embed.proj.bias" in found and "encoder.patch_embed.proj.bias" not in target.parameters:
+        out.problems.append("it has a bias between the two norms of a patch; set patch_norm: true and patch_bias: true")
+        out.ignored[found.pop("patch_embed.proj.bias")] = "the model has none there"
+    out.notes.append(
+        "its leaves were made patches by cubic interpolation, here they are by means; norms about its patch layer have "
+        f"eps 1e-05, the model's {c.eps:g}"
+    )
+
+
 def check_ucf(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> None:
     """Look at what UCF-VIT stores twice, and at adaptive tokens, which it computes otherwise."""
     for name in weights.shapes:
@@ -124,13 +148,11 @@ def check_ucf(weights: Weights, found: dict[str, str], target: Target, out: Tran
         elif re.fullmatch(r"(?:neck|mask_header)\.0\..*", name):
             out.ignored[name] = "of the head of UCF-VIT's SAP, whose layers have no GELU between them"
     if "patch_embed.norm_in.weight" in found:
-        out.problems.append(
-            "its tokens are adaptive: UCF-VIT has a bias between the two norms of a patch, and positions that are "
-            "learned by a token's number in the tree, or made of raw sizes and places; the model has neither"
+        _check_ucf_trees(found, target, out)
+    if target.ndim == 3:
+        out.notes.append(
+            "its axes are those of the arrays that it read: of NIfTI x, y and z, which are z, y and x here"
         )
-        for name in ("patch_embed.proj.bias", "pos_embed", "decoder.pos_embed"):
-            if name in found:
-                out.ignored[found.pop(name)] = "adaptive tokens have none here"
     if "decoder.norm.weight" in found and not math.isclose(target.config.eps, 1e-5):
         out.notes.append(f"its decoder's last norm has eps 1e-05, the model's {target.config.eps:g}")
     if "patch_embed.variable" in found:

@@ -161,6 +161,8 @@ UCF: Rules = [
         r"token_embeds\.(\d)\.(weight|bias)",
         lambda m: f"patch_embed.{('norm_in', 'proj', 'norm_out')[int(m[1])]}.{m[2]}",
     ),
+    (r"adaptive_pos_dep_emb\.0\.(weight|bias)", r"size_embed.\1"),
+    (r"decoder_adaptive_pos_dep_emb\.0\.(weight|bias)", r"decoder.size_embed.\1"),
     (r"var_embed", "patch_embed.variable"),
     (r"var_query", "patch_embed.aggregate.query"),
     (r"var_agg\.(.*)", r"patch_embed.aggregate.\1"),
@@ -194,10 +196,6 @@ OTHERS = [
     (r"blocks\.\d+\.attn\.(?:lambda_\w+|sub_norm\..*)", "differential attention"),
     (r"blocks\.\d+\.attn\.(?:proj_[lw]\..*|temperature|rescale.*)", "attention whose heads are mixed or rescaled"),
     (r"(?:.*\.)?patch_embed(?:dings)?\.(?:backbone|norm|conv|stem)\w*\..*", "patches that other layers make first"),
-    (
-        r"(?:decoder_)?adaptive_pos_dep_emb\..*",
-        "positions made of raw sizes and places by a layer and a GELU (UCF-VIT)",
-    ),
     (r"token_embeds\.\d+\.\d\..*", "adaptive tokens of several variables (UCF-VIT)"),
     (r"pos_embed_win|.*temp_embed", "further tables of positions"),
 ]

@@ -264,6 +264,11 @@ def class_row(table: Tensor, *, there: bool) -> Made:
     return Made(row) if there else Made(torch.zeros_like(row), note="0: the file's class token has no position")
 
 
+def axes_turned(weight: Tensor) -> Made:
+    """Return a layer of a size and a place [D, 1 + axes] for places whose first axis is the slowest: theirs is x."""
+    return Made(torch.cat([weight[:, :1], weight[:, 1:].flip(1)], dim=1), "permuted")
+
+
 def part(tensor: Tensor, *, index: int, of: int) -> Made:
     """Return one of several layers that a file keeps in one tensor."""
     return Made(tensor.chunk(of)[index], note=f"part {index + 1} of {of}")

@@ -26,6 +26,9 @@ def place_positions(
     cls, registers, table = (found.get(n) for n in ("cls_token", "registers", "pos_embed"))
     counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
     skip, grid = 0, None
+    if table is not None and adapter == "ucf" and "patch_embed.norm_in.weight" in found:
+        _numbers(weights, found, cls, registers, counts, target, out)
+        return
     if table is not None:
         if target.config.tokens.told == "number":
             out.problems.append("the file's positions are of places; set tokens.told: place")
@@ -54,6 +57,34 @@ def place_positions(
     _table(weights, decoder, grid, skip, "decoder", target, out, smooth=smooth)
     if skip and float(weights.read(decoder).reshape(-1, weights.shapes[decoder][-1])[:skip].abs().max()) > 1e-6:
         out.decoder.append("the decoder's class token has a position in the file, and none here")
+
+
+def _numbers(
+    weights: Weights,
+    found: dict[str, str],
+    cls: str | None,
+    registers: str | None,
+    counts: tuple[int, ...],
+    target: Target,
+    out: Translation,
+) -> None:
+    """Place tables with a row for each leaf of a tree, after one for the class token if there is one more than leaves.
+
+    As UCF-VIT does it, they are interpolated along the sequence for trees of another length.
+    """
+    name, length = found["pos_embed"], target.config.tokens.length
+    rows = math.prod(weights.shapes[name][:-1])
+    skip = int(cls is not None and rows % (2**target.ndim - 1) != 1)
+    for part, key in (("encoder", "pos_embed"), ("decoder", "decoder.pos_embed")):
+        if key not in found:
+            continue
+        ours = f"{part}.pos_embed.table"
+        if ours in target.parameters:
+            make = partial(pieces.position_table, old=(rows - skip,), new=(length,), skip=skip)
+            out.pieces[ours] = Piece((found[key],), make)
+        else:
+            out.ignored[found[key]] = "the model has no such table"
+    _first_tokens(cls, registers, counts, name if skip else None, skip, target, out)
 
 
 def _axes(weights: Weights, found: dict[str, str], target: Target) -> int:

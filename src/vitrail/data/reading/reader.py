@@ -458,7 +458,8 @@ class Reader:
             raise BadData(
                 f"{name}: label {value} at voxel {position} of the region that is read, but the "
                 f"{len(names)} classes are 0 ({names[0]}) to {len(names) - 1} ({names[-1]}); "
-                f"set objective.ignore: {value} if such voxels are not to be scored, or name all in objective.names"
+                f"set objective.ignore: {value} if such voxels are not to be scored, renumber them with label_map "
+                "in the entry of the data, or name all in objective.names"
             )
 
 
