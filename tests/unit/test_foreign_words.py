@@ -5,23 +5,38 @@ system gives a number of seconds of the processor that is far more than it needs
 """
 
 import json
+import os
 import re
 import resource
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
+from safetensors.numpy import save_file
 from support import ROOT
 
+from vitrail import foreign
 from vitrail.convert import convert
 from vitrail.convert.engine import UNKNOWN
 from vitrail.credentials import strip
-from vitrail.errors import UserError
+from vitrail.data.files.patterns import STAR, find_matches, match_stars
+from vitrail.data.files.places import Remote
+from vitrail.data.latents.store import open_rows
+from vitrail.data.sources import zarr as zarr_sources
+from vitrail.data.sources.classes import classes_by_pattern, classes_by_table
+from vitrail.data.sources.folders import read_layout
+from vitrail.data.sources.image_folder import ImageFolderConfig
+from vitrail.errors import BadData, UserError
 from vitrail.recipe import yaml
+from vitrail.training.optimizers.adam import AdamWConfig
+from vitrail.training.optimizers.optimizer import GroupRule, make_groups
 
 SECONDS = 240  # of the processor, for a child
 MEBI = 1 << 20
@@ -127,3 +142,143 @@ def test_a_long_word_before_the_mark_of_a_url_costs_no_time() -> None:
     program = "from vitrail.credentials import strip; print(len(strip('a' * 5_000_000 + '://x')))"
     assert in_child(program).strip() == "5000004"
     assert strip("x" * 50 + "http://me:hidden@host/y") == "x" * 50 + "http://host/y"
+
+
+# ---------------------------------------------------------------- regular expressions, and stars
+
+FOREVER = r"(?P<class>(a|aa)+)\.png"
+
+
+def test_patterns_that_take_for_ever_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "SECONDS", 2)
+    names = ["a" * 200 + "!"]
+    with pytest.raises(UserError, match=r"class_pattern = .* takes for ever.* on some of 1 names"):
+        classes_by_pattern(FOREVER, names, "images")
+
+
+def test_rules_of_groups_that_take_for_ever_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "SECONDS", 2)
+    with pytest.raises(UserError, match=r"optimizer\.groups: match .* takes for ever"):
+        make_groups(None, AdamWConfig(groups=(GroupRule(match=r"(\w+)+!"),)), ["weight" * 10])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?P<class>a", "(?P<class>a{99999999999})", "(?P<class>" + "(" * 5000 + ")" * 5001]
+)
+def test_patterns_that_are_none(pattern: str) -> None:
+    with pytest.raises(UserError, match="is no regular expression"):
+        classes_by_pattern(pattern, ["a"], "images")
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        GroupRule(match=pattern)
+
+
+def test_patterns_find_what_they_found() -> None:
+    names = ["cat.1.png", "dog/2.png", "\udcff.png", "\u2028\n"]
+    assert foreign.search_all("(cat|dog)", names, where="it") == ["cat", "dog", None, None]
+    assert foreign.search_all("(?P<class>c)?.", names, "class", where="it") == ["c", None, None, None]
+    assert foreign.search_all("$", ["a"], where="it") == [""]
+
+
+def test_patterns_are_searched_here_where_no_process_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_words: Any, **_options: Any) -> Any:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(foreign.subprocess, "run", refuse)
+    assert foreign.search_all("(cat|dog)", ["a cat", "b"], where="it") == ["cat", None]
+
+
+LETTERS = st.text("ab.", max_size=9)
+
+
+@given(wanted=st.text("ab.*", max_size=9), name=LETTERS)
+@settings(deadline=None, max_examples=500)
+def test_stars_stand_for_what_a_regular_expression_says(wanted: str, name: str) -> None:
+    told = re.fullmatch(STAR.sub("(.*)", re.escape(wanted).replace(r"\*", "*")), name)
+    assert match_stars(wanted, name) == (told.groups() if told else None)
+
+
+def test_many_stars_cost_no_time(tmp_path: Path) -> None:
+    picture(tmp_path / ("a" * 240 + ".png"))
+    program = """
+import sys
+from vitrail.data.files.patterns import find_matches
+from vitrail.data.sources import guess_kind
+from vitrail.errors import UserError
+many = sys.argv[1] + "/" + "*a" * 60 + "b.png"
+for call, path in ((find_matches, many), (guess_kind, many), (guess_kind, "{" * 1_000_000)):
+    try:
+        print(call(path))
+    except (OSError, UserError):
+        print("refused")
+"""
+    assert in_child(program, str(tmp_path)).split() == ["refused"] * 3
+
+
+def test_folders_that_lie_too_deep_for_stars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1200):  # far more than Python calls within calls
+        os.mkdir("d")
+        os.chdir("d")
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save("x.png")
+    monkeypatch.chdir(tmp_path)
+    try:
+        with pytest.raises(UserError, match="more than 64 deep"):
+            find_matches(f"{tmp_path}/**/x.png")
+        with pytest.raises(UserError, match="more than 64 names from its first star on"):
+            find_matches(f"{tmp_path}/{'*/' * 1200}x.png")
+    finally:  # pytest cannot remove as deep a folder
+        subprocess.run(["rm", "-r", "d"], cwd=tmp_path, check=True)
+
+
+def test_a_link_to_itself_among_images_is_told_by_its_name(tmp_path: Path) -> None:
+    picture(tmp_path / "x.png")
+    (tmp_path / "self").symlink_to("self")
+    assert len(ImageFolderConfig(path=str(tmp_path)).open().items) == 1
+    (tmp_path / "a.png").symlink_to("a.png")
+    source = ImageFolderConfig(path=str(tmp_path)).open()
+    with pytest.raises(BadData, match=r"a\.png cannot be opened"):
+        list(source.items)
+
+
+# ---------------------------------------------------------------- tables, and lists of channels and classes
+
+
+def test_a_long_table_of_other_images_takes_no_memory(tmp_path: Path) -> None:
+    rows = "".join(f"elsewhere/{number:06d}.png,class {number}\n" for number in range(100_000))
+    table = write(tmp_path, "t.csv", f"image,class\n{rows}a.png,cat\n")
+    tracemalloc.start()
+    try:
+        assert classes_by_table(str(table), None, ["a.png"], "images") == ["cat"]
+        assert tracemalloc.get_traced_memory()[1] < MEBI
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_table_of_very_many_columns_is_told_of_in_a_few_words(tmp_path: Path) -> None:
+    table = write(tmp_path, "t.csv", "," * 500_000 + "\na.png,x\n")
+    with pytest.raises(UserError, match="and 499961 more") as caught:
+        classes_by_table(str(table), None, ["a.png"], "images")
+    assert len(str(caught.value)) < 1000
+
+
+def test_numbers_of_channels_with_thousands_of_digits_are_none(tmp_path: Path) -> None:
+    picture(tmp_path / "imagesTr" / "case_0000.png")
+    write(tmp_path, "dataset.json", json.dumps({"channel_names": {"9" * 5000: "CT"}}))
+    layout = read_layout(str(tmp_path), (".png",))
+    assert layout.channels is None
+
+
+def test_classes_of_latents_below_0_are_refused(tmp_path: Path) -> None:
+    """-100 would be passed over by a loss without a word, and -1 be the last class."""
+    latents = np.zeros((3, 4, 8, 8), np.float32)
+    for labels in ([0, -1, 1], [0, -100, 1]):
+        save_file({"latents": latents, "labels": np.array(labels)}, tmp_path / "a.safetensors")
+        with pytest.raises(BadData, match=rf"`labels` is {labels[1]}, expected classes counted from 0"):
+            open_rows(str(tmp_path / "a.safetensors"))
+
+
+def test_a_server_that_has_every_level_of_a_volume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_sources, "attributes_of", lambda place: ("array", {}))
+    monkeypatch.setattr(Remote, "iterdir", lambda self: [])
+    with pytest.raises(BadData, match="more than 64 levels"):
+        zarr_sources._find_levels(Remote("http://host/volume.zarr"), {})

@@ -115,6 +115,8 @@ def compare_facts(facts: dict[str, Any], shards: Sequence[Any], where: str) -> N
         _expect(not values or len(values) == found[0], where, name, values, f"{found[0]}, one a channel")
     for labels in (shard.labels for shard in shards if shard.labels is not None):
         _expect(labels.dtype.kind in "iu", where, "labels", labels.dtype.name, "whole numbers")
+        lowest = int(labels.min(initial=0))
+        _expect(lowest >= 0, where, "labels", lowest, "classes counted from 0")
         highest, limit = int(labels.max(initial=0)), max(MOST_CLASSES, len(facts.get("classes") or ()))
         _expect(highest < limit, where, "labels", highest, f"classes below {limit:,}")
     labelled = all(shard.labels is not None for shard in shards)
