@@ -34,6 +34,7 @@ from vitrail.data.sources.classes import classes_by_pattern, classes_by_table
 from vitrail.data.sources.folders import read_layout
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import BadData, UserError
+from vitrail.infer.sample import check_scales
 from vitrail.recipe import yaml
 from vitrail.training.optimizers.adam import AdamWConfig
 from vitrail.training.optimizers.optimizer import GroupRule, make_groups
@@ -282,3 +283,26 @@ def test_a_server_that_has_every_level_of_a_volume(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Remote, "iterdir", lambda self: [])
     with pytest.raises(BadData, match="more than 64 levels"):
         zarr_sources._find_levels(Remote("http://host/volume.zarr"), {})
+
+
+# ---------------------------------------------------------------- samples by several guidances
+
+
+@pytest.mark.parametrize("name", ["guidance-1", "grid.png"])
+@pytest.mark.parametrize("what", ["link", "pipe", "other"])
+def test_what_is_no_folder_of_a_guidance_is_not_written_into(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    out = tmp_path / "out"
+    (out / "guidance-2").mkdir(parents=True)
+    check_scales(out)
+    if what == "link":
+        (out / name).symlink_to(tmp_path / "elsewhere")
+    elif what == "pipe":
+        os.mkfifo(out / name)
+    elif name == "grid.png":
+        (out / name).mkdir()
+    else:
+        (out / name).touch()
+    with pytest.raises(UserError, match=rf"{name} is a"):
+        check_scales(out)
+    assert not any((tmp_path / "elsewhere").iterdir())
