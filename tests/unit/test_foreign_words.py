@@ -28,12 +28,14 @@ from vitrail.convert.engine import UNKNOWN
 from vitrail.credentials import strip
 from vitrail.data.files.patterns import STAR, find_matches, match_stars
 from vitrail.data.files.places import Remote
-from vitrail.data.latents.store import open_rows
+from vitrail.data.latents.store import check_facts, open_rows
 from vitrail.data.sources import zarr as zarr_sources
+from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.classes import classes_by_pattern, classes_by_table
 from vitrail.data.sources.folders import read_layout
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import BadData, UserError
+from vitrail.infer.folder import read_facts
 from vitrail.infer.sample import check_scales
 from vitrail.recipe import yaml
 from vitrail.training.optimizers.adam import AdamWConfig
@@ -276,6 +278,38 @@ def test_classes_of_latents_below_0_are_refused(tmp_path: Path) -> None:
         save_file({"latents": latents, "labels": np.array(labels)}, tmp_path / "a.safetensors")
         with pytest.raises(BadData, match=rf"`labels` is {labels[1]}, expected classes counted from 0"):
             open_rows(str(tmp_path / "a.safetensors"))
+
+
+WRONG_FACTS: list[tuple[str, Any]] = [
+    ("dtype", "x"), ("dtype", 5), ("dtype", "(1,i4"), ("dtype", "object"), ("dtype", "complex64"), ("axes", 5),
+    ("axes", [1, 2]), ("axes", {"y": 1}), ("spacing", "ab"), ("spacing", ["a", "b"]), ("spacing", [10**400, 1]),
+    ("unit", 5), ("variables", "red"), ("codec", 5), ("codec.range", {"range": 5}), ("codec.range", {"range": [1]}),
+    ("codec.range", {"range": [3, 3]}), ("codec.data", {"data": 5}), ("codec.data.dtype", {"data": {"dtype": "x"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_FACTS)
+def test_facts_that_no_data_tell_of_themselves(tmp_path: Path, key: str, value: Any) -> None:
+    """In data.json of somebody else's run, of which samples are made, and in an index of latents."""
+    facts = {"kind": "latents", "axes": ["y", "x"], "dtype": "float32", "spacing": [1.0, 0.5], "unit": None}
+    facts |= {"variables": ["a"], "codec": {"kind": "kl", "range": [0.0, 255.0], "data": {"dtype": "uint8"}}}
+    write(tmp_path, "data.json", json.dumps(facts))
+    assert read_facts(tmp_path) == facts
+    write(tmp_path, "data.json", json.dumps(facts | {key.partition(".")[0]: value}))
+    with pytest.raises(UserError, match=rf"data\.json: `{key}` is nothing that data tell"):
+        read_facts(tmp_path)
+    inner, whole = value if isinstance(value, dict) else {}, {"codec": {}, "data": None}
+    check_facts({"codec": facts["codec"], "data": {"dtype": "uint8"}}, "index.json")
+    if key.startswith("codec."):
+        with pytest.raises(BadData, match=f"`{key}` is nothing that an encoder tells"):
+            check_facts(whole | {"codec": inner} | inner, "index.json")
+
+
+@pytest.mark.parametrize("dtype", ["(1,i4", "1000000000i4", "x", "(" * 300])
+def test_types_of_raw_files_that_are_none(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "a.raw").write_bytes(bytes(64))
+    with pytest.raises(UserError, match="is no type of numbers"):
+        NumpyConfig(path=str(tmp_path / "a.raw"), shape=[8, 8], dtype=dtype).open()
 
 
 def test_a_server_that_has_every_level_of_a_volume(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def read_script(text: str) -> dict[str, Any]:
 def calls_of(text: str) -> list[list[str]]:
     """Return the words of each call of main_training.py, without quotes."""
     text = re.sub(r"^[^\S\n]*#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', "")
-    found = []
+    found: list[list[str]] = []
     for call in re.finditer(r"main_training\.py(?![^\s\"'])", text):
         if len(found) == MOST_CALLS:
             raise UserError(f"the script calls main_training.py more than {MOST_CALLS} times; leave one of them")

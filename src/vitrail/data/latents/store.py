@@ -29,6 +29,7 @@ from vitrail.data.chunks.nodes import of_chunks, open_array
 from vitrail.data.files.handles import decoding
 from vitrail.data.files.paths import base_name, file_type, join, local_copy, read_bytes, read_exactly, read_json
 from vitrail.data.files.places import find_place
+from vitrail.data.source import wrong_fact
 from vitrail.data.stored import Stored
 from vitrail.disk import new_folder, told, write_whole
 from vitrail.errors import BadData, MissingData, UserError
@@ -76,6 +77,9 @@ def check_facts(facts: dict[str, Any], where: str) -> None:
         _expect(all(_is_number(value) and value > least for value in values), where, name, values, wanted)
         _expect(not values or len(values) == (channels or len(values)), where, name, values, f"{channels} numbers")
     _expect(len(facts.get("mean") or ()) == len(facts.get("std") or ()), where, "std", facts.get("std"), "one a mean")
+    codec = facts.get("codec")
+    if isinstance(codec, dict) and (key := wrong_fact({"codec": codec | {"data": facts.get("data")}})) is not None:
+        raise BadData(f"{where}: `{key}` is nothing that an encoder tells; restore it, or encode the data anew")
     if "seal" in facts and unsealed(facts) is None:
         raise BadData(
             f"{where} does not match its own checksum: it was damaged or edited; restore it, or take `seal` out of it "
