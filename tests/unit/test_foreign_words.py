@@ -35,6 +35,7 @@ from vitrail.data.sources.classes import classes_by_pattern, classes_by_table
 from vitrail.data.sources.folders import read_layout
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import BadData, UserError
+from vitrail.infer.collection import Generated
 from vitrail.infer.folder import read_facts
 from vitrail.infer.sample import check_scales
 from vitrail.recipe import yaml
@@ -340,3 +341,12 @@ def test_what_is_no_folder_of_a_guidance_is_not_written_into(tmp_path: Path, nam
     with pytest.raises(UserError, match=rf"{name} is a"):
         check_scales(out)
     assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "(1,i4"}, {"dtype": 5}, {"axes": 5}, {"files": 5}, {"files": [5]}])
+def test_a_manifest_of_samples_that_says_what_none_says(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    facts = {"files": [{"path": "samples/0.npy"}], "dtype": "float32", "axes": ["y", "x"], "variables": ["a"]}
+    facts |= {"spacing": [1.0, 1.0], "unit": None, "format": "npy", "version": 2} | wrong
+    write(tmp_path, "manifest.json", json.dumps(facts))
+    with pytest.raises(UserError, match=r"its manifest\.json cannot be read"):
+        Generated(tmp_path, seed=0)
