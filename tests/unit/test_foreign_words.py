@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors.numpy import save_file
 from support import ROOT
 
 from vitrail import foreign
@@ -28,7 +27,7 @@ from vitrail.convert.engine import UNKNOWN
 from vitrail.credentials import strip
 from vitrail.data.files.patterns import STAR, find_matches, match_stars
 from vitrail.data.files.places import Remote
-from vitrail.data.latents.store import check_facts, open_rows
+from vitrail.data.latents.store import check_facts
 from vitrail.data.sources import zarr as zarr_sources
 from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.classes import classes_by_pattern, classes_by_table
@@ -272,15 +271,6 @@ def test_numbers_of_channels_with_thousands_of_digits_are_none(tmp_path: Path) -
     assert layout.channels is None
 
 
-def test_classes_of_latents_below_0_are_refused(tmp_path: Path) -> None:
-    """-100 would be passed over by a loss without a word, and -1 be the last class."""
-    latents = np.zeros((3, 4, 8, 8), np.float32)
-    for labels in ([0, -1, 1], [0, -100, 1]):
-        save_file({"latents": latents, "labels": np.array(labels)}, tmp_path / "a.safetensors")
-        with pytest.raises(BadData, match=rf"`labels` is {labels[1]}, expected classes counted from 0"):
-            open_rows(str(tmp_path / "a.safetensors"))
-
-
 WRONG_FACTS: list[tuple[str, Any]] = [
     ("dtype", "x"), ("dtype", 5), ("dtype", "(1,i4"), ("dtype", "object"), ("dtype", "complex64"), ("axes", 5),
     ("axes", [1, 2]), ("axes", {"y": 1}), ("spacing", "ab"), ("spacing", ["a", "b"]), ("spacing", [10**400, 1]),
@@ -304,6 +294,12 @@ def test_facts_that_no_data_tell_of_themselves(tmp_path: Path, key: str, value: 
     if key.startswith("codec."):
         with pytest.raises(BadData, match=f"`{key}` is nothing that an encoder tells"):
             check_facts(whole | {"codec": inner} | inner, "index.json")
+
+
+def test_statistics_of_latents_of_hundreds_of_digits_are_refused() -> None:
+    for mean in (10**400, float("nan"), True, "x"):
+        with pytest.raises(BadData, match="`mean` is .* expected finite numbers"):
+            check_facts({"mean": [mean], "std": [1.0]}, "index.json")
 
 
 @pytest.mark.parametrize("dtype", ["(1,i4", "1000000000i4", "x", "(" * 300])

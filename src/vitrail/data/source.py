@@ -10,7 +10,6 @@
 Sources of many small items: the keys they share, which items an entry takes, and items made when asked for.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -322,44 +321,6 @@ class ItemSource:
             "items": len(self.items),
             "classes": list(self.class_names),
         }
-
-
-def wrong_fact(facts: dict[str, Any]) -> str | None:
-    """Return a key of facts in a file, as `describe` has told them, whose value no source tells; None if all is well.
-
-    Of latents they hold what encoded them (`codec`), and what the data were before (`codec.data`).
-    """
-    wrong = [key for key in ("axes", "variables") if not _is_list(facts.get(key), lambda one: isinstance(one, str))]
-    wrong += ["spacing"] * (not _is_list(facts.get("spacing"), _is_number))
-    wrong += ["unit"] * (not isinstance(facts.get("unit"), str | None))
-    wrong += ["dtype"] * (facts.get("dtype") is not None and not _is_dtype(facts["dtype"]))
-    codec = facts.get("codec")
-    if isinstance(codec, dict):
-        ends, data = codec.get("range"), codec.get("data")
-        rises = _is_list(ends, _is_number) and (ends is None or (len(ends) == 2 and ends[0] < ends[1]))
-        wrong += ["codec.range"] * (not rises)
-        inner = wrong_fact(data) if isinstance(data, dict) else None if data is None else ""
-        wrong += [f"codec.data.{inner}".rstrip(".")] * (inner is not None)
-    elif codec is not None:
-        wrong.append("codec")
-    return wrong[0] if wrong else None
-
-
-def _is_list(found: Any, fits: Callable[[Any], bool]) -> bool:
-    return found is None or (isinstance(found, list) and all(map(fits, found)))
-
-
-def _is_number(found: Any) -> bool:
-    return isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**64)
-
-
-def _is_dtype(found: Any) -> bool:
-    if not isinstance(found, str) or not re.fullmatch("[<>=|]?[a-z]+[0-9]{0,3}", found):
-        return False
-    try:
-        return np.dtype(found).kind in "biuf"
-    except (TypeError, ValueError):
-        return False
 
 
 class LazySequence(Sequence[Any]):

@@ -34,7 +34,7 @@ from vitrail.data.files.handles import decoding
 from vitrail.data.formats.images import decode, read_header
 from vitrail.data.formats.ngff import write_ome_zarr
 from vitrail.data.formats.tiff import check_chain, check_frame
-from vitrail.data.source import wrong_fact
+from vitrail.data.latents.store import wrong_fact
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.data.stored import by
 from vitrail.disk import write_whole

@@ -17,8 +17,10 @@ Everything a store says of itself is checked before it is used. `shards.py` make
 import itertools
 import json
 import math
+import re
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -29,7 +31,6 @@ from vitrail.data.chunks.nodes import of_chunks, open_array
 from vitrail.data.files.handles import decoding
 from vitrail.data.files.paths import base_name, file_type, join, local_copy, read_bytes, read_exactly, read_json
 from vitrail.data.files.places import find_place
-from vitrail.data.source import wrong_fact
 from vitrail.data.stored import Stored
 from vitrail.disk import new_folder, told, write_whole
 from vitrail.errors import BadData, MissingData, UserError
@@ -87,6 +88,40 @@ def check_facts(facts: dict[str, Any], where: str) -> None:
         )
 
 
+def wrong_fact(facts: dict[str, Any]) -> str | None:
+    """Return a key of facts in a file, as `describe` has told them, whose value no source tells; None if all is well.
+
+    Of latents they hold what encoded them (`codec`), and what the data were before (`codec.data`).
+    """
+    wrong = [key for key in ("axes", "variables") if not _is_list(facts.get(key), lambda one: isinstance(one, str))]
+    wrong += ["spacing"] * (not _is_list(facts.get("spacing"), _is_number))
+    wrong += ["unit"] * (not isinstance(facts.get("unit"), str | None))
+    wrong += ["dtype"] * (facts.get("dtype") is not None and not _is_dtype(facts["dtype"]))
+    codec = facts.get("codec")
+    if isinstance(codec, dict):
+        ends, data = codec.get("range"), codec.get("data")
+        rises = _is_list(ends, _is_number) and (ends is None or (len(ends) == 2 and ends[0] < ends[1]))
+        wrong += ["codec.range"] * (not rises)
+        inner = wrong_fact(data) if isinstance(data, dict) else None if data is None else ""
+        wrong += [f"codec.data.{inner}".rstrip(".")] * (inner is not None)
+    elif codec is not None:
+        wrong.append("codec")
+    return wrong[0] if wrong else None
+
+
+def _is_list(found: Any, fits: Callable[[Any], bool]) -> bool:
+    return found is None or (isinstance(found, list) and all(map(fits, found)))
+
+
+def _is_dtype(found: Any) -> bool:
+    if not isinstance(found, str) or not re.fullmatch("[<>=|]?[a-z]+[0-9]{0,3}", found):
+        return False
+    try:
+        return np.dtype(found).kind in "biuf"
+    except (TypeError, ValueError):
+        return False
+
+
 def check_shards(shards: Any, where: str, folder: str) -> None:
     """Refuse a list of shards that are not files beside it, each of them once."""
     if not isinstance(shards, list) or not shards or not all(isinstance(s, dict) and "file" in s for s in shards):
@@ -119,8 +154,6 @@ def compare_facts(facts: dict[str, Any], shards: Sequence[Any], where: str) -> N
         _expect(not values or len(values) == found[0], where, name, values, f"{found[0]}, one a channel")
     for labels in (shard.labels for shard in shards if shard.labels is not None):
         _expect(labels.dtype.kind in "iu", where, "labels", labels.dtype.name, "whole numbers")
-        lowest = int(labels.min(initial=0))
-        _expect(lowest >= 0, where, "labels", lowest, "classes counted from 0")
         highest, limit = int(labels.max(initial=0)), max(MOST_CLASSES, len(facts.get("classes") or ()))
         _expect(highest < limit, where, "labels", highest, f"classes below {limit:,}")
     labelled = all(shard.labels is not None for shard in shards)
@@ -145,7 +178,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 # ---------------------------------------------------------------- reading
