@@ -298,7 +298,7 @@ def test_facts_that_no_data_tell_of_themselves(tmp_path: Path, key: str, value: 
 
 def test_statistics_of_latents_of_hundreds_of_digits_are_refused() -> None:
     for mean in (10**400, float("nan"), True, "x"):
-        with pytest.raises(BadData, match="`mean` is .* expected finite numbers"):
+        with pytest.raises(BadData, match=r"`mean` is .* expected finite numbers"):
             check_facts({"mean": [mean], "std": [1.0]}, "index.json")
 
 
