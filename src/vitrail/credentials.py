@@ -16,7 +16,8 @@ from urllib.parse import unquote
 VARIABLE = "VITRAIL_CREDENTIALS"
 REMEDY = f"passwords and tokens are not stored: set {VARIABLE} to the URL with them"
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>`{}\[\]\\]+")  # in a text
+# A scheme is short: a long word before the mark costs no time.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s\"'<>`{}\[\]\\]+")  # in a text
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", re.DOTALL)
 _NAMED = ("http", "https", "ftp", "ftps")  # a name alone before the @ may be a token; elsewhere it is an address
 # Names of parameters that open doors; with one of them, those that it was signed with go, too.

@@ -8,6 +8,9 @@
 
 How much memory there is on the host, for this process and for one piece of data.
 
+Regular expressions of recipes: some take for ever on one short name, and nothing in this process could end them; so
+they are searched in a process of its own, to which the system gives so much time and no more.
+
 Pickles that others made, read step by step: no few bytes of them take for ever, or all memory.
 
 - the C unpickler keeps a list as long as the largest index that a pickle names; this one keeps what there is
@@ -24,18 +27,21 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import stat
 import struct
+import subprocess
+import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO
 
-from vitrail.errors import BadData
+from vitrail.errors import BadData, UserError
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container or a job
 
@@ -180,6 +186,56 @@ def named_file(file: str | Path, name: str) -> Path:
         )
     check_plain(place)
     return place
+
+
+# ------------------------------------------------------------ regular expressions
+
+SECONDS = 30  # of the processor, for a search; and one more for so many texts
+TEXTS_A_SECOND = 10_000
+_SEARCH = """
+import json, re, resource, sys
+seconds, pattern, group, texts = json.load(sys.stdin)
+most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+seconds = seconds if most == resource.RLIM_INFINITY else min(seconds, most)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+search = re.compile(pattern).search
+json.dump([found[group] if (found := search(text)) else None for text in texts], sys.stdout)
+"""
+
+
+def read_pattern(pattern: str) -> re.Pattern[str]:
+    """Read a regular expression; ValueError for whatever is wrong with it."""
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or "it is too large") from None
+
+
+def search_all(pattern: str, texts: Sequence[str], group: int | str = 0, *, where: str) -> list[str | None]:
+    """Return what a group of a regular expression finds in each text, or None; refuse one that takes for ever.
+
+    `where` names it in the error.
+    """
+    search = read_pattern(pattern).search
+    order = json.dumps([SECONDS + len(texts) // TEXTS_A_SECOND, pattern, group, list(texts)])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _SEARCH],
+            input=order,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+        )
+    except OSError:  # where no process may be started
+        return [found[group] if (found := search(text)) else None for text in texts]
+    if done.returncode:
+        raise UserError(
+            f"{where} takes for ever, or all memory, on some of {len(texts):,} names; write it without repeats inside "
+            "repeats, such as (a+)+, and with few of .*"
+        )
+    found_all: list[str | None] = json.loads(done.stdout)
+    return found_all
 
 
 GROWTH = 128  # bytes of memory that one byte of a pickle takes at most

@@ -2,6 +2,7 @@
 
 import collections
 import io
+import json
 import os
 import pathlib
 import pickle
@@ -42,7 +43,7 @@ from support import LONG
 from torch.distributed.checkpoint import metadata as parts
 
 from vitrail.errors import UserError
-from vitrail.sums import sum_of_file
+from vitrail.sums import sum_of_file, sum_of_tree
 from vitrail.training import checkpoint as module
 from vitrail.training.checkpoint import Checkpoints, check_space
 from vitrail.weights import runs
@@ -671,6 +672,30 @@ def test_a_pickle_that_names_far_places_takes_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
+
+
+NO_STATISTICS: list[Any] = [
+    {}, {"mean": ["x"], "std": [1.0]}, {"mean": 5, "std": None}, {"mean": [[1.0]], "std": [[1.0]]},
+    {"mean": [1.0, 2.0], "std": [1.0]}, {"mean": [10**400], "std": [1]}, {"mean": [float("nan")], "std": [1.0]},
+    {"mean": [1.0], "std": [0.0]}, {"mean": [1.0], "std": [1.0], "entries": [1]},
+    {"mean": [1.0], "std": [1.0], "entries": [[[1.0], [1.0]]], "places": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("statistics", NO_STATISTICS)
+def test_statistics_that_are_none_are_passed_over(tmp_path: Path, statistics: Any) -> None:
+    """A manifest may match its own checksum and say what it wants: so does that of somebody else's run."""
+    checkpoints = save(tmp_path, 1, 2)
+    place = tmp_path / "step-00000002" / "manifest.json"
+    manifest = json.loads(place.read_text())
+    del manifest["seal"]
+    manifest["statistics"] = statistics
+    place.write_text(json.dumps(manifest | {"seal": sum_of_tree(manifest)}))
+    with pytest.raises(BadCheckpoint, match="statistics that are no finite means and positive stds"):
+        read_manifest(tmp_path / "step-00000002")
+    step, (note,) = load_newest(checkpoints)
+    assert step == 1
+    assert "statistics" in note
 
 
 def test_metadata_and_manifests_are_read_within_bounds(folder: Path, monkeypatch) -> None:

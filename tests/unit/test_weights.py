@@ -443,6 +443,16 @@ def test_rotations_of_dinov3() -> None:
     assert "4 x 8 patches are no square" in refusal(vit(**make, shape=(16, 32)), state)
 
 
+@pytest.mark.parametrize(
+    "periods", [torch.zeros(3), torch.tensor([1.0, 2.0, -3.0]), torch.zeros(()), torch.zeros(3, 3)]
+)
+def test_rotations_that_no_file_has(periods: Tensor) -> None:
+    state = timm_state() | {"rope_embed.periods": periods}
+    del state["pos_embed"]
+    for strict in (True, False):
+        refusal(vit(positions="rope"), state, strict=strict)
+
+
 def test_rotations_that_no_file_tells() -> None:
     """timm does not store DINOv3's: they are known by what else is there, or the file is refused."""
     width, side = 32, 4

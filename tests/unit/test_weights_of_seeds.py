@@ -1,5 +1,6 @@
 """Weights of the programs that users come from: TorchDiTan, torchtitan-mae, UCF-VIT, SiT and diffusers' DiT."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -560,3 +561,52 @@ def test_dit_of_diffusers(tmp_path: Path) -> None:
     assert "is not that of the first block" in refusal(
         DiTConfig(**DIT, learn_sigma=True), state | {name: torch.zeros(6, 32)}
     )
+
+
+# ---------------------------------------------------------------- files that are none of these
+
+ODD_SHAPES = ((), (0,), (3,), (1,) * 7)
+
+
+@pytest.mark.parametrize("kind", ["torchditan", "torchtitan-mae", "ucf", "variables", "sit", "diffusers"])
+def test_tensors_of_any_shape_are_refused_in_a_sentence(kind: str) -> None:
+    """Also those that no rule expects: of no axes, of no numbers, of too many axes."""
+    c: Any = DiTConfig(**DIT, learn_sigma=True)
+    options: dict[str, Any] = {}
+    state: dict[str, Tensor] = foreign_dit().state_dict()
+    if kind == "torchditan":
+        c, state = DiTConfig(**DITAN), scramble(TorchDiTan(8, 2, 32, 2, 48, 5, 3)).state_dict()
+    elif kind == "torchtitan-mae":
+        encoder = EncoderConfig(width=48, depth=2, heads=4, kv_heads=2, patch=4, hidden=64, mlp="swiglu", norm="rms")
+        c, options = MAEConfig(encoder=encoder, decoder=DecoderConfig(**SMALL), ndim=3, channels=1), {"strict": False}
+        state = scramble(TorchtitanMAE()).state_dict()
+    elif kind == "ucf":
+        c, state = mae(), scramble(UCF()).state_dict()
+    elif kind == "variables":
+        c, state = mae(variables=VariablesConfig(known=("u", "v", "t"))), scramble(UCF(variables=3)).state_dict()
+    elif kind == "sit":
+        c, options = DiTConfig(**DIT, time_scale=1e-3), {"adapter": "sit"}
+    else:
+        state = as_diffusers(state)
+    model = c.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = {re.sub(r"\d+", "#", name): name for name in state}  # of blocks that are alike, one
+    for name in seen.values():
+        for shape in ODD_SHAPES:
+            with contextlib.suppress(UserError):  # parts that the model has not may be anything
+                load_weights(model, state | {name: torch.zeros(shape)}, **options)
+                model.load_state_dict(before)
+            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_names_settings_and_numbers_that_no_file_has(tmp_path: Path) -> None:
+    c, state = DiTConfig(**DITAN), scramble(TorchDiTan(8, 2, 32, 2, 48, 5, 3)).state_dict()
+    long = state | {f"layers.{'1' * 5000}.attention_norm.weight": torch.ones(32)}
+    assert "its tensors are not shaped as those of such a file" in refusal(c, long)
+    turned = state | {"norm.weight": torch.ones(32, dtype=torch.complex64)}
+    assert "norm.weight holds complex numbers" in refusal(c, turned)
+    sparse = state | {"norm.weight": torch.ones(32).to_sparse()}
+    assert "its tensors are not shaped as those of such a file" in refusal(c, sparse)
+    torch.save(as_diffusers(foreign_dit().state_dict()), tmp_path / "diffusion_pytorch_model.bin")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 1' + "0" * 400 + "}")
+    assert "num_attention_heads is 1000" in refusal(DiTConfig(**DIT, learn_sigma=True), tmp_path)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vitrail.credentials import REMEDY, strip
 from vitrail.errors import UserError, printable
 from vitrail.recipe import load_recipe
 from vitrail.recipe.yaml import dump, parse, show
@@ -158,10 +159,14 @@ def code(what: str, make: Make, value: Any = "in the code") -> Line:
 
 def convert_tree(tree: Mapping[str, Any], table: Table, task: str, name: str, told: Sequence[Row] = ()) -> Converted:
     """Turn the configuration in a tree into a recipe; `name` is for the run and for comments, `told` more rows."""
-    given = Given(tree, table, task, name)
+    plain = _without_secrets(tree)
+    given = Given(plain, table, task, name)
     flat: Keys = {}
     sources: dict[str, list[Row]] = {}
+    told = [replace(row, value=strip(row.value)) for row in told]
     rows = [*told, *(row for line in table.lines for row in _apply(line, given, flat, sources))]
+    if plain != tree:
+        rows.append(Row("(passwords and tokens in URLs)", "", DROPPED, "", REMEDY))
     for key, value in given.unknown.items():
         why = "given under two names" if table.aliases.get(key) in given.values else f"no key of {table.system}"
         rows.append(Row(key, show(value), UNKNOWN, "", f"{why}: nothing of it is in the recipe"))
@@ -175,6 +180,15 @@ def convert_tree(tree: Mapping[str, Any], table: Table, task: str, name: str, to
         lines = "\n".join([*causes[:10], str(error)])
         raise UserError(f"{name}: the recipe that comes of it is refused; mend the original\n{lines}") from error
     return Converted(table.system, task, made, text, rows)
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return a tree without the passwords and tokens of the URLs in it."""
+    if isinstance(value, Mapping):
+        return {strip(name): _without_secrets(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(inner) for inner in value]
+    return strip(value) if isinstance(value, str) else value
 
 
 def _walk(tree: Mapping[str, Any], known: set[str], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from vitrail.recipe import yaml
 from vitrail.recipe.yaml import show
 
 MOST = 1 << 20  # bytes of a configuration
+MOST_PARTS = 32  # of a dotted key of TOML, whose reader takes time by the square of them
 SYSTEMS = ("ucf-vit", "torchtitan-mae", "torchditan", "vit-fsdp-study")
 QUOTES = "\"'"
 TASKS = tuple(ucf.TASKS)
@@ -55,12 +56,40 @@ def convert(
         return convert_tree(tree, ucf.TABLE, find_task(path, tree, task), name_of(path))
     if system == "vit-fsdp-study":
         return convert_tree(study.read_script(text) | study.read_flags(called), study.TABLE, "", path.name)
+    table = torchtitan.DITAN if system == "torchditan" else torchtitan.MAE
+    return convert_tree(override(read_toml(text, path), called), table, "", path.name, told)
+
+
+# Texts and comments of TOML, each to its end or that of the file, so that all is gone through once.
+_TEXT = re.compile(
+    r'''"""(?:\\.|[^"\\]|"(?!""))*+(?:"{3,5}|\Z)|"(?:\\.|[^"\\\n])*+"?'''
+    r"""|'''(?:[^']|'(?!''))*+(?:'{3,5}|\Z)|'[^'\n]*'?|#[^\n]*""",
+    re.DOTALL,
+)
+_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]+(?:[ \t]*\.[ \t]*[\w-]+){{{MOST_PARTS}}}")
+
+
+def read_toml(text: str, path: Path) -> dict[str, Any]:
+    """Read a tree of TOML within the bounds that YAML has here."""
+    if _LONG_KEY.search(_TEXT.sub(lambda found: "" if found[0][0] == "#" else "text", text)):
+        raise UserError(f"{path}: a key in it has more than {MOST_PARTS} parts; mend the file")
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid TOML ({error}); mend the file") from None
-    table = torchtitan.DITAN if system == "torchditan" else torchtitan.MAE
-    return convert_tree(override(yaml.plain(tree), called), table, "", path.name, told)
+    level: list[Any] = [tree]
+    for _ in range(yaml.MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        ]
+        if any(isinstance(value, int) and abs(value) >= 10**yaml.MAX_DIGITS for value in level):
+            raise UserError(f"{path}: a number in it has more than {yaml.MAX_DIGITS} digits; mend the file")
+    if level:
+        raise UserError(f"{path}: values are nested more than {yaml.MAX_DEPTH} deep; mend the file")
+    plain: dict[str, Any] = yaml.plain(tree)
+    return plain
 
 
 def override(tree: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -95,7 +124,7 @@ def valued(word: str) -> Any:
 
 def read_words(text: str, name: str) -> tuple[list[str], list[Row]]:
     """Return the `--section.key=value` of a script, and rows for those whose value it leaves open."""
-    text = re.sub(r"^\s*#.*$|\s#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', '"')
+    text = re.sub(r"^[^\S\n]*#.*$|\s#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', '"')
     value = r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"';&|]+"
     found: dict[str, set[str]] = {}
     for key, said, after in re.findall(
@@ -134,7 +163,7 @@ def find_system(path: Path, text: str) -> str:
     if kind in (".yaml", ".yml"):
         return "ucf-vit"
     if kind == ".toml":
-        return "torchditan" if re.search(r"^\s*\[dataset\]|diffusion", text, re.MULTILINE) else "torchtitan-mae"
+        return "torchditan" if re.search(r"^[^\S\n]*\[dataset\]|diffusion", text, re.MULTILINE) else "torchtitan-mae"
     if "main_training.py" in text or "--model_size" in text:
         return "vit-fsdp-study"
     raise UserError(

@@ -8,13 +8,16 @@ from typing import Any
 from vitrail.convert.engine import Given, Line, Made, NotHonoured, Table, code, drop, has, to, unless
 from vitrail.errors import UserError
 
+MOST_CALLS = 50  # of main_training.py in a script, each of which is looked at to its end
 SIZES = {"base": "Base", "huge": "Huge", "giant": "1B", "enormous": "3B", "5B": "5B", "15B": "15B"}
 
 
 def read_script(text: str) -> dict[str, Any]:
     """Return the flags that a script calls the study with, and what it asks Slurm for."""
     found: dict[str, Any] = {}
-    for name, value in re.findall(r"^#SBATCH\s+(--?[A-Za-z][\w-]*)(?:[ =]+(\S+))?[ \t]*(?:#.*)?$", text, re.MULTILINE):
+    for name, value in re.findall(
+        r"^#SBATCH\s+(--?[A-Za-z][\w-]*)(?:[ =]+([^\s=]\S*))?[ \t]*(?:#.*)?$", text, re.MULTILINE
+    ):
         found[f"#SBATCH {name}"] = value or True
     calls = calls_of(text)
     if not calls:
@@ -29,14 +32,16 @@ def read_script(text: str) -> dict[str, Any]:
 
 def calls_of(text: str) -> list[list[str]]:
     """Return the words of each call of main_training.py, without quotes."""
-    text = re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', "")
-    found = []
+    text = re.sub(r"^[^\S\n]*#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ").replace('\\"', "")
+    found: list[list[str]] = []
     for call in re.finditer(r"main_training\.py(?![^\s\"'])", text):
+        if len(found) == MOST_CALLS:
+            raise UserError(f"the script calls main_training.py more than {MOST_CALLS} times; leave one of them")
         before, after = text[: call.start()].rpartition("\n")[2], text[call.end() :]
         inside = [quote for quote in "\"'" if before.count(quote) % 2]  # the call ends with its string, or its line
         for end in inside or "\n":
             after = after.partition(end)[0]
-        words = re.split(r"[;&|]|\s#|\s\d*[<>]", after)[0].replace('"', "").replace("'", "").split()
+        words = re.split(r"[;&|]|\s#|\s\d*[<>]", after, maxsplit=1)[0].replace('"', "").replace("'", "").split()
         found.append(words)
     return found
 

@@ -16,6 +16,7 @@ TASKS = {  # folder of the configs, type of the newer layout: the model and the 
 TYPES = {"VIT": "classification", "MAE": "mae", "UNETR": "unetr", "SAP": "sap", "DiffusionVIT": "diffusion"}
 SOURCES = {"imagenet": "image_folder", "catsdogs": "image_folder", "basic_ct": "nifti", "xct": "numpy"}
 NET = "model.net.init_args."
+MOST_CLASSES = 1000  # of voxels, of which each has a line in the recipe
 
 
 # ------------------------------------------------------------ what the lines ask
@@ -262,6 +263,8 @@ def labels(value: Any, given: Given) -> Made:
     if given("data.dataset") != "basic_ct":
         return {}, "classes as they are stored; data.train.label_map says otherwise, as code for these data may have"
     classes = int(given("data.num_classes"))
+    if classes > MOST_CLASSES:
+        raise NotHonoured(f"more than {MOST_CLASSES} classes of voxels; give data.train.label_map yourself")
     keys: Keys = {}
     for number in entries(given).values():
         keys[f"data.train.{number}.label_map"] = {str(stored): stored - 1 for stored in range(1, classes + 1)}

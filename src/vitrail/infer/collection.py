@@ -59,7 +59,7 @@ class Generated:
             self.kind = Kind.of(facts)
         except UserError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:  # of a dtype: the last
             raise UserError(
                 f"{self.folder}: its {MANIFEST} cannot be read ({type(error).__name__}: {error}); give a folder that "
                 "`vitrail sample` has written"

@@ -34,6 +34,7 @@ from vitrail.data.files.handles import decoding
 from vitrail.data.formats.images import decode, read_header
 from vitrail.data.formats.ngff import write_ome_zarr
 from vitrail.data.formats.tiff import check_chain, check_frame
+from vitrail.data.latents.store import wrong_fact
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.data.stored import by
 from vitrail.disk import write_whole
@@ -306,7 +307,13 @@ def read_facts(run: Path) -> dict[str, Any]:
         facts = read_json(run / DATA)
     except (OSError, ValueError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    if not isinstance(facts, dict):
+        return {}
+    if (key := wrong_fact(facts)) is not None:
+        raise UserError(
+            f"{run / DATA}: `{key}` is nothing that data tell of themselves; restore the file, or remove it"
+        )
+    return facts
 
 
 def of_samples(facts: Mapping[str, Any], entry: Any) -> dict[str, Any]:

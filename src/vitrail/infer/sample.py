@@ -28,6 +28,7 @@ from torch import Tensor
 
 import vitrail
 from vitrail.codecs import Codec, codec_for, decode_all
+from vitrail.contents import Layout, check_layout
 from vitrail.data.batch import Batch
 from vitrail.data.normalize import Values
 from vitrail.data.reading.loader import Loader
@@ -338,6 +339,9 @@ def check_scales(folder: Path) -> None:
     others = [name for name in names if name != GRID and not name.startswith(SCALE)]
     if others:
         raise UserError(f"{folder} holds {min(others)!r}, which is of no guidance; choose another folder with --out")
+    if names:  # what lies deeper is looked at where samples are added to it
+        scales = tuple(name for name in names if name != GRID)
+        check_layout(folder, Layout("folder of samples", (GRID,), scales, shallow=scales))
 
 
 class Job:

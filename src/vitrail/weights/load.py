@@ -4,15 +4,16 @@ Nothing is guessed: every parameter of the model and every tensor of the file is
 load whose result would compute something else than the file's model is refused before any number is copied.
 """
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import UserError
+from vitrail.errors import UserError, is_out_of_memory
 from vitrail.layers.init import local_shard
 from vitrail.weights.adapters import translate
 from vitrail.weights.files import Weights, open_weights
@@ -56,9 +57,10 @@ def load_weights(
     except ValueError as error:
         raise UserError(str(error)) from None
     adapter = _choose(weights, adapter)
-    told = translate(weights, target, adapter, None if names is None else tuple(names))
-    _check_size(told, target, weights)
-    entries = _plan(weights, target, told, only=only, head=head)
+    with _as_shaped(weights, adapter):
+        told = translate(weights, target, adapter, None if names is None else tuple(names))
+        _check_size(told, target, weights)
+        entries = _plan(weights, target, told, only=only, head=head)
     if not only or "decoder" in only:
         told.problems += told.decoder
     # Beside what is wrong, gaps say nothing: tensors that do not fit would be among them.
@@ -74,7 +76,9 @@ def load_weights(
         )
     filled = [entry for entry in entries if entry.action not in ("skipped", "unused")]
     for entry in filled:  # all of them, before the first number of the model is overwritten
-        if not _make(told.pieces[entry.name], weights).value.isfinite().all():
+        with _as_shaped(weights, adapter):
+            finite = _make(told.pieces[entry.name], weights).value.isfinite().all()
+        if not finite:
             where = ", ".join(entry.sources) or entry.name
             raise UserError(f"{weights.path}: {where} holds values that are not finite; use another file")
     here = dict(model.named_parameters())
@@ -121,6 +125,23 @@ def _predicted(objective: Any) -> str | None:
     """Return what an objective wants of a model that denoises; None for other objectives."""
     kind = getattr(objective, "kind", None)
     return {"flow": VELOCITY, "denoise": getattr(objective, "predict", None)}.get(str(kind))
+
+
+@contextlib.contextmanager
+def _as_shaped(weights: Weights, adapter: str) -> Iterator[None]:
+    """Tell in a sentence what a file leads to whose tensors, names or settings no such file has."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        words = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise UserError(
+            f"{weights.path} ({adapter}): its tensors are not shaped as those of such a file ({words}); fetch it "
+            "again, or name the adapter"
+        ) from error
 
 
 def _choose(weights: Weights, adapter: str) -> str:
@@ -281,7 +302,14 @@ def _gaps(entries: list[Entry], told: Translation, target: Target) -> list[str]:
 def _make(piece: Piece, weights: Weights, *, meta: bool = False) -> Made:
     if meta:
         return piece.make(*(torch.empty(weights.shapes[name], device="meta") for name in piece.sources))
-    return piece.make(*(weights.read(name).float() for name in piece.sources))
+    return piece.make(*(_as_float(weights, name) for name in piece.sources))
+
+
+def _as_float(weights: Weights, name: str) -> Tensor:
+    value = weights.read(name)
+    if value.is_complex():  # half of which would be lost
+        raise UserError(f"{weights.path}: {name} holds complex numbers, and no model here does; use another file")
+    return value.float()
 
 
 def _copy(parameter: nn.Parameter, made: Made) -> None:

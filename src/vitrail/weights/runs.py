@@ -7,6 +7,7 @@ checkpoint.
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,6 +91,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for key, kind in KEYS.items():
         if not isinstance(manifest.get(key), kind):
             raise BadCheckpoint(f"{MANIFEST} has {manifest.get(key)!r} for {key!r}, which should be {kind.__name__}")
+    if not _are_statistics(manifest["statistics"]):
+        raise BadCheckpoint(f"{MANIFEST} has statistics that are no finite means and positive stds of some variables")
     if folder.name != checkpoint_name(manifest["step"]):
         raise BadCheckpoint(f"{MANIFEST} is that of step {manifest['step']}")
     for name in sorted(files.keys() | present.keys()):
@@ -101,6 +104,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if size != files[name][0]:
             raise BadCheckpoint(f"{name} has {size} bytes instead of {files[name][0]}")
     return manifest
+
+
+def _are_statistics(found: dict[str, Any]) -> bool:
+    """Tell whether these are the shared mean and std of each variable, and those of entries where they have any."""
+
+    def is_pair(mean: Any, std: Any) -> bool:
+        if not isinstance(mean, list) or not isinstance(std, list) or len(mean) != len(std):
+            return False
+        numbers = [*mean, *std]
+        plain = all(isinstance(one, int | float) and abs(one) <= sys.float_info.max for one in numbers)
+        return plain and all(one > 0 for one in std)
+
+    entries, places = found.get("entries", []), found.get("places", [])
+    if not isinstance(entries, list) or not isinstance(places, list):
+        return False
+    pairs = [[found.get("mean"), found.get("std")], *entries]
+    return all(isinstance(pair, list) and len(pair) == 2 and is_pair(*pair) for pair in pairs)
 
 
 def _upgraded(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:

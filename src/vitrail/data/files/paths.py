@@ -375,7 +375,7 @@ def _list(path: str | Path) -> tuple[list[str], list[str]]:
         if not is_url(str(path)):
             with os.scandir(local_path(path)) as entries:
                 for entry in entries:
-                    (folders if entry.is_dir() else files).append(entry.name)
+                    (folders if _is_folder(entry) else files).append(entry.name)
         else:
             system, place = _system(str(path))
             for found in system.ls(place, detail=True):
@@ -383,6 +383,13 @@ def _list(path: str | Path) -> tuple[list[str], list[str]]:
                 if name:
                     (folders if found["type"] == "directory" else files).append(name)
     return _sorted(files), _sorted(folders)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself: whoever opens it is told so
+        return False
 
 
 def _sorted(names: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from vitrail.data.files.paths import file_type, is_url, join, list_files, list_f
 from vitrail.errors import UserError
 
 MOST_FOLDERS = 10_000  # that are looked into
+MOST_DEPTH = 64  # of folders below the first star
 METADATA = (".zgroup", ".zattrs", ".zarray", ".zmetadata", "zarr.json", "attributes.json")  # of Zarr and N5
 HIERARCHIES = (".zarr", ".n5")
 STAR = re.compile(r"\*+")
@@ -44,6 +45,8 @@ def split_stars(path: str) -> tuple[str, list[str]]:
 def find_matches(path: str) -> list[Match]:
     """List what a path with stars stands for, sorted as a person would; UserError where that is nothing."""
     head, names = split_stars(path)
+    if len(names) > MOST_DEPTH:
+        raise UserError(f"data path {path!r} has more than {MOST_DEPTH} names from its first star on; name a folder")
     looked_at: set[tuple[str, int]] = set()
 
     def look(folder: str, below: Sequence[str], left: Sequence[str], stars: tuple[str, ...]) -> Iterator[Match]:
@@ -53,8 +56,7 @@ def find_matches(path: str) -> list[Match]:
             return
         for name, is_folder in _named(folder, wanted, only_folders=bool(rest)):
             place, inner = join(folder, name), (*below, name)
-            told = re.fullmatch(STAR.sub("(.*)", re.escape(wanted).replace(r"\*", "*")), name)
-            found = (*stars, *(told.groups() if told else ()))
+            found = (*stars, *(match_stars(wanted, name) or ()))
             if rest:
                 yield from look(place, inner, rest, found)
             else:
@@ -67,6 +69,10 @@ def find_matches(path: str) -> list[Match]:
         if (real, len(left)) in looked_at:  # links may lead there again
             return
         looked_at.add((real, len(left)))
+        if len(passed) > MOST_DEPTH:
+            raise UserError(
+                f"data path {path!r}: folders are looked for more than {MOST_DEPTH} deep; name more of them"
+            )
         if len(looked_at) > MOST_FOLDERS:
             raise UserError(
                 f"data path {path!r}: more than {MOST_FOLDERS:,} folders are looked into; name more of them than `**`"
@@ -109,11 +115,32 @@ def _named(folder: str, wanted: str, *, only_folders: bool) -> list[tuple[str, b
     if "*" not in wanted:
         kind = file_type(join(folder, wanted))
         return [(wanted, kind == "folder")] if kind == "folder" or (kind and not only_folders) else []
-    pattern = re.compile(STAR.sub(".*", re.escape(wanted).replace(r"\*", "*")))
     found = [(name, True) for name in list_folders(folder)]
     if not only_folders:
         found += [(name, False) for name in list_files(folder)]
-    return [each for each in found if pattern.fullmatch(each[0])]
+    return [each for each in found if match_stars(wanted, each[0]) is not None]
+
+
+def match_stars(wanted: str, name: str) -> tuple[str, ...] | None:
+    """Return what each star of a name with stars stands for in another name, or None where it does not stand for it.
+
+    The first takes all that it can, then the second: as a regular expression has it, which many stars keep for ever.
+    """
+    first, *middle = STAR.split(wanted)
+    if not middle:
+        return () if name == wanted else None
+    last = middle.pop()
+    start, end = len(first), len(name) - len(last)
+    if start > end or not name.startswith(first) or not name.endswith(last):
+        return None
+    found = []
+    for part in reversed(middle):
+        place = name.rfind(part, start, end)
+        if place < 0:
+            return None
+        found.append(name[place + len(part) : end])
+        end = place
+    return (name[start:end], *reversed(found))
 
 
 def fill_stars(pattern: str, stars: Sequence[str], *, where: str) -> str:

@@ -17,8 +17,10 @@ Everything a store says of itself is checked before it is used. `shards.py` make
 import itertools
 import json
 import math
+import re
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -76,11 +78,48 @@ def check_facts(facts: dict[str, Any], where: str) -> None:
         _expect(all(_is_number(value) and value > least for value in values), where, name, values, wanted)
         _expect(not values or len(values) == (channels or len(values)), where, name, values, f"{channels} numbers")
     _expect(len(facts.get("mean") or ()) == len(facts.get("std") or ()), where, "std", facts.get("std"), "one a mean")
+    codec = facts.get("codec")
+    if isinstance(codec, dict) and (key := wrong_fact({"codec": codec | {"data": facts.get("data")}})) is not None:
+        raise BadData(f"{where}: `{key}` is nothing that an encoder tells; restore it, or encode the data anew")
     if "seal" in facts and unsealed(facts) is None:
         raise BadData(
             f"{where} does not match its own checksum: it was damaged or edited; restore it, or take `seal` out of it "
             "if the change is meant"
         )
+
+
+def wrong_fact(facts: dict[str, Any]) -> str | None:
+    """Return a key of facts in a file, as `describe` has told them, whose value no source tells; None if all is well.
+
+    Of latents they hold what encoded them (`codec`), and what the data were before (`codec.data`).
+    """
+    wrong = [key for key in ("axes", "variables") if not _is_list(facts.get(key), lambda one: isinstance(one, str))]
+    wrong += ["spacing"] * (not _is_list(facts.get("spacing"), _is_number))
+    wrong += ["unit"] * (not isinstance(facts.get("unit"), str | None))
+    wrong += ["dtype"] * (facts.get("dtype") is not None and not _is_dtype(facts["dtype"]))
+    codec = facts.get("codec")
+    if isinstance(codec, dict):
+        ends, data = codec.get("range"), codec.get("data")
+        rises = _is_list(ends, _is_number) and (ends is None or (len(ends) == 2 and ends[0] < ends[1]))
+        wrong += ["codec.range"] * (not rises)
+        inner = wrong_fact(data) if isinstance(data, dict) else None if data is None else ""
+        wrong += [f"codec.data.{inner}".rstrip(".")] * (inner is not None)
+    elif codec is not None:
+        wrong.append("codec")
+    return wrong[0] if wrong else None
+
+
+def _is_list(found: Any, fits: Callable[[Any], bool]) -> bool:
+    return found is None or (isinstance(found, list) and all(map(fits, found)))
+
+
+def _is_dtype(found: Any) -> bool:
+    if not isinstance(found, str) or not re.fullmatch("[<>=|]?[a-z]+[0-9]{0,3}", found):
+        return False
+    try:
+        return np.dtype(found).kind in "biuf"
+    except (TypeError, ValueError):
+        return False
 
 
 def check_shards(shards: Any, where: str, folder: str) -> None:
@@ -139,7 +178,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 # ---------------------------------------------------------------- reading

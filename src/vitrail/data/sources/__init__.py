@@ -83,7 +83,7 @@ _LOOK_AT = 20  # folders
 def guess_kind(path: str) -> str:
     """Return the kind of source at a path or URL: by what is there, or by the name where nothing is there yet."""
     path, _ = split_key(path, None)  # a name inside a file: file.h5::raw
-    if re.search(r"[{*].*\.tar$", path):  # a pattern of shards
+    if path.endswith(".tar") and ("{" in path or "*" in path):  # a pattern of shards
         return "webdataset"
     try:
         return _guess(path) if not has_stars(path) else _guess_first(path)

@@ -250,7 +250,7 @@ class NumpyConfig(GridConfig):
     def _open_raw(self, path: str, shape: list[int], key: str, given: str, offset: int) -> Stored:
         try:
             dtype = np.dtype(given)
-        except TypeError as error:
+        except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # parts of it are Python
             raise UserError(f"{key} = {given!r} of {path} is no type of numbers; give one such as uint8") from error
         place = local_copy(path)
         with decoding(path):

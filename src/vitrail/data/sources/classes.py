@@ -14,9 +14,11 @@ from typing import TextIO
 from vitrail.data.files.paths import base_name, open_file
 from vitrail.data.sources import IMAGE_SUFFIXES
 from vitrail.errors import BadData, UserError
+from vitrail.foreign import read_pattern, search_all
 
 TABLES = (".csv", ".tsv")
 MOST_LINE = 2**20  # characters of a line
+MOST_SHOWN = 40  # columns of a table, and letters of each, in an error
 # Columns of tables as they are usually called, in lower case and without what is no letter.
 IMAGE_COLUMNS = (
     "image", "filename", "file", "imagename", "imageid", "imagepath", "filepath", "imagefile", "path", "name", "img",
@@ -29,12 +31,12 @@ def classes_by_pattern(pattern: str, names: Sequence[str], path: str) -> list[st
     """Return the class of each image, which a regular expression finds in its name."""
     where = f"class_pattern = {pattern!r}"
     try:
-        search = re.compile(pattern)
-    except re.error as error:
+        groups = read_pattern(pattern).groupindex
+    except ValueError as error:
         raise UserError(f"{where} is no regular expression ({error}); mend it") from error
-    if "class" not in search.groupindex:
+    if "class" not in groups:
         raise UserError(f"{where} has no group called class; mark what the class is, such as (?P<class>cat|dog)")
-    found = [match["class"] if (match := search.search(name)) else None for name in names]
+    found = search_all(pattern, names, "class", where=where)
     lost = [name for name, each in zip(names, found, strict=True) if not each]
     if lost:
         raise UserError(
@@ -46,6 +48,7 @@ def classes_by_pattern(pattern: str, names: Sequence[str], path: str) -> list[st
 
 def classes_by_table(table: str, columns: tuple[str, str] | None, names: Sequence[str], path: str) -> list[str]:
     """Return the class of each image, which a row of a table tells."""
+    wanted = {form for name in names for form in _spellings(name)}  # all that is kept of a table of any length
     known: dict[str, str] = {}
     several: set[str] = set()  # names without folder or suffix that other images have, too
     whole: dict[str, str] = {}
@@ -55,12 +58,14 @@ def classes_by_table(table: str, columns: tuple[str, str] | None, names: Sequenc
             folders.setdefault(form, set()).add(name.rpartition("/")[0])
     several |= {form for form, some in folders.items() if len(some) > 1}
     for line, (image, label) in read_columns(table, columns):
-        if whole.setdefault(image, label) != label:
+        forms = _spellings(image)
+        if forms[0] in wanted and whole.setdefault(forms[0], label) != label:
+            before = whole[forms[0]]
             raise UserError(
-                f"{table}, line {line}: {image!r} is {label!r}, but {whole[image]!r} before; give each image one class"
+                f"{table}, line {line}: {image!r} is {label!r}, but {before!r} before; give each image one class"
             )
-        for name in _spellings(image):
-            if known.setdefault(name, label) != label:
+        for name in forms:
+            if name in wanted and known.setdefault(name, label) != label:
                 several.add(name)
     found = [next((known[n] for n in _spellings(name) if n in known and n not in several), "") for name in names]
     lost = [name for name, each in zip(names, found, strict=True) if not each]
@@ -117,7 +122,9 @@ def _delimiter(line: str) -> str:
 
 def _choose(head: list[str], columns: tuple[str, str] | None, table: str) -> tuple[int, int]:
     """Return the numbers of the columns of images and classes."""
-    has = f"{table} has the columns {', '.join(head) or 'none'}"
+    shown = ", ".join(name[:MOST_SHOWN] for name in head[:MOST_SHOWN]) or "none"
+    more = f" and {len(head) - MOST_SHOWN} more" if len(head) > MOST_SHOWN else ""
+    has = f"{table} has the columns {shown}{more}"
     if columns is not None:
         lost = [name for name in columns if name not in head]
         if lost:

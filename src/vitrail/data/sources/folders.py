@@ -316,7 +316,7 @@ def _describe(path: str) -> dict[str, Any]:
 
 def _in_order(names: Any) -> tuple[str, ...] | None:
     """Read {"0": "CT", "1": "PET"} as ("CT", "PET")."""
-    if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
+    if not isinstance(names, dict) or not all(re.fullmatch(r"\d{1,9}", str(key)) for key in names):
         return None
     return tuple(str(names[key]) for key in sorted(names, key=int))
 

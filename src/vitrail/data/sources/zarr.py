@@ -41,6 +41,7 @@ from vitrail.recipe import config
 
 NOT_SPACE = {"channel": "c", "time": "t"}
 _SHOWN = 12
+MOST_LEVELS = 64  # of a volume
 
 
 class HierarchySource(GridSource):
@@ -209,6 +210,8 @@ def _find_levels(group: Place, block: dict[str, Any]) -> list[tuple[Place, dict[
     if not names and isinstance(group, Remote):
         names = ["s0"]
         while (node := attributes_of(group / f"s{len(names)}")) is not None and node[0] == "array":
+            if len(names) == MOST_LEVELS:
+                raise BadData(f"{group} has more than {MOST_LEVELS} levels, which no volume can; give one of them")
             names.append(f"s{len(names)}")
     nodes = [(group / name, attributes_of(group / name)) for name in names]
     return [(place, node[1]) for place, node in nodes if node is not None and node[0] == "array"]

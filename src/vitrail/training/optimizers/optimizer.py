@@ -6,7 +6,6 @@ meshes, stand beside them ("sources").
 """
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vitrail.errors import UserError
+from vitrail.foreign import read_pattern, search_all
 from vitrail.models.model import Model
 from vitrail.parallel.mesh import local
 from vitrail.recipe import config
@@ -54,8 +54,8 @@ class GroupRule:
 
     def __post_init__(self) -> None:
         try:
-            re.compile(self.match)
-        except re.error as error:
+            read_pattern(self.match)
+        except ValueError as error:
             raise ValueError(f"match {self.match!r} is not a regular expression: {error}") from None
         check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
 
@@ -144,7 +144,10 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
     `names` are those of all parameters, where this rank has but some of them.
     """
     names = names or [name for name, _ in model.named_parameters()]
-    rules = {name: next((r for r in c.groups if re.search(r.match, name)), GroupRule(match="")) for name in names}
+    rules = dict.fromkeys(names, GroupRule(match=""))
+    for rule in reversed(c.groups):
+        found = search_all(rule.match, names, where=f"optimizer.groups: match {rule.match!r}")
+        rules |= {name: rule for name, each in zip(names, found, strict=True) if each is not None}
     used = {rule.match for rule in rules.values()}
     unused = [r.match for r in c.groups if r.match not in used]
     if unused:
