@@ -196,6 +196,8 @@ def test_the_report_accounts_for_every_tensor() -> None:
 def test_heads_become_whole() -> None:
     q, k, v = (torch.arange(4.0) + 10 * i for i in range(3))
     assert head_major(q, k, v, head_width=2).value.tolist() == [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]
+    pair = head_major(q, k[:2], v[:2], head_width=2)  # two heads of queries have one of keys and values
+    assert pair.value.tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
     with pytest.raises(ValueError, match="3 wide"):
         head_major(q, k, v, head_width=3)
 
