@@ -39,6 +39,7 @@ def test_a_file_of_another_size_is_seen_at_the_first_look(content: bytes, tmp_pa
     folder = tmp_path / "step-00000003"
     folder.mkdir()
     manifest = {key: kind() for key, kind in KEYS.items()} | {"step": 3, "format": FORMAT}
+    manifest["statistics"] = {"mean": [0.0], "std": [1.0]}
     manifest["files"] = {"a.distcp": {"bytes": 5, "crc32": 0}}
     (folder / MANIFEST).write_text(json.dumps(sealed(manifest)))
     (folder / "a.distcp").write_bytes(b"12345")
