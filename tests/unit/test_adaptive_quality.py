@@ -130,6 +130,24 @@ def test_the_page_says_that_numbers_are_missing(judge: ModuleType) -> None:
     assert "Nothing to compare yet." in told
 
 
+def test_the_page_says_what_the_trees_left(script: ModuleType, judge: ModuleType) -> None:
+    text, results = script.PAGE.read_text(), ROOT / "benchmarks/results"
+    cells = results / "adaptive_quality.json"
+    trees = json.loads((results / "adaptive_quality_trees.json").read_text())
+    kept = json.loads(cells.read_text()) if cells.exists() else None
+    written, told = text.split(script.MARK)[::-1]
+    assert written == "\n" + judge.page(kept, trees)
+    dice = {(row["data"], row["variant"]): f"{row['dice']:.2f}" for row in trees["rows"]}
+    for variant, words in (
+        ("adaptive 4, 4,096 tokens", "{tissue} (tissue) and {isbi} (ISBI-2012) are left of the labels"),
+        ("adaptive 8, 2,047 tokens", "keeps more than that ({tissue} and {isbi})"),
+        ("adaptive 4, 2,047 tokens", "an eighth of the tokens keeps nearly all: {resin}, and"),
+        ("adaptive 8, 2,047 tokens", "and {resin} with tokens of 8 voxels"),
+    ):
+        said = words.format(**{data: dice[data, variant] for data in ("tissue", "isbi", "resin")})
+        assert said in " ".join(told.split()), said
+
+
 def test_every_cell_is_kept_and_the_next_call_goes_on(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
