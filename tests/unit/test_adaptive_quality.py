@@ -94,12 +94,26 @@ def test_tables_say_what_is_faster_at_equal_quality(judge: ModuleType) -> None:
     assert "- tissue: at the Dice of uniform 4, 16,384 tokens, adaptive 4, 4,096 tokens are 6.1 times as fast" in told
     # One seed of two does not come to 0.88.
     assert "| 0.880 | 2.38 | none (at most 0.880) | - | - | not measured | - | - |" in told
-    assert "- isbi: no adaptive tokens come to the Dice of uniform 4, 16,384 tokens" in told
+    assert (
+        "- isbi: no adaptive tokens come to the Dice of uniform 4, 16,384 tokens; larger uniform patches are not "
+        in told
+    )
     dice = "0.690 (0.680 to 0.700)"
     assert f"| uniform 4, 16,384 tokens | 2 | {dice} | {dice} | 30 | 80.0 (72.0 to 88.0) | 50 | 1.0% | 1.50 |" in told
     assert "| adaptive 4, 4,096 tokens | 2 | 0.800 (0.800 to 0.800) | 0.820 (0.820 to 0.820) | 40 | 20.0 " in told
     assert "- 10: oom, no memory" in told
     assert told.index("uniform 4, 16,384") < told.index("uniform 8, 4,096") < told.index("adaptive 4, 4,096")
+
+
+def test_what_is_not_measured_yet_has_lost_nothing(judge: ModuleType) -> None:
+    """A call that was cut off has made the cells of uniform patches first."""
+    uniform = [found("isbi", patch, 64, False, 0, [0.5, 0.6, 0.7], ms) for patch, ms in ((4, 80.0), (8, 20.0))]
+    told = judge.tables(stored(*uniform))
+    assert "| 0.700 | 2.40 | not measured | - | - | uniform 8, 64 tokens | 0.60 | 4.00 |" in told
+    assert (
+        "- isbi: adaptive tokens are not measured yet against the Dice of uniform 4, 64 tokens; uniform 8, 64 tokens "
+        "are 4.0 times as fast." in told
+    )
 
 
 def test_seeds_that_one_variant_lacks_are_left_out_of_all(judge: ModuleType) -> None:
