@@ -161,7 +161,7 @@ def equal_table(shown: dict[str, dict[Variant, dict[int, Found]]], steps: int) -
                 f"{racer(adaptive, table)} | {racer(other, table)} |"
             )
             if base == uniform[0]:
-                verdicts.append(f"- {data}: {verdict(base, first(adaptive), first(other))}.")
+                verdicts.append(f"- {data}: {verdict(base, adaptive, other)}.")
     return [*lines, "", *verdicts] if verdicts else ["Nothing to compare yet."]
 
 
@@ -175,16 +175,20 @@ def racer(found: list[Race], table: dict[Variant, dict[int, Found]]) -> str:
     return f"none (at most {best:.3f}) | - | -"
 
 
-def verdict(base: Variant, adaptive: Race | None, other: Race | None) -> str:
-    """Say in a sentence what came out, whichever way."""
-    quality = f"the Dice of {base.name}"
-    if adaptive is None:
+def verdict(base: Variant, adaptive: list[Race], others: list[Race]) -> str:
+    """Say in a sentence what came out, whichever way; variants that are still to be measured are no result."""
+    quality, best, other = f"the Dice of {base.name}", first(adaptive), first(others)
+    if not adaptive:
+        words = f"adaptive tokens are not measured yet against {quality}"
+    elif best is None:
         words = f"no adaptive tokens come to {quality}"
     else:
-        words = f"at {quality}, {adaptive.rival.name} are {adaptive.ratio:.1f} times as fast"
+        words = f"at {quality}, {best.rival.name} are {best.ratio:.1f} times as fast"
+    if not others:
+        return f"{words}; larger uniform patches are not measured yet"
     if other is None:
         return f"{words}; no larger uniform patches come to it"
-    better = adaptive is None or other.ratio > adaptive.ratio
+    better = bool(adaptive) and (best is None or other.ratio > best.ratio)
     return f"{words}; {other.rival.name} are {other.ratio:.1f} times as fast{', and simpler' if better else ''}"
 
 

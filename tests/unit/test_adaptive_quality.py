@@ -94,12 +94,26 @@ def test_tables_say_what_is_faster_at_equal_quality(judge: ModuleType) -> None:
     assert "- tissue: at the Dice of uniform 4, 16,384 tokens, adaptive 4, 4,096 tokens are 6.1 times as fast" in told
     # One seed of two does not come to 0.88.
     assert "| 0.880 | 2.38 | none (at most 0.880) | - | - | not measured | - | - |" in told
-    assert "- isbi: no adaptive tokens come to the Dice of uniform 4, 16,384 tokens" in told
+    assert (
+        "- isbi: no adaptive tokens come to the Dice of uniform 4, 16,384 tokens; larger uniform patches are not "
+        in told
+    )
     dice = "0.690 (0.680 to 0.700)"
     assert f"| uniform 4, 16,384 tokens | 2 | {dice} | {dice} | 30 | 80.0 (72.0 to 88.0) | 50 | 1.0% | 1.50 |" in told
     assert "| adaptive 4, 4,096 tokens | 2 | 0.800 (0.800 to 0.800) | 0.820 (0.820 to 0.820) | 40 | 20.0 " in told
     assert "- 10: oom, no memory" in told
     assert told.index("uniform 4, 16,384") < told.index("uniform 8, 4,096") < told.index("adaptive 4, 4,096")
+
+
+def test_what_is_not_measured_yet_has_lost_nothing(judge: ModuleType) -> None:
+    """A call that was cut off has made the cells of uniform patches first."""
+    uniform = [found("isbi", patch, 64, False, 0, [0.5, 0.6, 0.7], ms) for patch, ms in ((4, 80.0), (8, 20.0))]
+    told = judge.tables(stored(*uniform))
+    assert "| 0.700 | 2.40 | not measured | - | - | uniform 8, 64 tokens | 0.60 | 4.00 |" in told
+    assert (
+        "- isbi: adaptive tokens are not measured yet against the Dice of uniform 4, 64 tokens; uniform 8, 64 tokens "
+        "are 4.0 times as fast." in told
+    )
 
 
 def test_seeds_that_one_variant_lacks_are_left_out_of_all(judge: ModuleType) -> None:
@@ -128,6 +142,24 @@ def test_the_page_says_that_numbers_are_missing(judge: ModuleType) -> None:
         "a GPU, PyTorch 2.11, Python 3.12, 2026-11-19. 30 steps, or 2 times as many, of 4 crops of 512^2 pixels" in told
     )
     assert "Nothing to compare yet." in told
+
+
+def test_the_page_says_what_the_trees_left(script: ModuleType, judge: ModuleType) -> None:
+    text, results = script.PAGE.read_text(), ROOT / "benchmarks/results"
+    cells = results / "adaptive_quality.json"
+    trees = json.loads((results / "adaptive_quality_trees.json").read_text())
+    kept = json.loads(cells.read_text()) if cells.exists() else None
+    written, told = text.split(script.MARK)[::-1]
+    assert written == "\n" + judge.page(kept, trees)
+    dice = {(row["data"], row["variant"]): f"{row['dice']:.2f}" for row in trees["rows"]}
+    for variant, words in (
+        ("adaptive 4, 4,096 tokens", "{tissue} (tissue) and {isbi} (ISBI-2012) are left of the labels"),
+        ("adaptive 8, 2,047 tokens", "keeps more than that ({tissue} and {isbi})"),
+        ("adaptive 4, 2,047 tokens", "an eighth of the tokens keeps nearly all: {resin}, and"),
+        ("adaptive 8, 2,047 tokens", "and {resin} with tokens of 8 voxels"),
+    ):
+        said = words.format(**{data: dice[data, variant] for data in ("tissue", "isbi", "resin")})
+        assert said in " ".join(told.split()), said
 
 
 def test_every_cell_is_kept_and_the_next_call_goes_on(

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -38,6 +39,7 @@ from vitrail.infer.collection import Generated
 from vitrail.infer.folder import read_facts
 from vitrail.infer.sample import check_scales
 from vitrail.recipe import yaml
+from vitrail.training.failures import STOP_SIGNALS
 from vitrail.training.optimizers.adam import AdamWConfig
 from vitrail.training.optimizers.optimizer import GroupRule, make_groups
 
@@ -187,6 +189,17 @@ def test_patterns_are_searched_here_where_no_process_may_start(monkeypatch: pyte
         raise PermissionError("no")
 
     monkeypatch.setattr(foreign.subprocess, "run", refuse)
+    assert foreign.search_all("(cat|dog)", ["a cat", "b"], where="it") == ["cat", None]
+
+
+def test_signals_that_stop_a_run_end_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that is to be continued would be told that its pattern takes for ever."""
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+    assert set(signals) == set(STOP_SIGNALS)
+    more = [f"os.kill(os.getpid(), {number:d})" for number in signals]
+    monkeypatch.setattr(
+        foreign, "_SEARCH", "\n".join([foreign._SEARCH, "import os", "os.getsid(0) == os.getpid() or 1 / 0", *more])
+    )
     assert foreign.search_all("(cat|dog)", ["a cat", "b"], where="it") == ["cat", None]
 
 
