@@ -124,6 +124,11 @@ def _check_ucf_trees(found: dict[str, str], target: Target, out: Translation) ->
         )
     elif told == "pixels" and c.positions != "none":
         out.problems.append(f"it has no other positions than by pixels; set positions: none, not {c.positions}")
+    elif told == "number" and target.ndim == 2:
+        out.problems.append(
+            "its trees go through the lower half of a cell before the upper one, those here through the upper one "
+            "first, so that a number is that of another leaf, and its positions are but a start"
+        )
     tables = r"(?:decoder\.)?pos_embed" if kept else r"(?:decoder\.)?(?:pos_embed|size_embed\..*)"
     for name in [name for name in found if re.fullmatch(tables, name) and not (kept and told == "number")]:
         out.ignored[found.pop(name)] = "of tokens that are told otherwise" if not kept else "not used beside pixels"
