@@ -243,6 +243,14 @@ def test_a_link_to_itself_among_images_is_told_by_its_name(tmp_path: Path) -> No
         list(source.items)
 
 
+def test_a_link_to_what_cannot_be_looked_at_is_not_left_out(tmp_path: Path) -> None:
+    """It may be the folder of a class, without which the others would have other numbers."""
+    picture(tmp_path / "dog" / "x.png")
+    (tmp_path / "cat").symlink_to("/" + "x" * 300)
+    with pytest.raises(UserError, match="cannot be opened"):
+        ImageFolderConfig(path=str(tmp_path)).open()
+
+
 # ---------------------------------------------------------------- tables, and lists of channels and classes
 
 
