@@ -29,6 +29,7 @@ import os
 import pickle
 import re
 import resource
+import signal
 import stat
 import struct
 import subprocess
@@ -192,6 +193,7 @@ def named_file(file: str | Path, name: str) -> Path:
 
 SECONDS = 30  # of the processor, for a search; and one more for so many texts
 TEXTS_A_SECOND = 10_000
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _SEARCH = """
 import json, re, resource, sys
 seconds, pattern, group, texts = json.load(sys.stdin)
@@ -219,14 +221,12 @@ def search_all(pattern: str, texts: Sequence[str], group: int | str = 0, *, wher
     """
     search = read_pattern(pattern).search
     order = json.dumps([SECONDS + len(texts) // TEXTS_A_SECOND, pattern, group, list(texts)])
+    words = [sys.executable or "python3", "-I", "-S", "-c", _SEARCH]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "encoding": "ascii"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _SEARCH],
-            input=order,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="ascii",
-        )
+        done = subprocess.run(words, input=order, **options)
+        while -done.returncode in _STOPS:  # sent to all processes of a job, of which this one decides when to stop
+            done = subprocess.run(words, input=order, **options)
     except OSError:  # where no process may be started
         return [found[group] if (found := search(text)) else None for text in texts]
     if done.returncode:

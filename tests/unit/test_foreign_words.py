@@ -190,6 +190,31 @@ def test_patterns_are_searched_here_where_no_process_may_start(monkeypatch: pyte
     assert foreign.search_all("(cat|dog)", ["a cat", "b"], where="it") == ["cat", None]
 
 
+SEARCH_STOPPED = """
+import os, signal, sys
+from vitrail import foreign
+os.setsid()
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+foreign._SEARCH = sys.argv[1] + foreign._SEARCH
+print(foreign.search_all("(cat|dog)", ["a cat", "b"], where="it"), stopped)
+"""
+STOP_ONCE = """
+import os, signal
+try:
+    os.mkdir({!r})
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+except FileExistsError:
+    pass
+"""
+
+
+def test_a_search_survives_a_stop_of_the_job(tmp_path: Path) -> None:
+    """The system tells every process of a job to stop; a search that has ended so says nothing of its pattern."""
+    told = in_child(SEARCH_STOPPED, STOP_ONCE.format(str(tmp_path / "once")))
+    assert told.strip() == "['cat', None] [1]"
+
+
 LETTERS = st.text("ab.", max_size=9)
 
 
