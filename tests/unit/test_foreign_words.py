@@ -290,6 +290,14 @@ def test_a_long_table_of_other_images_takes_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+def test_a_table_with_two_classes_of_an_image_by_its_whole_path_says_so(tmp_path: Path) -> None:
+    table = write(tmp_path, "t.csv", "image,class\n/d/x.png,cat\n/d/x.png,dog\n")
+    with pytest.raises(UserError, match=r"tells no single class of 1 of the 1 images of images, such as 'x\.png'"):
+        classes_by_table(str(table), None, ["x.png"], "images")
+    with pytest.raises(UserError, match=r"tells no class of 1 of the 1 images of images, such as 'y\.png'"):
+        classes_by_table(str(table), None, ["y.png"], "images")
+
+
 def test_a_table_of_very_many_columns_is_told_of_in_a_few_words(tmp_path: Path) -> None:
     table = write(tmp_path, "t.csv", "," * 500_000 + "\na.png,x\n")
     with pytest.raises(UserError, match="and 499961 more") as caught:
