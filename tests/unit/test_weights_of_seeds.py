@@ -430,6 +430,23 @@ def test_leaves_of_ucf_in_their_order() -> None:
         assert (ours == theirs) is (ndim == 3)
 
 
+def test_positions_of_leaves_that_are_no_tokens() -> None:
+    """UCF-VIT's SAP cuts a layout of leaves into patches, and tells them the leaves' pixels; its table is not used."""
+    state = {
+        name: value
+        for name, value in scramble(UCFTrees(16, pixels=True)).state_dict().items()
+        if not name.startswith("token_embeds")
+    }
+    state |= {"patch_embed.proj.weight": torch.randn(24, 3, 4, 4), "patch_embed.proj.bias": torch.randn(24)}
+    state |= {"token_embeds.proj.weight": state["patch_embed.proj.weight"], "pos_embed": torch.randn(1, 16, 24)}
+    for config in (mae(), on_trees("pixels", patch_norm=False, patch_bias=None), on_trees("place", patch_norm=False)):
+        assert "made of the sizes and places of leaves, and its tokens of parts" in refusal(config, state)
+    model = mae().build()
+    report = load_weights(model, state, strict=False)
+    assert set(report.names("skipped")) == {"encoder.pos_embed.table", "decoder.pos_embed.table"}
+    assert any("sizes and places of leaves" in note for note in report.notes)
+
+
 def test_trees_of_ucf_into_other_models() -> None:
     """A model that is told otherwise is refused, and the rest taken where asked."""
     state = scramble(UCFTrees(16, pixels=False)).state_dict()

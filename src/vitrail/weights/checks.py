@@ -154,6 +154,13 @@ def check_ucf(weights: Weights, found: dict[str, str], target: Target, out: Tran
             out.ignored[name] = "of the head of UCF-VIT's SAP, whose layers have no GELU between them"
     if "patch_embed.norm_in.weight" in found:
         _check_ucf_trees(found, target, out)
+    elif "size_embed.weight" in found:  # of a SAP: its leaves are laid out as an image, and that is cut into patches
+        out.problems.append(
+            "its positions are made of the sizes and places of leaves, and its tokens of parts of several, which no "
+            "model here computes"
+        )
+        for name in [name for name in found if re.fullmatch(r"(?:decoder\.)?(?:pos_embed|size_embed\..*)", name)]:
+            out.ignored[found.pop(name)] = "of such positions, or not used beside them"
     if target.ndim == 3:
         out.notes.append(
             "its axes are those of the arrays that it read: of NIfTI x, y and z, which are z, y and x here"
