@@ -29,6 +29,7 @@ import os
 import pickle
 import re
 import resource
+import signal
 import stat
 import struct
 import subprocess
@@ -192,10 +193,9 @@ def named_file(file: str | Path, name: str) -> Path:
 
 SECONDS = 30  # of the processor, for a search; and one more for so many texts
 TEXTS_A_SECOND = 10_000
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _SEARCH = """
-import json, re, resource, signal, sys
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
+import json, re, resource, sys
 seconds, pattern, group, texts = json.load(sys.stdin)
 most = resource.getrlimit(resource.RLIMIT_CPU)[1]
 seconds = seconds if most == resource.RLIM_INFINITY else min(seconds, most)
@@ -221,16 +221,12 @@ def search_all(pattern: str, texts: Sequence[str], group: int | str = 0, *, wher
     """
     search = read_pattern(pattern).search
     order = json.dumps([SECONDS + len(texts) // TEXTS_A_SECOND, pattern, group, list(texts)])
+    words = [sys.executable or "python3", "-I", "-S", "-c", _SEARCH]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "encoding": "ascii"}
     try:
-        # Signals that stop a run go to all of its processes: this one decides, and the search comes to its end.
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _SEARCH],
-            input=order,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="ascii",
-            start_new_session=True,
-        )
+        done = subprocess.run(words, input=order, **options)
+        while -done.returncode in _STOPS:  # sent to all processes of a job, of which this one decides when to stop
+            done = subprocess.run(words, input=order, **options)
     except OSError:  # where no process may be started
         return [found[group] if (found := search(text)) else None for text in texts]
     if done.returncode:

@@ -448,6 +448,18 @@ def test_every_key_of_a_file_has_a_row_on_a_page() -> None:
                 assert not (missing := sorted(key for key in keys if key not in text)), (path.name, missing)
 
 
+@pytest.mark.parametrize("place", [True, False])
+def test_models_of_single_variables_start_without_what_weights_of_trees_need(tmp_path: Path, place: bool) -> None:
+    text = (SEEDS / "ucf-vit/basic_ct/unetr/base_config.yaml").read_text()
+    for key, said in (("use_pretrained_mae_model", True), ("use_varemb", True), ("use_adaptive_pos_emb", place)):
+        text, number = re.subn(rf"\b{key}: *\w+", f"{key}: {said}", text)
+        assert number == 1
+    encoder = convert(write(tmp_path, text), task="unetr").tree["model"]["encoder"]
+    assert encoder["variables"]["known"] == ["ct_res1"]
+    assert "patch_norm" not in encoder
+    assert encoder["positions"] == ("sincos" if place else "learned")
+
+
 PAGES_OF = {
     "ucf-vit": ["ucf-vit"],
     "torchtitan-mae": ["torchtitan-mae"],

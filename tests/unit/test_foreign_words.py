@@ -8,7 +8,6 @@ import json
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tracemalloc
@@ -192,15 +191,30 @@ def test_patterns_are_searched_here_where_no_process_may_start(monkeypatch: pyte
     assert foreign.search_all("(cat|dog)", ["a cat", "b"], where="it") == ["cat", None]
 
 
-def test_signals_that_stop_a_run_end_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that is to be continued would be told that its pattern takes for ever."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-    assert set(signals) == set(STOP_SIGNALS)
-    more = [f"os.kill(os.getpid(), {number:d})" for number in signals]
-    monkeypatch.setattr(
-        foreign, "_SEARCH", "\n".join([foreign._SEARCH, "import os", "os.getsid(0) == os.getpid() or 1 / 0", *more])
-    )
-    assert foreign.search_all("(cat|dog)", ["a cat", "b"], where="it") == ["cat", None]
+SEARCH_STOPPED = """
+import os, signal, sys
+from vitrail import foreign
+os.setsid()
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+foreign._SEARCH = sys.argv[1] + foreign._SEARCH
+print(foreign.search_all("(cat|dog)", ["a cat", "b"], where="it"), stopped)
+"""
+STOP_ONCE = """
+import os, signal
+try:
+    os.mkdir({!r})
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+except FileExistsError:
+    pass
+"""
+
+
+def test_a_search_survives_a_stop_of_the_job(tmp_path: Path) -> None:
+    """The system tells every process of a job to stop; a search that has ended so says nothing of its pattern."""
+    assert set(foreign._STOPS) == set(STOP_SIGNALS)
+    told = in_child(SEARCH_STOPPED, STOP_ONCE.format(str(tmp_path / "once")))
+    assert told.strip() == "['cat', None] [1]"
 
 
 LETTERS = st.text("ab.", max_size=9)
@@ -256,6 +270,14 @@ def test_a_link_to_itself_among_images_is_told_by_its_name(tmp_path: Path) -> No
         list(source.items)
 
 
+def test_a_link_to_what_cannot_be_looked_at_is_not_left_out(tmp_path: Path) -> None:
+    """It may be the folder of a class, without which the others would have other numbers."""
+    picture(tmp_path / "dog" / "x.png")
+    (tmp_path / "cat").symlink_to("/" + "x" * 300)
+    with pytest.raises(UserError, match="cannot be opened"):
+        ImageFolderConfig(path=str(tmp_path)).open()
+
+
 # ---------------------------------------------------------------- tables, and lists of channels and classes
 
 
@@ -268,6 +290,14 @@ def test_a_long_table_of_other_images_takes_no_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < MEBI
     finally:
         tracemalloc.stop()
+
+
+def test_a_table_with_two_classes_of_an_image_by_its_whole_path_says_so(tmp_path: Path) -> None:
+    table = write(tmp_path, "t.csv", "image,class\n/d/x.png,cat\n/d/x.png,dog\n")
+    with pytest.raises(UserError, match=r"tells no single class of 1 of the 1 images of images, such as 'x\.png'"):
+        classes_by_table(str(table), None, ["x.png"], "images")
+    with pytest.raises(UserError, match=r"tells no class of 1 of the 1 images of images, such as 'y\.png'"):
+        classes_by_table(str(table), None, ["y.png"], "images")
 
 
 def test_a_table_of_very_many_columns_is_told_of_in_a_few_words(tmp_path: Path) -> None:

@@ -421,7 +421,7 @@ def test_tables_that_do_not_tell_are_refused(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"path": str(tmp_path), "class_table": "t.csv"}
     for text, more, said in (
         ("image,class\n1,a\n", {}, r"tells no class of 1 of the 2 images of .*, such as '2\.png'; add their rows"),
-        ("image,class\nx/1,a\ny/1,b\n2,a\n", {}, r"tells no class of 1 of the 2 images of .*, such as '1\.png'"),
+        ("image,class\nx/1,a\ny/1,b\n2,a\n", {}, r"tells no single class of 1 of the 2 images of .*, such as '1\.png'"),
         ("image,class\n1,a\n1,b\n2,a", {}, r"t\.csv, line 3: '1' is 'b', but 'a' before; give each image one class"),
         ("image,class\n1,a\n2\n", {}, r"t\.csv, line 3: 1 values, but there are 2 columns"),
         ("image,kind\n1,a\n", {}, r"which column is that of the classes is not clear: .* columns image, kind; say it"),

@@ -15,6 +15,7 @@ from vitrail.layers.patches import grid_coordinates, patchify
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
+from vitrail.models.encoder import PixelPlaces
 from vitrail.models.model import Model
 from vitrail.objectives.objective import drop_path_table
 from vitrail.objectives.reconstruct import ReconstructConfig
@@ -438,6 +439,17 @@ def test_adaptive_tokens_may_be_told_their_number_alone() -> None:
     assert torch.equal(told.sort().values, torch.arange(22.0).expand(2, -1))
     with pytest.raises(ValueError, match=r"no table for the places of adaptive tokens; .* set tokens.told: number"):
         replace(encoder, tokens=replace(tokens, told="place"))
+
+
+def test_leaves_beside_each_other_have_different_places_in_bf16() -> None:
+    places, leaves = PixelPlaces(3, 8), torch.tensor([[[2.0, 515.0, 9.0], [2.0, 517.0, 9.0]]])
+    for values in places.parameters():
+        values.data.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    expected = places(leaves)
+    found = places.bfloat16()(leaves)
+    assert not torch.equal(found[0, 0], found[0, 1])
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
+    assert places.double()(leaves).dtype == torch.float64
 
 
 def test_sizes_keep_the_positions_that_fit_trees() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from pathlib import Path
@@ -383,7 +384,9 @@ def test_adaptive_tokens_of_ucf(told: str) -> None:
         for norm in (getattr(block, name, None) for name in ("norm1", "norm2", "norm")):
             if norm is not None:
                 norm.eps = 1e-6
-    report = load_weights(ours, theirs.state_dict())
+    if told == "number":  # in the order of its leaves, which in two dimensions is not that of ours
+        assert "a number is that of another leaf" in refusal(ours.config, theirs.state_dict())
+    report = load_weights(ours, theirs.state_dict(), strict=told == "pixels")
     assert report.adapter == "ucf"
     assert not report["skipped"]
     assert not report["unused"]
@@ -401,10 +404,47 @@ def test_adaptive_tokens_of_ucf(told: str) -> None:
     assert ready(**inputs).isfinite().all()
     if told == "number":  # of another length: interpolated along the sequence, as UCF-VIT does it for SAP
         longer = empty(on_trees(told, length=16))
-        (entry, _) = load_weights(longer, theirs.state_dict())["resized"]
+        (entry, _) = load_weights(longer, theirs.state_dict(), strict=False)["resized"]
         assert entry.note == "grid 13 to 16"
         rows = F.interpolate(theirs.pos_embed.mT, 16, mode="linear", align_corners=False)[0].T
         torch.testing.assert_close(longer.encoder.pos_embed.table, rows)
+
+
+def test_leaves_of_ucf_in_their_order() -> None:
+    """It puts the four parts of a cell in its place, the lower ones first, and the eight of a volume as they lie."""
+    for ndim, theirs in ((2, [(8, 0), (8, 8), (0, 0), (0, 8)]), (3, list(itertools.product((0, 8), repeat=3)))):
+        c = dataclasses.replace(on_trees("number", length=2**ndim), ndim=ndim, channels=1, shape=16)
+        _, tokens = make_inputs(c, torch.rand(1, 1, *[16] * ndim))
+        assert tokens.tree is not None
+        ours = [tuple(corner) for corner in tokens.tree.corner[0].tolist()]
+        assert sorted(ours) == sorted(theirs)
+        state, voxels = scramble(UCFTrees(2**ndim, pixels=False)).state_dict(), 4**ndim
+        state |= {"token_embeds.0.weight": torch.ones(voxels), "token_embeds.0.bias": torch.zeros(voxels)}
+        state |= {"token_embeds.1.weight": torch.randn(24, voxels), "decoder_pred.weight": torch.randn(voxels, 16)}
+        state["decoder_pred.bias"] = torch.randn(voxels)
+        if ours == theirs:
+            assert not load_weights(c.build(), state)["skipped"]
+        else:
+            assert "a number is that of another leaf" in refusal(c, state)
+            assert any("another leaf" in note for note in load_weights(c.build(), state, strict=False).notes)
+        assert (ours == theirs) is (ndim == 3)
+
+
+def test_positions_of_leaves_that_are_no_tokens() -> None:
+    """UCF-VIT's SAP cuts a layout of leaves into patches, and tells them the leaves' pixels; its table is not used."""
+    state = {
+        name: value
+        for name, value in scramble(UCFTrees(16, pixels=True)).state_dict().items()
+        if not name.startswith("token_embeds")
+    }
+    state |= {"patch_embed.proj.weight": torch.randn(24, 3, 4, 4), "patch_embed.proj.bias": torch.randn(24)}
+    state |= {"token_embeds.proj.weight": state["patch_embed.proj.weight"], "pos_embed": torch.randn(1, 16, 24)}
+    for config in (mae(), on_trees("pixels", patch_norm=False, patch_bias=None), on_trees("place", patch_norm=False)):
+        assert "made of the sizes and places of leaves, and its tokens of parts" in refusal(config, state)
+    model = mae().build()
+    report = load_weights(model, state, strict=False)
+    assert set(report.names("skipped")) == {"encoder.pos_embed.table", "decoder.pos_embed.table"}
+    assert any("sizes and places of leaves" in note for note in report.notes)
 
 
 def test_trees_of_ucf_into_other_models() -> None:

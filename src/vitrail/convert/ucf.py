@@ -133,8 +133,8 @@ def positions(value: Any, given: Given) -> Made:
     if not is_adaptive(given):
         why = "of adaptive tokens alone; other positions are learned tables that start as sines and cosines, here too"
         return {place + "positions": "learned"}, why if value else ""
-    more: Keys = {place + "patch_norm": True, place + "patch_bias": True}  # which its weights need besides
-    theirs = more if given("trainer.use_pretrained_mae_model") else {}
+    more: Keys = {place + "patch_norm": True, place + "patch_bias": True}  # which weights of all channels need
+    theirs = more if given("trainer.use_pretrained_mae_model") and not given(NET + "use_varemb") else {}
     if value and theirs:
         return {place + "positions": "none", place + "tokens.told": "pixels", **theirs}, ""
     if value:
@@ -405,11 +405,9 @@ def betas(value: Any, given: Given) -> Made:
 
 def layout(value: Any, given: Given) -> Made:
     shard, copies = (int(given(f"parallelism.{name}", 1)) for name in ("fsdp_size", "simple_ddp_size"))
-    if shard == 1:
-        return {"parallel.strategy": "NO_SHARD" if is_sharded(given) else "DDP"}, ""
-    if copies == 1:
-        return {"parallel.strategy": "FULL_SHARD"}, ""
-    return {"parallel.strategy": "HYBRID_SHARD", "parallel.group": shard}, ""
+    if shard > 1 and copies > 1:
+        return {"parallel.strategy": "HYBRID_SHARD", "parallel.group": shard}, ""
+    return {"parallel.strategy": "FULL_SHARD" if shard > 1 else "NO_SHARD" if is_sharded(given) else "DDP"}, ""
 
 
 def copies(value: Any, given: Given) -> Made:

@@ -322,7 +322,9 @@ class PixelPlaces(nn.Linear):
         self.weight = mark(nn.Parameter(self.weight.detach()), Normal(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.gelu(super().forward(x.to(self.weight.dtype)))
+        # In fp32 at least: bf16 has but 8 bits, with which leaves beside each other beyond 256 voxels have one place.
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        return nn.functional.gelu(nn.functional.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype)))
 
 
 class Encoder(nn.Module):

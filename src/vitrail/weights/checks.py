@@ -124,6 +124,11 @@ def _check_ucf_trees(found: dict[str, str], target: Target, out: Translation) ->
         )
     elif told == "pixels" and c.positions != "none":
         out.problems.append(f"it has no other positions than by pixels; set positions: none, not {c.positions}")
+    elif told == "number" and target.ndim == 2:
+        out.problems.append(
+            "its trees go through the lower half of a cell before the upper one, those here through the upper one "
+            "first, so that a number is that of another leaf, and its positions are but a start"
+        )
     tables = r"(?:decoder\.)?pos_embed" if kept else r"(?:decoder\.)?(?:pos_embed|size_embed\..*)"
     for name in [name for name in found if re.fullmatch(tables, name) and not (kept and told == "number")]:
         out.ignored[found.pop(name)] = "of tokens that are told otherwise" if not kept else "not used beside pixels"
@@ -149,6 +154,13 @@ def check_ucf(weights: Weights, found: dict[str, str], target: Target, out: Tran
             out.ignored[name] = "of the head of UCF-VIT's SAP, whose layers have no GELU between them"
     if "patch_embed.norm_in.weight" in found:
         _check_ucf_trees(found, target, out)
+    elif "size_embed.weight" in found:  # of a SAP: its leaves are laid out as an image, and that is cut into patches
+        out.problems.append(
+            "its positions are made of the sizes and places of leaves, and its tokens of parts of several, which no "
+            "model here computes"
+        )
+        for name in [name for name in found if re.fullmatch(r"(?:decoder\.)?(?:pos_embed|size_embed\..*)", name)]:
+            out.ignored[found.pop(name)] = "of such positions, or not used beside them"
     if target.ndim == 3:
         out.notes.append(
             "its axes are those of the arrays that it read: of NIfTI x, y and z, which are z, y and x here"

@@ -388,8 +388,10 @@ def _list(path: str | Path) -> tuple[list[str], list[str]]:
 def _is_folder(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself: whoever opens it is told so
-        return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a folder may be behind it, which would be missed without a word
+            raise
+        return False  # a link to itself: whoever opens it is told so
 
 
 def _sorted(names: list[str]) -> list[str]:

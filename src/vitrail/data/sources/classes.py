@@ -57,6 +57,7 @@ def classes_by_table(table: str, columns: tuple[str, str] | None, names: Sequenc
         for form in _spellings(base_name(name)):
             folders.setdefault(form, set()).add(name.rpartition("/")[0])
     several |= {form for form, some in folders.items() if len(some) > 1}
+    unclear: set[str] = set()  # of those, the ones that rows give more than one class
     for line, (image, label) in read_columns(table, columns):
         forms = _spellings(image)
         if forms[0] in wanted and whole.setdefault(forms[0], label) != label:
@@ -67,12 +68,16 @@ def classes_by_table(table: str, columns: tuple[str, str] | None, names: Sequenc
         for name in forms:
             if name in wanted and known.setdefault(name, label) != label:
                 several.add(name)
+                unclear.add(name)
     found = [next((known[n] for n in _spellings(name) if n in known and n not in several), "") for name in names]
     lost = [name for name, each in zip(names, found, strict=True) if not each]
     if lost:
+        tells, remedy = "no class", "add their rows"
+        if unclear.intersection(_spellings(lost[0])):
+            tells, remedy = "no single class", "give each one class, in a row with its folder below that of the images"
         raise UserError(
-            f"class_table = {table!r} tells no class of {len(lost)} of the {len(names)} images of {path}, such as "
-            f"{lost[0]!r}; add their rows, say which columns count with class_columns, or name the others alone with "
+            f"class_table = {table!r} tells {tells} of {len(lost)} of the {len(names)} images of {path}, such as "
+            f"{lost[0]!r}; {remedy}, say which columns count with class_columns, or name the others alone with "
             "stars in `path`"
         )
     return found
