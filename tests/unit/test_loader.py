@@ -112,7 +112,11 @@ def expected(sampler: Sampler, sources: Sequence[ArraySource], counter: int) -> 
 
 
 def reading_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("vitrail-reader")]
+    """Threads that read and do not end, however long they are given: a closed loader waits for them but a moment."""
+    found = [t for t in threading.enumerate() if t.name.startswith("vitrail-reader")]
+    for thread in found:
+        thread.join(LONG)
+    return [t for t in found if t.is_alive()]
 
 
 # ---------------------------------------------------------------- the right voxels, in order

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import MODELS
+from support import LONG, MODELS
 
 import vitrail
 from vitrail.data.reading.loader import Loader
@@ -129,6 +129,7 @@ def test_nothing_is_read_any_more_when_a_run_ends(end: str, monkeypatch: pytest.
         return whole(self, *arguments, **options)
 
     monkeypatch.setattr(Session, end, looking)
+    monkeypatch.setattr("vitrail.data.reading.loader.PATIENCE", LONG)  # else a busy machine goes on without it
     if end == "fail":
         monkeypatch.setattr(Session, "tell", lambda *_: 1 / 0)
     else:
