@@ -386,7 +386,8 @@ def table(mutants: list[Mutant], found: dict[str, dict[str, Any]]) -> str:
     lines += [row("all", mutants)]
     made = sorted({(r["date"], f"Python {r['python']}, torch {r.get('torch', '-')}") for r in found.values()})
     if made:
-        lines += ["", f"Run on {made[0][0]} to {made[-1][0]} with {' and '.join(sorted({what for _, what in made}))}."]
+        days = " to ".join(dict.fromkeys((made[0][0], made[-1][0])))
+        lines += ["", f"Run on {days} with {' and '.join(sorted({what for _, what in made}))}."]
     missing = [m.id for m in mutants if state(m, found) in ("not run", "stale", "error")]
     lines += ["", f"Without a result: {', '.join(missing)}."] if missing else []
     lines += ["", "## Named one by one", "", "| bug | in | outcome | by |", "|---|---|---|---|"]
