@@ -55,7 +55,7 @@ def train(recipe: str, kind: str, factor: float, seed: int, data: Path, run: Pat
     """Train one run and return its score after every evaluation, and its seconds."""
     facts = RECIPES[recipe]
     places = [f"data.{part}.0.path={data / facts[part]}" for part in ("train", "valid")]
-    vitrail.train(
+    outcome = vitrail.train(
         ROOT / f"configs/{recipe}.yaml",
         overrides=[
             *(f"run.dir={run}", f"run.seed={seed}", "log.pictures=null", "log.report=false", *places),
@@ -63,6 +63,8 @@ def train(recipe: str, kind: str, factor: float, seed: int, data: Path, run: Pat
         ],
         quiet=True,
     )
+    if outcome.code:  # stopped: what there is of it is no result
+        sys.exit(outcome.code)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = {event["step"]: event["metrics"][facts["score"]] for event in events if event["event"] == "eval"}
     return {"scores": scores, "seconds": next(event for event in events if event["event"] == "end")["seconds"]}
