@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -87,6 +87,14 @@ class Cell:
         """Return all that is fixed when some factors vary; the batch is apart."""
         chosen = tuple((name, level) for name, level in self.levels.items() if name not in without)
         return chosen if "gpus" in without else (*chosen, ("gpus", self.gpus), ("nodes", self.nodes))
+
+
+def group_by(cells: Iterable[Cell], by: Callable[[Cell], Any]) -> dict[Any, list[Cell]]:
+    """Return the cells in groups that are alike, in the order in which these begin."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(by(cell), []).append(cell)
+    return groups
 
 
 def plural(count: float, noun: str) -> str:

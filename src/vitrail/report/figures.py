@@ -14,10 +14,10 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vitrail.disk import check_output, mark, write_whole
 from vitrail.errors import UserError
@@ -40,6 +40,7 @@ _MOST_BYTES = 400_000  # of the PNG of a sheet
 _LOCK = threading.Lock()  # matplotlib's settings are global while an SVG is written
 
 Colour = tuple[float, ...]
+Drawn = TypeVar("Drawn")
 
 
 def shorten(text: str, most: int) -> str:
@@ -175,6 +176,15 @@ def save_png(figure: Figure) -> bytes:
 def embed_image(content: bytes, kind: str = "image/svg+xml") -> str:
     """Return an image as a data URL."""
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def try_to_draw(name: str, draw: Callable[[], Drawn | None], notes: list[str]) -> Drawn | None:
+    """Draw; what cannot be drawn is noted, and must not cost the reader the page."""
+    try:
+        return draw()
+    except Exception as error:  # whatever the drawing library raises
+        notes.append(f"The {name} could not be drawn: {error}.")
+        return None
 
 
 # ---------------------------------------------------------------- sheets

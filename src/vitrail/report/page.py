@@ -10,9 +10,10 @@ import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NOTHING
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
 from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
-from vitrail.report.figures import embed_image
+from vitrail.report.figures import embed_image, try_to_draw
 from vitrail.report.metrics import (
     Line,
     find_inside,
@@ -290,10 +291,7 @@ def _draw_histogram(found: Any, card: dict[str, Any]) -> str | None:
         edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
     if not all(math.isfinite(number_of(e)) for e in edges):
         return None
-    try:
-        svg = plots.histogram(counts, edges)
-    except Exception:  # whatever the drawing library raises: the numbers beside it tell the same
-        return None
+    svg = try_to_draw("histogram", partial(plots.histogram, counts, edges), [])  # the numbers beside it tell the same
     return embed_image(svg.encode()) if svg else None
 
 
@@ -380,12 +378,19 @@ def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
     html = render_report(run, now=time.time() if now is None else now)
     path = run / "report.html"
     sweep(run)
-    try:
+    with writing(path):
         # A page of somebody else's folder is replaced only if it is vitrail's.
         write = write_own if is_begun(run) else write_output
         return write(path, html.encode("utf-8", errors="replace"))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what to do where a page, or what lies beside it, cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make the run folder writable.") from error
+        raise UserError(f"{path} cannot be written: {error.strerror}; make the folder writable.") from error
 
 
 def render_report(run: Path, *, now: float) -> str:
@@ -417,6 +422,11 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
     pictures = list_pictures(run, facts, notes)
     return {
         "facts": facts,
+        "name": facts["run"],
+        "status": facts["status"],
+        "pill": facts["status"],
+        "headline": facts["verdict"],
+        "dir": facts["dir"],
         "written": describe_time(now),
         "eval_step": count((facts["eval"] or {}).get("step")),
         "tiles": list_tiles(facts),
@@ -441,17 +451,9 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
 
 
 def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, str]]:
-    """Draw every curve that has points; one that cannot be drawn must not cost the reader the page."""
-    curves = []
-    for name, draw in plots.CURVES.items():
-        try:
-            svg = draw(lines)
-        except Exception as error:  # whatever the drawing library raises
-            notes.append(f"The curve {name!r} could not be drawn: {error}.")
-            continue
-        if svg:
-            curves.append({"name": name, "uri": embed_image(svg.encode())})
-    return curves
+    """Draw every curve that has points."""
+    drawn = {name: try_to_draw(f"curve {name!r}", partial(draw, lines), notes) for name, draw in plots.CURVES.items()}
+    return [{"name": name, "uri": embed_image(svg.encode())} for name, svg in drawn.items() if svg]
 
 
 def _list_commands(run: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:
