@@ -331,11 +331,6 @@ def colours_of(image: np.ndarray) -> np.ndarray:
     return image[: 3 if len(image) >= 3 else 1].astype(np.float32)
 
 
-def flat(image: np.ndarray) -> np.ndarray:
-    """Return an image, or the middle slice of a volume, with one channel or three."""
-    return colours_of(image if image.ndim == 3 else image[:, image.shape[1] // 2])
-
-
 def _draw_blocks(
     rows: Sequence[tuple[str, Sequence[Sequence[np.ndarray]]]], heads: Sequence[str], title: str, caption: str
 ) -> Sheet:
