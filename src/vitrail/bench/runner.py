@@ -32,6 +32,7 @@ from vitrail.launch.world import usable_cores
 from vitrail.parallel.mesh import AXES, layout_of
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
+from vitrail.report.bench_cells import WORDS
 from vitrail.report.facts import strict
 from vitrail.report.units import count, duration, percent, plain
 
@@ -170,9 +171,9 @@ class Sweep:
         return self.folder / "logs" / f"{cell.file}.log"
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        ranks, threads = cell.ranks, None
-        if cell.mode == "compute" and ranks * cell.nodes > 1:  # as many cores as one of the ranks would have
-            ranks, threads = 1, max(1, usable_cores() // ranks)
+        _, ranks = cell.started
+        # Alone it has as many cores as one of the ranks would have.
+        threads = None if cell.started == (cell.nodes, cell.ranks) else max(1, usable_cores() // cell.ranks)
         starter = self.starter(cell)
         order = self.order(cell, watched=starter is None)
         return run_cell(order, ranks, log=self.log(cell), limit=self.options.limit, threads=threads, starter=starter)
@@ -181,7 +182,7 @@ class Sweep:
         """Return the words that start the ranks of a cell, if they are given."""
         if self.options.start_with is None:
             return None
-        ranks, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks, cell.nodes)
+        nodes, ranks = cell.started
         return fill(self.options.start_with, {"nodes": nodes, "ranks": ranks, "world": nodes * ranks})
 
     def order(self, cell: Cell, *, watched: bool) -> dict[str, Any]:
@@ -208,9 +209,12 @@ class Sweep:
         """Return a result with all that is known of its cell, whatever became of it."""
         known = {"schema": SCHEMA, "name": cell.name, "keys": cell.keys, "mode": cell.mode}
         if result["status"] != "ok":
+            import torch
+
             recipe = find_recipe(self.recipe, self.order(cell, watched=False)["overrides"])
-            gpus, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks * cell.nodes, cell.nodes)
-            known |= describe(recipe, gpus=gpus, nodes=nodes, on_gpu=_on_gpu(recipe))
+            nodes, ranks = cell.started
+            on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+            known |= describe(recipe, gpus=nodes * ranks, nodes=nodes, on_gpu=on_gpu)
             known |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
         return strict(known | result | {"name": cell.name, "keys": cell.keys, "seconds": seconds})
 
@@ -349,8 +353,7 @@ def summarise(result: dict[str, Any]) -> str:
     """Say a result in a few words."""
     took = f" ({duration(result['seconds'])})"
     if result["status"] != "ok":
-        what = {"oom": "out of memory", "failed": "failed", "skipped": "skipped"}[result["status"]]
-        return f"{what}: {' '.join(str(result['error']).split())[:200]}{took}"
+        return f"{WORDS[result['status']]}: {' '.join(str(result['error']).split())[:200]}{took}"
     step = result["step_seconds"]
     words = [f"{plain(step['median'], 3)} s a step", f"{plain(result['samples_per_s'], 3)} samples/s"]
     words += [f"MFU {100 * result['mfu']:.1f} %"] if result.get("mfu") else []
@@ -372,12 +375,6 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _on_gpu(recipe: Recipe) -> bool:
-    import torch
-
-    return recipe.run.device != "cpu" and torch.cuda.is_available()
 
 
 def tree(result: dict[str, Any]) -> dict[str, Any]:

@@ -36,13 +36,12 @@ from vitrail.report.bench_effects import (
     find_scaling,
 )
 from vitrail.report.bench_plots import KINDS, draw_all
-from vitrail.report.facts import describe_time, strict
+from vitrail.report.facts import SLOW_DATA, describe_time, strict
 from vitrail.report.figures import embed_image, save_png, save_svg
 from vitrail.report.modes import MODES, explain
 from vitrail.report.page import Row, load_template, writing
 from vitrail.report.units import MISSING, compact, number_of, percent, plain
 
-_SLOW_DATA = 0.2  # share of the step from which waiting for data is told
 _MOST_SENTENCES = 6  # on effects; the table holds the rest
 
 
@@ -97,11 +96,11 @@ def find_warnings(cells: Sequence[Cell], studies: Sequence[Study]) -> list[str]:
             f"The allocator had to free and try again in {plural(len(retried), 'cell')} "
             f"({_some(retried)}), at the edge of the memory: that costs speed."
         )
-    slow = [c.name for c in cells if c.mode == "real" and _data_share(c) >= _SLOW_DATA]
+    slow = [c.name for c in cells if c.mode == "real" and _data_share(c) >= SLOW_DATA]
     if slow:
         top = max((c for c in cells if c.name in slow), key=_data_share)
         found.append(
-            f"{percent(_data_share(top))} of the step waits for data in {top.name}, and {percent(_SLOW_DATA)} or more "
+            f"{percent(_data_share(top))} of the step waits for data in {top.name}, and {percent(SLOW_DATA)} or more "
             f"in {len(slow)} of {plural(len(cells), 'cell')}: measure with --mode syn what the model alone can do."
         )
     thin = [cell.name for cell in cells if cell.ok and len(cell.rates) < FEWEST]
@@ -253,18 +252,12 @@ def summarize_bench(folder: Path, sweep: dict[str, Any], studies: Sequence[Study
     return facts
 
 
+_TOLD = ("name", "status", "error", "device", "mode", "levels", "strategy", "gpus", "batch", "batch_per_rank")
+
+
 def _describe_cell(cell: Cell) -> dict[str, Any]:
     return {
-        "name": cell.name,
-        "status": cell.status,
-        "error": cell.error,
-        "device": cell.device,
-        "mode": cell.mode,
-        "levels": cell.levels,
-        "strategy": cell.strategy,
-        "gpus": cell.gpus,
-        "batch": cell.batch,
-        "batch_per_rank": cell.batch_per_rank,
+        **{name: getattr(cell, name) for name in _TOLD},
         "samples_per_s": cell.rate,
         "low": cell.low if cell.ok else None,
         "high": cell.high if cell.ok else None,
@@ -299,16 +292,15 @@ def _compare_modes(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
 
 def _timed(cell: Cell) -> dict[str, Any] | None:
     """Return what comparing modes needs of a result, with numbers alone; None where some are missing."""
-    step, windows = cell.number("step_seconds", "median"), cell.raw.get("windows")
-    seconds = [s for s in map(number_of, windows if isinstance(windows, list) else []) if 0 < s < math.inf]
-    if not (0 < step < math.inf and math.isfinite(cell.gpus) and seconds):
+    step = cell.number("step_seconds", "median")
+    if not (0 < step < math.inf and math.isfinite(cell.gpus) and cell.windows):
         return None
     data = cell.number("split", "data")
     return {
         "mode": cell.mode,
         "status": cell.status,
         "gpus": int(cell.gpus),
-        "windows": seconds,
+        "windows": cell.windows,
         "step_seconds": {"median": step},
         "samples_per_s": cell.rate,
         "split": {"data": data if math.isfinite(data) else None},

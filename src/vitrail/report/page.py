@@ -375,7 +375,7 @@ def _show_value(value: Any) -> str:
 def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
     """Write `report.html` into a run folder, whatever state the run is in, and return its path."""
     run = open_run(run_dir)
-    html = render_report(run, now=time.time() if now is None else now)
+    html = load_template("page.html").render(_gather(run, time.time() if now is None else now))
     path = run / "report.html"
     sweep(run)
     with writing(path):
@@ -391,11 +391,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; make the folder writable.") from error
-
-
-def render_report(run: Path, *, now: float) -> str:
-    """Return the page as text."""
-    return load_template("page.html").render(_gather(run, now))
 
 
 @lru_cache
