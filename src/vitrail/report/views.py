@@ -41,12 +41,16 @@ def pad(views: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def lay_out(
-    samples: Sequence[Sequence[Sequence[np.ndarray]]], names: Sequence[str], kinds: Sequence[str], cuts: Sequence[Cut]
+    samples: Sequence[Sequence[Sequence[np.ndarray]]],
+    kinds: Sequence[str],
+    cuts: Sequence[Cut],
+    names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the cells of a grid, from views [H, W, 3] of each kind of each sample.
 
     Kinds of images are columns. Those of volumes are rows of planes and slices, so that one slice is below the other.
     """
+    names = names or [""] * len(samples)
     if len(cuts) == 1:
         rows = [([views[0] for views in sample], name) for sample, name in zip(samples, names, strict=True)]
         look: dict[str, Any] = {"columns": len(kinds), "heads": kinds}
@@ -76,7 +80,6 @@ def draw_grid(
     marks: Sequence[Colour] = (),
     keys: Sequence[tuple[str, Colour]] = (),
     bars: Sequence[tuple[str, float, float, str]] = (),
-    aspect: float = 1.0,
     tile: float = 2.3,
     block: int = 0,
 ) -> Sheet:
@@ -85,7 +88,7 @@ def draw_grid(
     `bars` say what shades mean: words, least and greatest value, and shades. After `block` rows comes a wider gap.
     """
     height, width = cells[0][0].shape[:2]
-    tall = tile * hold_span(height * aspect, width)
+    tall = tile * hold_span(height, width)
     rows = -(-len(cells) // columns)
     between = 2.5 * ((rows - 1) // block) if block else 0.0  # gaps
     named = not marks and any(words for _, words in cells)
