@@ -93,7 +93,6 @@ def whole_run(tmp_path):
         "max": 255,
         "mean": 119.6,
         "std": 34.2,
-        "histogram": {"counts": [1, 5, 2], "edges": [0, 1, 2, 3]},
     }
     (run / "data.json").write_text(json.dumps(card))
     return run
@@ -340,7 +339,7 @@ def test_page_of_a_whole_run_shows_everything_and_loads_nothing(whole_run):
         assert words in html, words
     other = {"Score over the steps", "Dice of each class"}  # of runs that do not reconstruct
     curves = len(plots.CURVES) - len(other)
-    assert len([t for t in links.targets if t.startswith("data:image/svg")]) == curves + 1  # and the histogram
+    assert len([t for t in links.targets if t.startswith("data:image/svg")]) == curves
     assert not list(whole_run.glob(".*.part"))
 
 

@@ -250,21 +250,12 @@ def list_environment(tree: Any) -> list[Row]:
     return rows
 
 
-def list_data(card: Any) -> list[dict[str, Any]]:
-    """List one card per source of `data.json`: a dictionary, a list of them, or named ones."""
-    if isinstance(card, dict) and card and all(isinstance(inner, dict | list) for inner in card.values()):
-        named = [(str(k), c) for k, inner in card.items() for c in (inner if isinstance(inner, list) else [inner])]
-        if any(isinstance(c, dict) and "shape" in c for _, c in named):
-            return [_describe_data(c, name) for name, c in named if isinstance(c, dict)]
-    cards = card if isinstance(card, list) else [card]
-    return [_describe_data(c, "") for c in cards if isinstance(c, dict) and c]
-
-
-def _describe_data(card: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return rows and histogram of one source."""
+def list_data(card: Any) -> list[Row]:
+    """List what the source said of itself in `data.json`, the grid first."""
+    if not isinstance(card, dict):
+        return []
     rest = dict(card)
-    axes, shape, spacing = rest.pop("axes", None), rest.pop("shape", None), rest.pop("spacing", None)
-    unit, picture = rest.pop("unit", None), rest.pop("histogram", None)
+    axes, shape, spacing, unit, dtype = (rest.pop(key, None) for key in ("axes", "shape", "spacing", "unit", "dtype"))
     rows: list[Row] = []
     if isinstance(shape, list):
         rows.append(("shape", " × ".join(count(s) for s in shape)))
@@ -273,26 +264,9 @@ def _describe_data(card: dict[str, Any], name: str) -> dict[str, Any]:
     if isinstance(spacing, list):
         unit_text = f" {unit}" if unit else " (no unit given)"
         rows.append(("voxel size", " × ".join(plain(s) for s in spacing) + unit_text))
-    for key in ("dtype", "min", "max", "mean", "std"):
-        if key in rest:
-            rows.append((key, _show(rest.pop(key))))
-    title = str(rest.pop("name", "") or name)
-    rows += [(str(key), _show(value)) for key, value in rest.items()]
-    return {"title": title, "rows": rows, "picture": _draw_histogram(picture, card)}
-
-
-def _draw_histogram(found: Any, card: dict[str, Any]) -> str | None:
-    """Draw a histogram given as {counts, edges} or as counts between the card's min and max."""
-    counts, edges = (found.get("counts"), found.get("edges")) if isinstance(found, dict) else (found, None)
-    if not isinstance(counts, list) or not counts or not all(math.isfinite(number_of(c)) for c in counts):
-        return None
-    if not isinstance(edges, list):
-        low, high = number_of(card.get("min")), number_of(card.get("max"))
-        edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
-    if not all(math.isfinite(number_of(e)) for e in edges):
-        return None
-    svg = try_to_draw("histogram", partial(plots.histogram, counts, edges), [])  # the numbers beside it tell the same
-    return embed_image(svg.encode()) if svg else None
+    if dtype is not None:
+        rows.append(("dtype", _show(dtype)))
+    return rows + [(str(key), _show(value)) for key, value in rest.items()]
 
 
 def _show(value: Any) -> str:

@@ -182,22 +182,6 @@ def activations(lines: Sequence[Line]) -> str | None:
     return save_svg(figure)
 
 
-def histogram(counts: Sequence[float], edges: Sequence[float]) -> str | None:
-    """Draw the distribution of the data's values; `edges` has one entry more than `counts`."""
-    if not counts or len(edges) != len(counts) + 1:
-        return None
-    from matplotlib.ticker import MaxNLocator
-
-    figure, ax = _make_axes("Values", [])
-    ax.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    total = sum(counts) or 1
-    ax.stairs([100 * c / total for c in counts], list(edges), fill=True, color=PALE)
-    ax.stairs([100 * c / total for c in counts], list(edges), color=BLUE, linewidth=1)
-    ax.set_xlabel("value", labelpad=1)
-    ax.set_ylabel("share of voxels, %")
-    return save_svg(figure)
-
-
 # The curves of the page, in reading order: name, and what makes the picture.
 CURVES: dict[str, Callable[[Sequence[Line]], str | None]] = {
     "Loss over the steps": loss_curve,
