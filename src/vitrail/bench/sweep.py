@@ -39,7 +39,7 @@ from vitrail.recipe import yaml
 from vitrail.recipe.kinds import nearest
 from vitrail.recipe.load import Given, diff, find_recipe
 from vitrail.recipe.yaml import dotted, split_override
-from vitrail.report.bench_cells import BATCH, STATUSES, SWEEP_VERSION, batch_size, read_log
+from vitrail.report.bench_cells import BATCH, OUTSIDE, STATUSES, SWEEP_VERSION, batch_size, read_log
 from vitrail.report.facts import strict
 from vitrail.sums import check_version
 
@@ -259,7 +259,6 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-OUTSIDE = ("mode", "ranks", "nodes")  # swept, but no keys of a recipe
 WHOLE = "as it is"  # the name of the only cell where nothing is swept
 
 

@@ -52,6 +52,7 @@ class Cell:
     windows: tuple[float, ...]  # seconds of a step in each
     low: float  # quartiles of the rate; the extremes of few windows
     high: float
+    environment: dict[str, Any]
     raw: dict[str, Any]  # the line itself
     size: float = 0.0  # the swept batch; 0 where none is
     values: dict[str, str] = field(default_factory=dict)  # by swept key, as text
@@ -166,14 +167,15 @@ def make_cell(raw: dict[str, Any]) -> Cell:
     told = raw.get("windows")
     windows = tuple(s for s in map(number_of, told if isinstance(told, list) else []) if math.isfinite(s) and s > 0)
     low, high = spread(rates_of(windows, rate) or (rate,))
-    keys = raw.get("keys")
+    keys, told = raw.get("keys"), raw.get("environment")
+    environment = told if isinstance(told, dict) else {}
     batch, own = number_of(raw.get("batch")), number_of(raw.get("batch_per_rank"))
     return Cell(
         name=raw["name"] or "the recipe",
         status=status,
         error=str(error) if error else None,
         mode=str(raw.get("mode") or "real"),
-        device=find_device(raw.get("environment")),
+        device=device if isinstance(device := environment.get("device"), str) else "",
         keys=keys if isinstance(keys, dict) else {},
         gpus=number_of(raw.get("gpus")),
         nodes=number_of(raw.get("nodes")),
@@ -184,6 +186,7 @@ def make_cell(raw: dict[str, Any]) -> Cell:
         windows=windows,
         low=low,
         high=high,
+        environment=environment,
         raw=raw,
     )
 
@@ -200,19 +203,6 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return min(values), max(values)
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, high
-
-
-def find_device(environment: Any) -> str:
-    """Return the name of the hardware; empty where the result does not tell."""
-    tree = environment if isinstance(environment, dict) else {}
-    device, devices = tree.get("device"), tree.get("devices")
-    if isinstance(devices, list) and devices and not str(device).startswith("cpu"):
-        device = device if isinstance(device, str) and not device.startswith("cuda") else devices[0]
-    elif not device or str(device).startswith("cpu"):
-        device = tree.get("cpu") or device
-    if isinstance(device, dict):
-        device = device.get("name") or device.get("model")
-    return device if isinstance(device, str) else ""
 
 
 def _name_strategy(raw: dict[str, Any]) -> str:
@@ -253,7 +243,7 @@ def _newest(cells: Iterable[Cell]) -> list[Cell]:
 
 
 BATCH = "data.batch"
-OUTSIDE = ("mode", "ranks", "nodes", "gpus")  # not keys of a recipe
+OUTSIDE = ("mode", "ranks", "nodes")  # swept, but no keys of a recipe
 _LAYOUT = tuple(f"parallel.{name}" for name in ("strategy", "group", "replicate", "shard", "reshard"))
 _FIELDS = {  # where a result tells the value of a key that it did not sweep
     "parallel.strategy": "strategy",

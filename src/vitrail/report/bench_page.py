@@ -42,6 +42,7 @@ from vitrail.report.modes import MODES, explain
 from vitrail.report.page import Row, load_template, writing
 from vitrail.report.units import MISSING, compact, number_of, percent, plain
 
+_VERSIONS = ("torch", "python", "vitrail", "commit", "host")  # of an environment
 _MOST_SENTENCES = 6  # on effects; the table holds the rest
 
 
@@ -59,21 +60,12 @@ def name_fastest(study: Study, cell: Cell, *, apart: bool) -> str:
 
 def describe_hardware(study: Study) -> dict[str, Any]:
     """Return what the cells of a study ran on and with; a list of versions where they differ."""
-    found: dict[str, list[str]] = {name: [] for name in ("torch", "python", "vitrail", "commit", "host")}
-    for cell in study.cells:
-        environment = cell.raw.get("environment")
-        tree: dict[str, Any] = environment if isinstance(environment, dict) else {}
-        packages = tree.get("packages")
-        for name, values in found.items():
-            value = tree.get(name) or (packages.get(name) if isinstance(packages, dict) else None)
-            if value and str(value) not in values:
-                values.append(str(value))
     dates = sorted(str(cell.raw["date"]) for cell in study.cells if cell.raw.get("date"))
-    return {
-        **study.place,
-        "cells": len(study.cells),
-        "dates": dates[:1] + dates[1:][-1:],
-    } | found
+    found: dict[str, Any] = {**study.place, "cells": len(study.cells), "dates": dates[:1] + dates[1:][-1:]}
+    for name in _VERSIONS:
+        told = (cell.environment.get(name) for cell in study.cells)
+        found[name] = list(dict.fromkeys(str(value) for value in told if value))
+    return found
 
 
 def find_warnings(cells: Sequence[Cell], studies: Sequence[Study]) -> list[str]:
@@ -237,11 +229,7 @@ def summarize_bench(folder: Path, sweep: dict[str, Any], studies: Sequence[Study
             for study in studies
             for cell in find_fastest(study)
         ],
-        "effects": [one for study in studies for one in find_effects(study)],
-        "interactions": [one for study in studies for one in find_interactions(study)],
-        "ladders": [one for study in studies for one in find_ladders(study)],
-        "scaling": [one for study in studies for one in find_scaling(study)],
-        "batches": [one for study in studies for one in find_batches(study)],
+        **{name: [one for study in studies for one in find(study)] for name, find in _FINDINGS.items()},
         "modes": list(_compare_modes(cells)),
         "cells": [_describe_cell(cell) for cell in cells],
     }
@@ -252,6 +240,13 @@ def summarize_bench(folder: Path, sweep: dict[str, Any], studies: Sequence[Study
     return facts
 
 
+_FINDINGS = {
+    "effects": find_effects,
+    "interactions": find_interactions,
+    "ladders": find_ladders,
+    "scaling": find_scaling,
+    "batches": find_batches,
+}
 _TOLD = ("name", "status", "error", "device", "mode", "levels", "strategy", "gpus", "batch", "batch_per_rank")
 
 
@@ -452,6 +447,6 @@ def _list_hardware(facts: dict[str, Any]) -> list[tuple[str, list[Row]]]:
     cards = []
     for one in facts["hardware"]:
         rows: list[Row] = [("cells", str(one["cells"])), ("measured", " to ".join(one["dates"]) or MISSING)]
-        rows += [(name, ", ".join(one[name]) or MISSING) for name in ("torch", "python", "vitrail", "commit", "host")]
+        rows += [(name, ", ".join(one[name]) or MISSING) for name in _VERSIONS]
         cards.append((f"{one['device']}, mode {one['mode']}", rows))
     return cards
