@@ -21,8 +21,9 @@ from vitrail.report import plots, read_metrics, summary, write_report
 from vitrail.report.facts import total_steps
 from vitrail.report.metrics import read_picture
 from vitrail.report.page import list_checkpoints, list_tiles
-from vitrail.report.panels import BROKEN, HIDDEN, reconstruction_panel
+from vitrail.report.panels import reconstruction_panel
 from vitrail.report.units import clock, compact, duration, percent, plain, size
+from vitrail.report.views import BROKEN, HIDDEN
 
 RECIPE = """\
 run: {name: demo, steps: 40}

@@ -13,7 +13,6 @@ All pictures of a panel share one range of values; of a volume the middle planes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,27 +20,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.report.figures import EDGE, SOFT, WORDS, Colour, Sheet, shorten
-from vitrail.report.views import VIEW, Cut, cuts_of, draw_grid, hold_span, lay_out, pad
+from vitrail.report.views import (
+    BROKEN,
+    HIDDEN,
+    NOT_SCORED,
+    VIEW,
+    Cut,
+    cuts_of,
+    draw_grid,
+    draw_lines,
+    find_range,
+    hold_span,
+    label_colour,
+    lay_out,
+    overlay,
+    pad,
+    paint,
+)
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from vitrail.layers.trees import Tree
 
-HIDDEN = (0.16, 0.38, 0.62)  # flat blue: hidden from the model
-BROKEN = (0.90, 0.10, 0.45)  # flat pink: not a finite number
-NOT_SCORED = (0.93, 0.94, 0.95)  # error column, where the model was shown the answer
-LINES = (0.98, 0.62, 0.12)  # amber, which no grey value has: borders of leaves and tokens
 RIGHT, WRONG = (0.13, 0.47, 0.27), (0.75, 0.16, 0.18)
-LABEL_COLOURS = (  # of classes 1, 2, ...
-    (0.90, 0.62, 0.00),
-    (0.34, 0.71, 0.91),
-    (0.00, 0.62, 0.45),
-    (0.84, 0.37, 0.00),
-    (0.80, 0.47, 0.65),
-    (0.94, 0.89, 0.26),
-    (0.00, 0.45, 0.70),
-)
 _COLUMNS = ("target", "shown to the model", "prediction", "absolute error")
 _MOST_ROWS = 8
 _MOST_IMAGES = 48  # of a classification
@@ -49,50 +49,6 @@ _MOST_KEYS = 24
 _ACROSS = 4  # samples, and as many of real data, where there are no classes
 _TILE = 1.9  # inches of a reconstruction's picture
 _TREE_TILE = 3.4  # inches along the longer side of a picture
-
-
-# ---------------------------------------------------------------- values as colours
-
-
-def find_range(targets: Sequence[np.ndarray], given: tuple[float, float] | None = None) -> tuple[float, float]:
-    """Return the range of values to show: the given one, or percentiles 0.5 and 99.5 of the targets."""
-    if given is not None:
-        lo, hi = float(given[0]), float(given[1])
-    else:
-        # A panel needs no exact percentile: a sixteenth of a large volume tells it.
-        values = np.concatenate([t.ravel()[:: 16 if t.size > 2**20 else 1] for t in targets])
-        values = values[np.isfinite(values)]
-        lo, hi = (float(v) for v in np.percentile(values, (0.5, 99.5))) if values.size else (0.0, 1.0)
-    return (lo, hi) if math.isfinite(hi - lo) and hi > lo else (lo if math.isfinite(lo) else 0.0, lo + 1.0)
-
-
-def paint(image: np.ndarray, value_range: tuple[float, float]) -> np.ndarray:
-    """Return [C, H, W] values as [H, W, 3] colours; what is not finite gets its own colour."""
-    lo, hi = value_range
-    unit = np.clip((image - lo) / (hi - lo), 0, 1)
-    bad = ~np.isfinite(unit).all(0)
-    colours = np.moveaxis(np.broadcast_to(unit, (3, *unit.shape[1:])), 0, -1).copy()
-    colours[bad] = BROKEN
-    return colours
-
-
-def label_colour(number: int) -> np.ndarray:
-    """Return colours that most eyes can tell apart (Okabe and Ito's) for the first classes, then hues spread evenly."""
-    from matplotlib.colors import hsv_to_rgb
-
-    if number <= len(LABEL_COLOURS):
-        return np.array(LABEL_COLOURS[number - 1] if number else (0.0, 0.0, 0.0))
-    return np.array(hsv_to_rgb((number * 0.618 % 1, 0.75, 0.95 - 0.3 * (number % 2))))
-
-
-def overlay(grey: np.ndarray, labels: np.ndarray, colours: np.ndarray, ignore: int | None) -> np.ndarray:
-    """Put labels in colour over the image, which still shows through; class 0 leaves it as it is."""
-    known = (labels > 0) & (labels < len(colours))
-    # Over a lightened image: dark structures would blacken their colours.
-    mixed = np.where(known[..., None], 0.28 * (0.3 + 0.7 * grey) + 0.72 * colours[np.where(known, labels, 0)], grey)
-    if ignore is not None:
-        mixed[labels == ignore] = NOT_SCORED
-    return mixed
 
 
 def _shown(image: np.ndarray) -> np.ndarray:
@@ -416,12 +372,3 @@ def _draw_tree(views: list[tuple[Any, ...]], span: tuple[float, float], title: s
         sheet.text(left, 0.22, title, size=11, weight="bold")
     sheet.text(left, sheet.high - 0.1, caption, va="bottom", color=SOFT)
     return sheet
-
-
-def draw_lines(axes: Axes, lines: np.ndarray, thick: float, high: int, wide: int) -> None:
-    """Draw lines [N, 2, 2] over an image of such a size."""
-    from matplotlib.collections import LineCollection
-
-    axes.add_collection(LineCollection(list(lines), colors=[LINES], linewidths=thick))
-    axes.set_xlim(0, wide)
-    axes.set_ylim(high, 0)
