@@ -141,9 +141,8 @@ def conclude(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:
             yield describe_effect(effect, study) + f"{where}."
     for one in [one for one in facts["interactions"] if one["sure"]][:2]:
         ends = sorted(one["points"], key=lambda point: point["percent"])
-        least, most = (f"{signed(point['percent'])} at {one['by']}={point['level']}" for point in (ends[0], ends[-1]))
-        if one["by"] == "batch":
-            least, most = (f"{signed(point['percent'])} at {point['level']}" for point in (ends[0], ends[-1]))
+        by = "" if one["by"] == "batch" else f"{one['by']}="
+        least, most = (f"{signed(point['percent'])} at {by}{point['level']}" for point in (ends[0], ends[-1]))
         yield f"What {one['factor']}={one['to']} gives depends on {one['by']}: {least}, {most}."
     for kind in ("weak", "strong"):
         lines = [(line["label"], line["points"][-1]) for line in facts["scaling"] if line["kind"] == kind]

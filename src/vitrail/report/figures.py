@@ -252,10 +252,10 @@ class Sheet:
         """Write at a place."""
         self.figure.text(x / self.wide, 1 - y / self.high, words, fontsize=size, va=va, **(WORDS | style))
 
-    def frame(self, title: str, caption: str, *, left: float = 0.15, most: int = 10**6, size: float = 11) -> None:
+    def frame(self, title: str, caption: str, *, left: float = 0.15, most: int = 10**6) -> None:
         """Write the title into the upper left corner and the caption into the lower left one."""
         if title:
-            self.text(left, 0.2, shorten(title, most), size=size, weight="bold")
+            self.text(left, 0.2, shorten(title, most), size=11, weight="bold")
         if caption:
             self.text(left, self.high - 0.08, caption, va="bottom", color=SOFT)
 

@@ -262,10 +262,10 @@ class Chart:
     names: Sequence[str] = ()
 
 
-def shade(values: np.ndarray, value_range: tuple[float, float] | None = None) -> np.ndarray:
-    """Return [C, H, W] values as colours [H, W, 3]; the range is that of the values where none is given."""
+def shade(values: np.ndarray) -> np.ndarray:
+    """Return [C, H, W] values as colours [H, W, 3], in their own range."""
     values = np.asarray(values, np.float32)
-    return paint(values, find_range([values], value_range))
+    return paint(values, find_range([values]))
 
 
 def colour_labels(picture: np.ndarray, labels: np.ndarray) -> np.ndarray:
