@@ -4,7 +4,7 @@
 - a call that is repeated goes on where the last one was stopped; cells that failed are tried again with `again`
 - a cell that a job has begun and not told of is left to it, but for `again`
 - after a batch that ran out of memory larger ones with the same other keys are skipped
-- a stop (Ctrl-C, SIGTERM, SIGUSR1, or the time given) ends the cell that runs, whose result is then missing
+- a stop (a signal that stops a training, or the time given) ends the cell that runs, whose result is then missing
 - a result tells the facts of its recipe whether or not the measurement came to an end"""
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from vitrail.recipe.load import Given, find_recipe
 from vitrail.report.bench_cells import WORDS
 from vitrail.report.facts import strict
 from vitrail.report.units import count, duration, percent, plain
+from vitrail.training.failures import listen, put_back
 
 SCHEMA = 1
 
@@ -368,13 +369,11 @@ def stoppable() -> Iterator[None]:
         raise Stopped(f"stopped by {signal.Signals(number).name}")
 
     main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if main else ()
-    previous = {number: signal.signal(number, leave) for number in asked}
+    previous = listen(leave) if main else {}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        put_back(previous)
 
 
 def tree(result: dict[str, Any]) -> dict[str, Any]:
