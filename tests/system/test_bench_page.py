@@ -90,6 +90,9 @@ def test_no_two_things_are_called_the_same(bench: Path) -> None:
     assert titles == [cell["title"] for cell in facts["fastest"]]
     assert len(set(titles)) == len(titles) == 3
     assert {"Fastest with patch=2 (NVIDIA H200, real)", "Fastest (NVIDIA A100, real)"} <= set(titles)
+    pictures = re.findall(r"<figcaption><b>(.*?)</b>", text)
+    assert "Configurations: patch=2 (NVIDIA H200, real)." in pictures
+    assert len(set(pictures)) == len(pictures)
 
 
 def test_narrow_screens(bench: Path) -> None:

@@ -476,20 +476,23 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
         best = f" {len(kept)} of {len(cells)} cells, each configuration at its fastest batch. The table holds all."
         yield (
             f"configurations {work}",
-            "Configurations",
+            _title("Configurations", work),
             spread + best * bool(left),
             partial(draw_bars, study, cells, work),
         )
     yield "effects", "Factor effects", _CAPTIONS["effects"], partial(draw_effects, mine("effects"))
     yield "interactions", "Interactions", _CAPTIONS["interactions"], partial(draw_interactions, mine("interactions"))
     for ladder in mine("ladders"):
-        yield f"ladder {ladder['label']}", "Ladder", _CAPTIONS["ladder"], partial(draw_ladder, ladder, study.unit)
+        title = _title("Ladder", ladder["label"])
+        yield f"ladder {ladder['label']}", title, _CAPTIONS["ladder"], partial(draw_ladder, ladder, study.unit)
     for work in works:
         lines = [line for line in mine("batches") if line["work"] == work]
         caption = f"{spread} {_CAPTIONS['batch']}" + _left_out(len(lines))
-        yield f"batch {work}", "Against the batch", caption, partial(draw_batches, lines, work, study.unit)
+        title = _title("Against the batch", work)
+        yield f"batch {work}", title, caption, partial(draw_batches, lines, work, study.unit)
     for work, cells in works.items():
-        yield f"step {work}", "Parts of the step", _CAPTIONS["step"], partial(draw_split, study, cells, work)
+        title = _title("Parts of the step", work)
+        yield f"step {work}", title, _CAPTIONS["step"], partial(draw_split, study, cells, work)
 
 
 def _left_out(lines: int) -> str:
