@@ -74,8 +74,9 @@ def page(found: dict[str, Any]) -> str:
         "# Step times, before and now",
         "",
         f"{told['device']}, PyTorch {told['torch']}, {found['date']}; commit {found['before']} and today's code, "
-        f"in turns, {found['rounds']} rounds, each a process of its own with three windows of 8 steps after 4 that do not count. "
-        "Made-up data that lies on the device; AdamW's step included. Written by `python benchmarks/step_times.py`.",
+        f"in turns, {found['rounds']} rounds, each a process of its own with three windows of 8 steps after 4 that "
+        "do not count. Made-up data that lies on the device; AdamW's step included. "
+        "Written by `python benchmarks/step_times.py`.",
         "",
         "| model | before, ms a step (range of rounds) | now | now / before | peak GiB before | now |",
         "|---|---|---|---|---|---|",
