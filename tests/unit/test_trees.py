@@ -15,7 +15,8 @@ from vitrail.layers import trees
 from vitrail.layers.kernels import adaptive_kernels
 from vitrail.layers.patches import patchify
 from vitrail.layers.trees import Tree, build_trees, check_length, is_full
-from vitrail.report.views import LINES, tree_picture
+from vitrail.report.panels import tree_picture
+from vitrail.report.views import LINES
 
 SHAPES = [(32, 32), (16, 16, 16), (24, 40), (33, 7), (9, 20, 13), (64,), (4, 8, 8, 4)]  # powers of two, and others
 
