@@ -36,6 +36,7 @@ VERBS = (
     "tune",
     "launch",
     "schema",
+    "completion",
 )
 HEAVY = ("torch", "numpy", "matplotlib", "zarr", "tensorstore", "yaml", "rich", "PIL", "jinja2")
 
@@ -63,6 +64,8 @@ def trained(monkeypatch):
         return state.outcome
 
     monkeypatch.setattr(training, "train", train)
+    for check in ("check_recipe", "check_run"):  # there are no files
+        monkeypatch.setattr(cli.train, check, lambda *_: None)
     monkeypatch.delenv("RANK", raising=False)
     return state
 
@@ -331,8 +334,7 @@ def test_plugins_are_imported_first(trained, tmp_path, monkeypatch):
     assert sys.plugin_was_here
 
 
-def test_eval_prints_scores_and_strict_json(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
+def test_eval_prints_scores_and_strict_json(trained, monkeypatch, capsys):
     asked = []
 
     def evaluate(run, **options):

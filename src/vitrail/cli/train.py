@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Kept, Overrides, Plugins, Quiet, Run, Step, ToContinue, Trust, load_plugins
+from vitrail.cli.options import (
+    Json,
+    Kept,
+    Overrides,
+    Plugins,
+    Quiet,
+    Run,
+    Step,
+    ToContinue,
+    Trust,
+    check_recipe,
+    check_run,
+    load_plugins,
+)
 from vitrail.cli.words import (
     is_chief,
     note,
@@ -55,9 +68,10 @@ def train(
     from vitrail.training.failures import ready_to_stop
 
     with ready_to_stop(), tried_once():
+        load_plugins(plugin)
+        check_recipe(recipe, overrides)
         from vitrail.training.run import train as run_training
 
-        load_plugins(plugin)
         options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data}
         outcome = run_training(recipe, overrides=overrides or (), **options)
         if outcome.code:
@@ -114,10 +128,13 @@ def evaluate(
     and its weights are there) beside the same for real data, and how many of them the classifier recognises. With
     --knn: how often the nearest training items of a recipe, by the run's frozen features, tell a held-out item's class.
     """
+    load_plugins(plugin)
+    check_run(run, overrides)
+    if knn is not None:
+        check_recipe(knn)
     from vitrail.infer.quality import is_samples, quality
     from vitrail.training.run import evaluate as run_evaluation
 
-    load_plugins(plugin)
     of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
     of_samples: dict[str, Any] = {"--classifier": classifier, "--real": real, "--page": page}
     if knn is not None:
@@ -214,9 +231,10 @@ def sample(
     it makes those that are missing, and with a larger --number those that are new. Models that make one thing from
     another take held-out data, written beside.
     """
+    load_plugins(plugin)
+    check_run(run, overrides)
     from vitrail.infer.sample import sample_run
 
-    load_plugins(plugin)
     made = sample_run(
         run,
         checkpoint=checkpoint,
