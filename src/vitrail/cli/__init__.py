@@ -76,7 +76,7 @@ def tell_of_plugin(error: Exception) -> None:
     found = error if plugins is None else plugins.told(error)
     if found is not error:
         tell(str(found))
-        raise typer.Exit(1) from error
+        raise typer.Exit(2) from error  # one that ends a training after its first step has become a RunFailed
 
 
 def tell_out_of_memory(error: BaseException) -> None:

@@ -122,7 +122,8 @@ def register(slot: str, name: str, cls: type) -> type:
     if name not in BUILT_IN[slot]:
         members, origin = _MEMBERS.get(slot, ((), ""))
         there = {*dir(cls), *(field.name for field in fields(cls))}
-        if lacking := [member for member in members if member not in there]:
+        lacking = [member for member in members if member not in there]
+        if lacking := [*lacking, *sorted(getattr(cls, "__abstractmethods__", ()))]:
             raise UserError(f"{slot} kind {name!r}: {cls.__qualname__} has no {' and no '.join(lacking)}; see {origin}")
         _registered[slot][name] = cls
     return cls

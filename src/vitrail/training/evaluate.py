@@ -21,6 +21,7 @@ from vitrail.data.order.sampler import Order, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
 from vitrail.draws import Draws
+from vitrail.errors import UserError, expect
 from vitrail.layers.flops import Again, Flops, peak_tflops
 from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
@@ -78,6 +79,7 @@ class Evaluator:
                 inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
                 output = flow(**inputs)
                 measured = flow.split.judge(self.objective.measure, output, targets)
+                expect(measured, dict, f"objective: {type(self.objective).__name__}.measure()")
                 once: dict[str, torch.Tensor] = {}
                 if stitch is not None:
                     assert isinstance(self.objective, VoxelObjective)
@@ -91,7 +93,15 @@ class Evaluator:
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
-        return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
+        return self._summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
+
+    def _summarise(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of added sums, all of those that the objective promises."""
+        name = f"objective: {type(self.objective).__name__}.summarise()"
+        found = expect(self.objective.summarise(sums), dict, name)
+        if missing := [metric for metric in self.objective.metrics if metric not in found]:
+            raise UserError(f"{name} gives no {', '.join(missing)}, which its metrics promise; see docs/plugins.md")
+        return found
 
     def _plan(self, ranks: int) -> Plan | None:
         """Return how tiles are put together, where voxels are scored and tiles overlap."""

@@ -13,7 +13,7 @@ from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.launch.world import find_world
 from vitrail.parallel.check import refuse
-from vitrail.recipe import Recipe
+from vitrail.recipe import Recipe, plugins
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.failures import StopRequest, Watchdog
@@ -38,7 +38,7 @@ def train(
     """
     recipe = find_recipe(recipe, overrides)
     call = {"fresh": fresh, "trust": trust, "other_data": other_data}
-    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop:
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop, plugins.telling():
         return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 
 
@@ -56,7 +56,8 @@ def evaluate(
         raise UserError(f"samples: {samples} must be at least 1")
     list_or_refuse(run, checkpoint)
     call = {"checkpoint": checkpoint, "samples": samples, "weights": weights}
-    with trusted(trust), joined(fitting(find_recipe(run, overrides), overrides), **call) as (place, watchdog):
+    recipe = fitting(find_recipe(run, overrides), overrides)
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), plugins.telling():
 
         def measure(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             recipe = fitting(stored_recipe(manifest, overrides), overrides)

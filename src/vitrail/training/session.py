@@ -29,7 +29,7 @@ from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import RunFailed, UserError
 from vitrail.parallel.agree import gather_json, on_chief, on_chief_for_long, share_json, together
 from vitrail.parallel.mesh import layout_of
-from vitrail.recipe import Recipe, load_recipe, unsafe_changes
+from vitrail.recipe import Recipe, load_recipe, plugins, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.recipe.durations import clock_of
 from vitrail.recipe.load import as_meant
@@ -390,7 +390,8 @@ class Session:
             disk.sweep(place)
         try:
             self.folder.write("recipe.yaml", self.recipe.to_yaml())
-            self.folder.write("environment.json", json.dumps({"format": FORMAT, **environment()}, indent=1))
+            facts = {"format": FORMAT, "plugins": plugins.loaded(), **environment()}
+            self.folder.write("environment.json", json.dumps(facts, indent=1))
             self.folder.write("data.json", json.dumps(self.data.train.sources[0].describe()))
         except OSError as error:
             raise UserError(
@@ -495,6 +496,7 @@ class Session:
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
         """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
+        error = plugins.told(error)
         if isinstance(error, UserError) and size > 1:
             error = type(error)(f"rank {rank}: {error}")
         # A save under way may still become a good one; without another rank it ends soon, one way or the other.

@@ -28,7 +28,7 @@ from vitrail.data.order.sampler import Order
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
 from vitrail.draws import Draws, key
-from vitrail.errors import TooLarge, UserError
+from vitrail.errors import TooLarge, UserError, expect
 from vitrail.foreign import memory_bytes
 from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
@@ -197,7 +197,8 @@ def open_parts(
     data = open_data(recipe, place, known, beat=partial(beat, 0, "opening the data"))
     beat(0, "start")
     recipe = complete(recipe, data)
-    return recipe, data, recipe.objective.build(recipe.model, data.statistics)
+    objective = recipe.objective.build(recipe.model, data.statistics)
+    return recipe, data, expect(objective, Objective, f"objective: {type(recipe.objective).__name__}.build()")
 
 
 def with_one_variable(recipe: Recipe) -> Recipe:
@@ -501,7 +502,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     cpu_mesh = Mesh.make(layout, "cpu") if on_gpu else mesh
     try:
         with torch.device("meta"):
-            model = recipe.model.build()
+            model = expect(recipe.model.build(), Model, f"model: {type(recipe.model).__name__}.build()")
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws, key, sent
-from vitrail.errors import UserError
+from vitrail.errors import UserError, expect
 from vitrail.objectives.objective import Loss, Objective, drop_path_table
 from vitrail.parallel.agree import gather_json, together
 from vitrail.parallel.flow import Flow
@@ -277,7 +277,8 @@ class Trainer:
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
         """Return the loss of a micro-batch."""
-        return self.flow.split.judge(self.objective.loss, output, targets)
+        loss = self.flow.split.judge(self.objective.loss, output, targets)
+        return expect(loss, Loss, f"objective: {type(self.objective).__name__}.loss()")
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
