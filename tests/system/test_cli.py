@@ -295,6 +295,7 @@ def test_train_hands_its_words_on_and_prints_the_path_of_the_report(trained, cap
         "quiet": False,
         "trust": False,
         "other_data": False,
+        "change": False,
     }
     assert trained.calls == [("a.yaml", options)]
     assert capsys.readouterr() == ("runs/a/report.html\n", "")

@@ -460,6 +460,7 @@ def test_defaults(fakes):
         "dir": None,
         "seed": 0,
         "steps": 100,
+        "patience": None,
         "time_limit": None,
         "deterministic": False,
         "device": "auto",

@@ -500,6 +500,8 @@ class FlowOf(SimpleNamespace):
 class CountingObjective:
     """Measures which samples it was given: their number, and a power of two for each."""
 
+    metrics = ("which", "number")
+
     def __init__(self) -> None:
         self.calls = 0
 
@@ -679,7 +681,7 @@ def test_variants_stand_before_their_family() -> None:
 def test_a_run_begun_before_a_key_existed_goes_on(tmp_path: Path) -> None:
     """Keys that came later are at their defaults in it."""
     from vitrail.recipe import load_recipe, yaml
-    from vitrail.training.session import refuse_changes
+    from vitrail.training.continuing import find_changes
 
     tree = {
         "run": {"name": "old", "steps": 4},
@@ -691,18 +693,18 @@ def test_a_run_begun_before_a_key_existed_goes_on(tmp_path: Path) -> None:
     for key in ("tokens", "rope", "rope_scale", "variables", "residual"):
         del stored["model"]["encoder"][key]
     (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
-    refuse_changes(tmp_path, recipe)
+    find_changes(tmp_path, recipe)
     stored["model"]["encoder"]["width"] = 48
     (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
     with pytest.raises(UserError, match="width: 48 became 24"):
-        refuse_changes(tmp_path, recipe)
+        find_changes(tmp_path, recipe)
 
 
 def test_a_run_from_before_scores_had_a_scale_keeps_its_trees(tmp_path: Path) -> None:
     """Its stored recipe lacks the key, whose default is not what the run did."""
     from vitrail.recipe import yaml
     from vitrail.recipe.load import find_recipe
-    from vitrail.training.session import refuse_changes
+    from vitrail.training.continuing import find_changes
     from vitrail.weights.runs import stored_recipe
 
     encoder = {"width": 24, "depth": 1, "heads": 2, "patch": 4, "tokens": {"kind": "adaptive", "length": 64}}
@@ -717,6 +719,6 @@ def test_a_run_from_before_scores_had_a_scale_keeps_its_trees(tmp_path: Path) ->
     for one in (found, stored_recipe({"recipe": tree})):
         assert one.model.encoder.tokens.score.scale == "crop"
         assert one.parallel.attention == "auto"
-    refuse_changes(tmp_path, found)
+    find_changes(tmp_path, found)
     with pytest.raises(UserError, match=r"tokens.score.scale: 'crop' became 'data'"):
-        refuse_changes(tmp_path, recipe)
+        find_changes(tmp_path, recipe)

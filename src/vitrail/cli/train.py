@@ -47,6 +47,9 @@ def train(
     other_data: Annotated[
         bool, typer.Option("--other-data", help="Continue although the data are not those that the run began with.")
     ] = False,
+    change: Annotated[
+        bool, typer.Option("--change", help="Continue with changes that alter what the run learns from here on.")
+    ] = False,
     trust: Trust = False,
     plugin: Plugins = None,
     quiet: Quiet = False,
@@ -57,6 +60,7 @@ def train(
     vitrail train configs/demo/mae3d.yaml
     vitrail train configs/demo/mae3d.yaml run.steps=100 optimizer.lr=1e-3 --fresh
     vitrail train runs/demo-mae3d                 continue, or lengthen with run.steps=2000
+    vitrail train runs/demo-mae3d optimizer.lr=1e-4 --change
     torchrun --nproc-per-node 4 -m vitrail train configs/demo/mae3d.yaml
     srun --ntasks 4 vitrail train ...             or mpirun -n 4; vitrail launch writes job scripts for all three
 
@@ -72,7 +76,7 @@ def train(
         check_recipe(recipe, overrides)
         from vitrail.training.run import train as run_training
 
-        options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data}
+        options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data, "change": change}
         outcome = run_training(recipe, overrides=overrides or (), **options)
         if outcome.code:
             end_for_good(outcome.code)

@@ -73,6 +73,7 @@ def summarize(
         "best_metric": start["best_metric"] if isinstance(start.get("best_metric"), str) else None,
         "larger_is_better": start.get("larger_is_better") is True,
         "initial": _describe_initial(lines),
+        "changes": _list_changes(raw),
         "started": _first_time(raw),
         "updated": _last_time(raw),
         "seconds": sum(s["seconds"] or 0.0 for s in sessions),
@@ -220,7 +221,18 @@ def _state_verdict(facts: dict[str, Any]) -> str:
         "interrupted": f"Interrupted {where}: the run fell silent without an end",
         "empty": "Not started: no step has been logged",
     }[facts["status"]]
-    return f"{phrase}: {facts['message']}" if facts["message"] and facts["status"] == "failed" else phrase
+    return f"{phrase}: {facts['message']}" if facts["message"] and facts["status"] in ("failed", "stopped") else phrase
+
+
+def _list_changes(raw: Sequence[Line]) -> list[dict[str, Any]]:
+    """List what was changed on purpose when the run was continued: step, key, old and new value."""
+    found = []
+    for line in select(raw, "change"):
+        changes = line.get("changes")
+        for one in changes if isinstance(changes, list) else ():
+            if isinstance(one, dict) and isinstance(one.get("key"), str):
+                found.append({"step": line.get("step"), **{name: one.get(name) for name in ("key", "old", "new")}})
+    return found
 
 
 def _describe_session(lines: Sequence[Line]) -> dict[str, Any]:

@@ -186,6 +186,14 @@ def list_initial(facts: dict[str, Any]) -> list[Row]:
     return [("Started from", f"{place}: {counts}" if counts else place, "; ".join(initial["notes"]))]
 
 
+def list_made_changes(facts: dict[str, Any]) -> list[Row]:
+    """List what was changed on purpose when the run was continued."""
+    return [
+        (f"At step {count(one['step'])}", f"{one['key']}: {_show(one['old'])} became {_show(one['new'])}", "")
+        for one in facts["changes"]
+    ]
+
+
 def list_sessions(facts: dict[str, Any]) -> list[Row]:
     """List each start of the run: when, from where to where, on what, how it ended."""
     rows: list[Row] = []
@@ -410,6 +418,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "data": list_data(data),
         "skips": list_skips(facts),
         "initial": list_initial(facts),
+        "made_changes": list_made_changes(facts),
         "sessions": list_sessions(facts),
         "checkpoints": list_checkpoints(run, facts),
         "recipe": recipe_text,

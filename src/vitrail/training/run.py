@@ -30,14 +30,16 @@ def train(
     quiet: bool = False,
     trust: bool = False,
     other_data: bool = False,
+    change: bool = False,
 ) -> Outcome:
     """Train as a recipe says: a Recipe, a file, a mapping, or the folder of a run to continue.
 
     `trust` lets a codec run code that comes with its files, and data files read what they name anywhere; `other_data`
-    continues a run on other data than it began with. No recipe can say so.
+    continues a run on other data than it began with, and `change` with changes to its recipe that alter what it learns
+    from here on. No recipe can say so.
     """
     recipe = find_recipe(recipe, overrides)
-    call = {"fresh": fresh, "trust": trust, "other_data": other_data}
+    call = {"fresh": fresh, "trust": trust, "other_data": other_data, "change": change}
     with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop, plugins.telling():
         return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 

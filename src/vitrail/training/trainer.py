@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,30 @@ class Progressed:
     save: bool = False  # whether a checkpoint is due by the clock
 
 
+class Lengths(NamedTuple):
+    """The steps of a run, and the rates over them."""
+
+    total: int
+    planned: int  # steps that the schedule is for
+    warmup: int
+    base_rate: float
+    schedule: Any
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        rate: float = self.schedule.rate(step, base=self.base_rate, warmup=self.warmup, total=self.planned)
+        return rate
+
+
+def lay_out(recipe: Recipe, *, batch: int, epoch: int) -> Lengths:
+    """Count the steps of a run and of its schedule, `batch` samples a step and `epoch` a pass over the data."""
+    total = steps_of(recipe.run.steps, batch=batch, epoch=epoch)
+    planned = recipe.schedule.steps
+    planned = total if planned is None else steps_of(planned, total=total, batch=batch, epoch=epoch)
+    warmup = steps_of(recipe.schedule.warmup, total=planned, batch=batch, epoch=epoch)
+    return Lengths(total, planned, warmup, recipe.optimizer.base_rate(batch), recipe.schedule)
+
+
 class TooManySkips(UserError):
     pass
 
@@ -118,12 +142,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, place: Place, data: DataParts, parts: Parts, objective: Objective, epoch: int):
         self.recipe, self.place, self.data, self.parts, self.objective = recipe, place, data, parts, objective
         self.model, self.flow = parts.model, parts.flow
-        self.total = steps_of(recipe.run.steps, batch=data.batch, epoch=epoch)
+        self.lengths = lay_out(recipe, batch=data.batch, epoch=epoch)
+        self.total, self.base_rate = self.lengths.total, self.lengths.base_rate
         self.epoch = epoch
-        planned = recipe.schedule.steps
-        self.planned = self.total if planned is None else self.steps(planned)  # steps that the schedule is for
-        self.warmup = steps_of(recipe.schedule.warmup, total=self.planned, batch=data.batch, epoch=epoch)
-        self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
         self.drop_path_rates = parts.drop_path_rates
@@ -144,7 +165,7 @@ class Trainer:
     @property
     def rate(self) -> float:
         """Learning rate of the step to come."""
-        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+        return self.lengths.rate(self.done)
 
     # ------------------------------------------------------------ one step
 
@@ -375,8 +396,9 @@ class Trainer:
         restore_state(self.optimizer, moments, manifest["optimizer_steps"])
         check_tensors(stored, self.tensors())
 
-    def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
-        checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+    def save(self, checkpoints: Checkpoints, more: dict[str, Any], metric: float | None) -> None:
+        """Save the state and `more` facts, the latest metrics among them."""
+        checkpoints.save(self.done, self.tensors(), self.numbers() | more, metric)
 
 
 class Timed:
