@@ -192,7 +192,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     SamplingConfig: {"sampler": "auto", "steps": 25, "guidance": 1.0, "interval": (0.0, 1.0), "clip": True},
     sections.EMA: {"decay": 0.999},
     sections.Precision: {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
-    sections.Eval: {"every": "10%", "samples": 64},
+    sections.Eval: {"every": "10%", "samples": "auto"},
     sections.Checkpoint: {"every": "10%", "keep": 2, "best": None, "background": True},
 }
 
@@ -499,8 +499,6 @@ class FlowOf(SimpleNamespace):
 
 class CountingObjective:
     """Measures which samples it was given: their number, and a power of two for each."""
-
-    metrics = ("which", "number")
 
     def __init__(self) -> None:
         self.calls = 0

@@ -180,7 +180,24 @@ def evaluate(
     refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
     scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())
     if is_chief():
-        print_tree(scores, as_json)
+        print_tree(scores if as_json else with_intervals(scores), as_json)
+
+
+def with_intervals(scores: dict[str, Any]) -> dict[str, Any]:
+    """Return scores to be read: the interval of each metric beside it, and what these are over."""
+    sure = scores.get("intervals")
+    if sure is None:
+        return scores
+    from vitrail.report.units import plain
+
+    shown: dict[str, Any] = {name: value for name, value in scores.items() if name != "intervals"}
+    shown["metrics"] = {
+        name: f"{plain(value, 6)} ({' to '.join(plain(end, 4) for end in sure['metrics'][name])})"
+        if name in sure["metrics"]
+        else value
+        for name, value in scores["metrics"].items()
+    }
+    return shown | {"intervals": f"of {100 * sure['level']:.0f} %, over {sure['over']} (bootstrap)"}
 
 
 def sample(

@@ -456,7 +456,9 @@ class Eval(Section):
     """When and on how much the run is evaluated."""
 
     every: Every = "10%"
-    samples: PositiveInt = 64
+    samples: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="held-out samples; auto: every item or tile once up to 512, 64 of random crops"
+    )
     tiles: Tiles | None = Field(
         default=None, description="tiles that cover held-out data, instead of data.tiles or crops at random places"
     )

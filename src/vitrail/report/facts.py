@@ -109,6 +109,11 @@ def describe_score(found: dict[str, Any] | None, first: str | None = None) -> st
     if not found:
         return "no evaluation yet"
     metrics = found["metrics"]
+    sure = (found.get("intervals") or {}).get("metrics", {})
+
+    def interval(name: str) -> str:
+        return f" (95 %: {plain(sure[name][0])} to {plain(sure[name][1])})" if name in sure else ""
+
     mse, variance = number_of(metrics.get("mse")), number_of(metrics.get("variance"))
     if math.isfinite(mse) and math.isfinite(variance):
         ratio = number_of(metrics.get("mse_over_variance"))
@@ -116,11 +121,11 @@ def describe_score(found: dict[str, Any] | None, first: str | None = None) -> st
             ratio = mse / variance if variance else math.nan
         return (
             f"hidden voxels: mean squared error {plain(mse, 3)} against a variance of {plain(variance, 3)}, "
-            f"ratio {ratio:.2f}"
+            f"ratio {ratio:.2f}{interval('mse_over_variance')}"
         )
     ordered = sorted(metrics.items(), key=lambda item: item[0] != first)  # the others keep their order
     shown = [
-        f"{name_metric(name)} {plain(value)}"
+        f"{name_metric(name)} {plain(value)}{interval(name) if name == first else ''}"
         for name, value in ordered
         if name == first or not str(name).startswith(("dice_", "iou_"))
     ]
@@ -191,7 +196,19 @@ def _describe_initial(lines: Sequence[Line]) -> dict[str, Any] | None:
 
 
 def _tidy_eval(line: Line) -> dict[str, Any]:
-    return {k: line.get(k) for k in ("step", "weights", "samples", "metrics")}
+    return {k: line.get(k) for k in ("step", "weights", "samples", "metrics")} | {"intervals": read_intervals(line)}
+
+
+def read_intervals(line: Line) -> dict[str, Any]:
+    """Return what is known of how sure an evaluation is: what was drawn, and an interval of each metric."""
+    found = line.get("intervals")
+    given = found.get("metrics") if isinstance(found, dict) else None
+    metrics = {
+        str(name): [number_of(end) for end in ends]
+        for name, ends in (given.items() if isinstance(given, dict) else ())
+        if isinstance(ends, list) and len(ends) == 2
+    }
+    return {"over": str(found.get("over")), "metrics": metrics} if isinstance(found, dict) and metrics else {}
 
 
 def _judge(raw: Sequence[Line], now: float) -> tuple[str, str | None, str | None]:

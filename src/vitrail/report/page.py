@@ -22,7 +22,15 @@ from vitrail.contents import is_begun
 from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
-from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
+from vitrail.report.facts import (
+    MOST_LINES,
+    describe_flops,
+    describe_time,
+    explain_no_mfu,
+    read_intervals,
+    summarize,
+    warn_of_torn,
+)
 from vitrail.report.figures import embed_image, try_to_draw
 from vitrail.report.metrics import (
     Line,
@@ -147,7 +155,12 @@ def list_evals(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
     names = list(dict.fromkeys(str(name) for line in evals for name in line["metrics"]))
     rows: list[Row] = []
     for line in evals[: -_MOST_ROWS - 1 : -1]:
-        values = [plain(line["metrics"].get(name)) for name in names]
+        sure = read_intervals(line).get("metrics", {})
+        values = [
+            plain(line["metrics"].get(name))
+            + (f" ({plain(sure[name][0])} to {plain(sure[name][1])})" if name in sure else "")
+            for name in names
+        ]
         rows.append((count(line.get("step")), str(line.get("weights") or MISSING), *values, count(line.get("samples"))))
     heads = ["step", "weights", *map(name_metric, names), "samples"]
     return heads, rows + _leave_out(len(evals) - len(rows), len(heads))
@@ -412,6 +425,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "pictures": pictures,
         "eval_heads": heads,
         "evals": evals,
+        "sure_of": (facts["eval"] or {}).get("intervals", {}).get("over"),
         "speed": list_speed(facts),
         "cost": list_cost(facts),
         "groups": list_groups(lines),

@@ -78,13 +78,16 @@ def evaluate(
             load_weights(flow.model, path, manifest, which, place.saving)
             evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
             metrics = evaluator.metrics(flow, tick=lambda: watchdog.beat(manifest["step"], "validation"))
-            return {
+            found = {
                 "run": str(run),
                 "step": manifest["step"],
                 "weights": which,
                 "samples": evaluator.samples,
                 "metrics": metrics,
-            } | ({"note": evaluator.note} if evaluator.note else {})
+            }
+            sure = evaluator.intervals() if place.world.chief else None
+            more = {"intervals": sure, "note": evaluator.note}
+            return found | {name: value for name, value in more.items() if value}
 
         return with_checkpoint(run, checkpoint, measure, place.control)
 

@@ -43,7 +43,7 @@ from vitrail.training.continuing import (
     newest_manifest,
     tell_rates,
 )
-from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
+from vitrail.training.evaluate import Evaluator, Meter, check_metrics, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.garbage import Garbage
 from vitrail.training.journal import Journal, Progress
@@ -476,10 +476,14 @@ class Session:
         with trainer.ema.swapped() if trainer.ema else ExitStack():
             if measure and self.data.valid is not None:
                 metrics = self.evaluator.metrics(trainer.flow, tick=tick)
+                check_metrics(self.objective, metrics)
                 self.last_metrics = (trainer.done, metrics)
                 self.patience.see(metrics[self.metric_name], trainer.done)
                 weights = "ema" if trainer.ema else "raw"
-                self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
+                sure = self.evaluator.intervals() if self.folder is not None else None
+                self.journal.metrics(
+                    metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples, intervals=sure
+                )
             if picture:
                 beat = partial(self.watchdog.beat, trainer.done, "drawing")
                 self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat)

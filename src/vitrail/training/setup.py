@@ -448,7 +448,7 @@ def make_evaluator(
 ) -> Evaluator:
     """Make the evaluator on fixed samples of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset, number = data.valid or data.train, samples or recipe.eval.samples
-    if number * sizes.LEAST > memory_bytes():
+    if number != "auto" and number * sizes.LEAST > memory_bytes():
         raise UserError(f"eval.samples: {number} samples cannot even be listed in the memory here; ask for fewer")
     if recipe.eval.tiles is not None and dataset is data.valid:
         dataset = dataset.tiled(recipe.eval.tiles)
@@ -474,6 +474,7 @@ def make_evaluator(
         samples=number,
         batch=micro_batch(recipe, data, flow.layout),
         blend=recipe.eval.blend,
+        sure=data.valid is not None,
     )
 
 
