@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any
 
 from vitrail.credentials import strip
 
@@ -45,10 +45,7 @@ class TooLarge(UserError):
     """More than the memory here, as arithmetic tells before anything is tried."""
 
 
-T = TypeVar("T")
-
-
-def expect(value: object, kind: type[T], what: str) -> T:
+def expect(value: Any, kind: type, what: str) -> Any:
     """Return a value of the kind that was asked for; `what` says where another one comes from."""
     if not isinstance(value, kind):
         wanted = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -25,8 +25,8 @@ class Verb(TyperCommand):
 class Verbs(typer.Typer):
     """A group of verbs; those that are added are of this file's class."""
 
-    def command(self, *arguments: Any, cls: type[TyperCommand] = Verb, **options: Any) -> Any:
-        return super().command(*arguments, cls=cls, **options)
+    def command(self, *arguments: Any, **options: Any) -> Any:
+        return super().command(*arguments, **{"cls": Verb} | options)
 
 
 def _complete(context: typer.Context, incomplete: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vitrail.recipe import kinds
 from vitrail.recipe.problems import at, keys_at, places_at, unknown
-from vitrail.recipe.yaml import Key
+from vitrail.recipe.yaml import Key, dotted
 
 HEAVY = ("model", "objective", "optimizer", "codec")  # slots whose configs need torch
 FILE = "keys.json"
@@ -103,11 +103,12 @@ def complete(start: str, tree: Any, deep: int = 4) -> list[str]:
         slot = key[0] if len(key) == 2 and key[1] == "kind" and key[0] in kinds.BUILT_IN else None
         found = [f"{name}={word}" for word in (_words(key, tree, schema) if slot is None else kinds.known(str(slot)))]
     else:
-        found, keys = [], [()]  # type: ignore[list-item]
+        found = []
+        keys: list[Key] = [()]
         for _ in range(deep):
             keys = [(*key, inner) for key in keys for inner in keys_at(schema, key, tree)]
-            keys = [key for key in keys if ".".join(key).startswith(name) or name.startswith(".".join(key) + ".")]
-            found += [".".join(key) + "=" for key in keys if not keys_at(schema, key, tree)]
+            keys = [key for key in keys if dotted(key).startswith(name) or name.startswith(dotted(key) + ".")]
+            found += [dotted(key) + "=" for key in keys if not keys_at(schema, key, tree)]
     return [one for one in dict.fromkeys(found) if one.startswith(start)]
 
 

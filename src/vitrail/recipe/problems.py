@@ -296,8 +296,9 @@ def keys_at(schema: dict[str, Any], key: Key, tree: Any) -> list[str]:
 def unknown(key: Key, tree: Any, schema: dict[str, Any]) -> str:
     """Say that a key is not known, what it may have meant, and which keys there are."""
     keys = keys_at(schema, key[:-1], tree)
-    meant = elsewhere(str(key[-1]), tree, schema) or [nearest(str(key[-1]), keys)]
-    hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant[0] else ""
+    near = nearest(str(key[-1]), keys)
+    meant = elsewhere(str(key[-1]), tree, schema) or ([] if near is None else [near])
+    hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
     return f"{dotted(key)}: unknown key{hint}" + (f" (keys here: {', '.join(keys)})" if keys else "")
 
 

@@ -62,19 +62,17 @@ class Evaluator:
         self.objective, self.loader, self.seed = objective, loader, seed
         self.batch, self.blend, self.sure = batch, blend, sure
         self._table: tuple[list[str], Tensor] | None = None  # of the latest metrics()
-        wanted = samples
-        if samples == "auto":
-            once = count_once(loader.sampler)
-            samples = FEW if once is None else min(once, MANY)
-        self.samples = samples
+        wanted, once = samples, count_once(loader.sampler)
+        self.samples: int = (FEW if once is None else min(once, MANY)) if samples == "auto" else samples
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
-        most = count_once(loader.sampler) if labelled else None
-        if most is not None and wanted == "auto" and samples < most:
-            self.note = f"eval.samples: auto takes {samples} of {most} held-out samples; eval.samples: {most} takes all"
-        if most is not None and samples > most:
+        most = once if labelled else None
+        if most is not None and wanted == "auto" and self.samples < most:
+            told = f"eval.samples: auto takes {self.samples} of {most} held-out samples"
+            self.note = f"{told}; eval.samples: {most} takes all"
+        if most is not None and self.samples > most:
             self.samples = most
             what = "tiles" if isinstance(loader.sampler, Tiles) else "items, each one crop"
             self.note = f"eval.samples: {samples}, but there are {most} held-out {what}: all are measured"

@@ -299,7 +299,8 @@ class Trainer:
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
         """Return the loss of a micro-batch."""
         loss = self.flow.split.judge(self.objective.loss, output, targets)
-        return expect(loss, Loss, f"objective: {type(self.objective).__name__}.loss()")
+        checked: Loss = expect(loss, Loss, f"objective: {type(self.objective).__name__}.loss()")
+        return checked
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
