@@ -15,17 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.source import (
-    Item,
-    ItemsConfig,
-    check_label_map,
-    fits,
-    keep_share,
-    map_labels,
-    normalize_window,
-    refuse_mixed_names,
-    resolve_region,
-)
+from vitrail.data.source import Item, ItemsConfig, check_label_map, fits, keep_share, map_labels, refuse_mixed_names
 from vitrail.data.stored import (
     TOLERANCE,
     Entry,
@@ -33,9 +23,11 @@ from vitrail.data.stored import (
     Window,
     by,
     choose_level,
+    normalize_window,
     plain_unit,
     pool_factors,
     pooled,
+    resolve_region,
     scale_of,
     split_axes,
     with_given,

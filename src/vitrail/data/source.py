@@ -130,62 +130,6 @@ def notes_of(source: Source) -> list[str]:
     return list(getattr(source, "notes", ()))
 
 
-def resolve_region(
-    axes: Sequence[str], shape: Sequence[int], region: Mapping[str, Sequence[float]] | None
-) -> tuple[slice, ...]:
-    """Turn {axis: [lo, hi]} into one slice per axis; an axis that is not named is taken whole.
-
-    Two ints with hi > 1 are voxels; otherwise lo and hi are fractions of the axis. A fraction f falls on voxel
-    round(f * size), so [0, 0.8] and [0.8, 1] meet without overlap.
-    """
-    region = region or {}
-    for name in region:
-        if name not in axes:
-            raise UserError(
-                f"region names the axis {name!r}, but the data has the axes {', '.join(axes)}; use one of these"
-            )
-    slices = []
-    for name, size in zip(axes, shape, strict=True):
-        if name not in region:
-            slices.append(slice(0, size))
-            continue
-        bounds = region[name]
-        shown = f"region.{name} = {list(bounds)!r}"
-        if len(bounds) != 2:
-            raise UserError(f"{shown} must be two numbers, [lo, hi]; give a start and an end")
-        lo, hi = bounds
-        if isinstance(lo, bool) or isinstance(hi, bool) or not (np.isfinite(lo) and np.isfinite(hi)):
-            raise UserError(f"{shown} must be two numbers; give fractions such as [0, 0.8] or voxels such as [0, 512]")
-        if lo < 0 or hi <= lo:
-            raise UserError(f"{shown} must have 0 <= lo < hi; give the start first and no negative numbers")
-        if hi > 1:
-            if not (isinstance(lo, int | np.integer) and isinstance(hi, int | np.integer)):
-                raise UserError(f"{shown} must be fractions up to 1 or whole voxels; write [0, 0.8] or [0, 512]")
-            if hi > size:
-                raise UserError(f"{shown} ends beyond the axis, which has {size} voxels; end at {size} or before")
-            start, stop = int(lo), int(hi)
-        else:
-            start, stop = round(lo * size), round(hi * size)
-        if stop <= start:
-            raise UserError(f"{shown} holds no voxel of the {size} on this axis; widen it")
-        slices.append(slice(start, stop))
-    return tuple(slices)
-
-
-def normalize_window(shape: Sequence[int], region: Sequence[slice]) -> tuple[tuple[int, int], ...]:
-    """Start and stop per axis of a window inside shape; refuses steps and windows that leave it."""
-    if len(region) != len(shape):
-        raise ValueError(f"the window has {len(region)} slices but the item has {len(shape)} axes")
-    bounds = []
-    for window, size in zip(region, shape, strict=True):
-        start = 0 if window.start is None else int(window.start)
-        stop = size if window.stop is None else int(window.stop)
-        if window.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise ValueError(f"the window {window} does not lie inside an axis of {size} voxels")
-        bounds.append((start, stop))
-    return tuple(bounds)
-
-
 def check_label_map(mapping: Mapping[int, int], dtype: np.dtype, path: str) -> None:
     for value in mapping.values():
         if not fits(value, dtype):

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.data.batch import Labelling
-from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, Layer, copy_part, find_layers
+from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, copy_part
+from vitrail.data.chunks.layers import Layer, find_layers
 from vitrail.data.order.sampler import Sample
 from vitrail.data.reading.pool import ShortRead, read_again
 from vitrail.data.source import Item, LabelledSource, ManySource, Source, class_names, keeps_chunks, label_dtype

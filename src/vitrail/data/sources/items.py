@@ -36,15 +36,8 @@ from vitrail.data.files.paths import (
     read_bytes,
 )
 from vitrail.data.latents.store import TYPES, open_rows
-from vitrail.data.source import (
-    Item,
-    ItemsConfig,
-    ItemSource,
-    LazySequence,
-    choose_channels,
-    normalize_window,
-    whole_item,
-)
+from vitrail.data.source import Item, ItemsConfig, ItemSource, LazySequence, choose_channels, whole_item
+from vitrail.data.stored import normalize_window
 from vitrail.draws import key, stream
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config

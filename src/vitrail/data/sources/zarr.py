@@ -20,16 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.chunks.decoded import ChunkReader, shared, spans_of
-from vitrail.data.chunks.nodes import (
-    attributes_of,
-    list_arrays,
-    lost_array,
-    open_array,
-    shifted_origin,
-    told_axes,
-    told_place,
-)
+from vitrail.data.chunks.decoded import ChunkReader, lost_array, open_array, shared, spans_of
+from vitrail.data.chunks.nodes import attributes_of, list_arrays, shifted_origin, told_axes, told_place
 from vitrail.data.files.patterns import fill_stars, find_volumes, has_stars
 from vitrail.data.files.places import Place, Remote, find_place
 from vitrail.data.formats.ngff import Multiscale, load_attributes, read_multiscale, safe_join
