@@ -13,7 +13,7 @@ Sources of many small items: the keys they share, which items an entry takes, an
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -102,7 +102,34 @@ class ManySource(Source, Protocol):
         ...
 
 
+class ReadArray(NamedTuple):
+    """An array that a source reads."""
+
+    stored: Any  # data/stored.py
+    is_labels: bool
+    window: Callable[[], Any] | None  # what an item reads of it; None: of the items that the share leaves out, too
+
+
+class Reads(NamedTuple):
+    """The files that a source reads: all of them, or those of its arrays, or else what lies at its path."""
+
+    files: tuple[str, ...] | None = None  # and folders
+    arrays: Sequence[ReadArray] = ()
+    hierarchy: bool = False  # whether its path is one of groups and arrays, whose chunks are files
+    settings: Any = None  # of the entry as it was opened, which may be that of a copy
+
+
 # A source leaves out what it has no use for: these are asked instead of it.
+
+
+def reads_of(source: Any) -> Reads:
+    """Return which files a source reads, by its `reads()`, or by `files()`, a list of them all; None has none open."""
+    told = getattr(source, "reads", None)
+    if callable(told):
+        found: Reads = told()
+        return found
+    files, settings = getattr(source, "files", None), getattr(source, "config", None)
+    return Reads(tuple(files()) if callable(files) else None, settings=settings)
 
 
 def class_names(source: Source) -> tuple[str, ...]:
