@@ -24,7 +24,17 @@ from vitrail.data.order.sampler import Extent, Order, Sample, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.pool import Policy
 from vitrail.data.reading.reader import Reader
-from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names, notes_of
+from vitrail.data.source import (
+    ClassifiedSource,
+    Item,
+    LabelledSource,
+    Source,
+    class_names,
+    label_names,
+    notes_of,
+    without,
+)
+from vitrail.data.stored import by
 from vitrail.draws import key
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment, Data, Fit
@@ -115,15 +125,6 @@ def check_size(name: str, axes: tuple[str, ...], item: Item, crop: tuple[int, ..
     )
 
 
-def without(values: Sequence[Any], across: int | None) -> tuple[Any, ...]:
-    """Return one value an axis of a sample, out of one an axis of its item."""
-    return tuple(value for axis, value in enumerate(values) if axis != across)
-
-
-def by(shape: Sequence[Any]) -> str:
-    return " x ".join(map(str, shape))
-
-
 MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
 SHOWN = 10  # sentences about items that are left out
 
@@ -152,7 +153,10 @@ class Dataset:
         self.configs, self.crop, self.where, self.labels, self.tick = list(configs), crop, where, labels, tick
         self.settings = settings if settings is not None else Data.model_construct(augment=Augment())
         self.policy = Policy.of(self.settings)  # of reads before the first step
-        self.sources: list[Source] = [_open(c) for c in configs]
+        self.sources: list[Source] = []
+        for c in configs:
+            with unpacking():
+                self.sources.append(c.open())
         if self.settings.bad == "skip":
             self._leave_out_bad()
         self._unchanged = Augmenter(Augment(), crop, seed=0)
@@ -266,9 +270,7 @@ class Dataset:
         item = self._item(extent)
         if self.settings.fit is not None and (augmenter is None or not self._takes_whole):
             return item.shape
-        window = tuple((augmenter or self._unchanged).window(item, self.crop))
-        if item.slices is not None and len(window) < len(item.shape):
-            window = (*window[: item.slices], 1, *window[item.slices :])
+        window = (augmenter or self._unchanged).window(item)
         return tuple(min(w, size) for w, size in zip(window, item.shape, strict=True))
 
     def _with_windows(self, extents: Sequence[Extent], augmenter: Augmenter | None) -> list[Extent]:
@@ -524,12 +526,6 @@ def check_balance(batch: int | str, dataset: Dataset) -> int:
             "data.balance: entries with different variables cannot share a batch; leave it out, and they take turns"
         )
     return batch
-
-
-def _open(config: Any) -> Source:
-    with unpacking():
-        source: Source = config.open()
-        return source
 
 
 def open_in_order(

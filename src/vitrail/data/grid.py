@@ -244,14 +244,6 @@ class GridSource:
         values = np.ascontiguousarray(self._fetch(entry, labels, window, slice(0, 1))[0], self.label_dtype)
         return map_labels(values, self.config.label_map)
 
-    def prefetch(self, item: int, region: Window) -> None:
-        """Start to decode a window, where the format can."""
-        entry, window = self.entries[item], self._shift(item, region)
-        for n, wanted in self._needed.items():
-            stored = entry.images[n]
-            if stored.prefetch is not None:
-                stored.prefetch(self._full_window(entry, stored, window, wanted))
-
     def reads(self) -> Reads:
         """Tell the arrays that items read; and those of all items, as shares of a copy count those that are there."""
         listed = {id(stored): ReadArray(stored, labels, None) for _, stored, labels in _arrays(self._listed)}

@@ -42,6 +42,11 @@ class Item:
             object.__setattr__(self, "scale", (1.0,) * len(self.shape))
 
 
+def without(values: Sequence[Any], across: int | None) -> tuple[Any, ...]:
+    """Return one value an axis of a sample, out of one an axis of its item."""
+    return tuple(value for axis, value in enumerate(values) if axis != across)
+
+
 @runtime_checkable
 class Source(Protocol):
     """Random access to items that share axes, variables and type."""

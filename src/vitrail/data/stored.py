@@ -72,7 +72,6 @@ class Stored:
     nodata: float | None = None  # a value that marks voxels without data
     valid: Callable[[Window], np.ndarray] | None = None  # or where there are data, in any shape that broadcasts
     levels: tuple["Stored", ...] = ()  # coarser versions of it, finest first
-    prefetch: Callable[[Window], None] | None = None  # start to decode a window
     filling: Any = None  # counts, as `filled`, the chunks that were never written and were read all the same
     chunk_reader: Any = None  # data/chunks/decoded.py, where whole chunks can be decoded one by one
     files: tuple[str, ...] = ()  # and folders that it is read from, where these are others than its name tells
@@ -322,20 +321,13 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
             "one at the `spacing` that is wanted, so that none is left; ask for a finer one, or leave the file out"
         )
 
-    def widen(window: Window) -> Window:
-        return tuple(slice(w.start * f, w.stop * f) for w, f in zip(window, every, strict=True))
-
     def read(window: Window) -> np.ndarray:
-        values = stored.read(widen(window))
+        values = stored.read(tuple(slice(w.start * f, w.stop * f) for w, f in zip(window, every, strict=True)))
         if labels:
             return np.ascontiguousarray(values[tuple(slice(None, None, f) for f in every)])
         boxes = values.reshape([n for size, f in zip(values.shape, every, strict=True) for n in (size // f, f)])
         mean = boxes.mean(axis=tuple(range(1, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
         return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
-
-    def prefetch(window: Window) -> None:
-        if stored.prefetch is not None:
-            stored.prefetch(widen(window))
 
     steps = dict(zip(stored.grid, factors, strict=True))
     size = dict(zip(stored.grid, stored.voxel(), strict=True))
@@ -348,7 +340,6 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
         # The centre of a box lies half of its size less half a voxel after the centre of its first voxel.
         origin={name: place + size[name] * (steps[name] - 1) / 2 for name, place in stored.origin.items()},
         levels=(),
-        prefetch=prefetch,
         filling=stored.filling or stored.chunk_reader,
         chunk_reader=None,  # its chunks are not those of this array
     )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.chunks.decoded import ChunkReader
-from vitrail.data.files.places import Place, find_folders, read_facts
+from vitrail.data.files.places import Place, find_folders, read_facts, read_object
 from vitrail.data.formats.ngff import load_attributes
 from vitrail.data.source import Source
 from vitrail.data.stored import Stored, plain_unit
@@ -28,15 +28,11 @@ def attributes_of(place: Place) -> tuple[str, dict[str, Any]] | None:
     if found is not None or not (place / "attributes.json").is_file():
         return found
     try:
-        document = read_facts(place / "attributes.json")
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
+        document = read_object(place / "attributes.json")
+    except OSError as error:
         raise UserError(
             f"{place / 'attributes.json'} is not valid JSON ({error}); restore or rewrite the file"
         ) from error
-    if not isinstance(document, dict):
-        raise UserError(f"{place / 'attributes.json'} must hold a JSON object; restore or rewrite the file")
     return ("array" if "dimensions" in document else "group"), document
 
 

@@ -30,7 +30,16 @@ from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, copy_part
 from vitrail.data.chunks.layers import Layer, find_layers
 from vitrail.data.order.sampler import Sample
 from vitrail.data.reading.pool import ShortRead, read_again
-from vitrail.data.source import Item, LabelledSource, ManySource, Source, class_names, keeps_chunks, label_dtype
+from vitrail.data.source import (
+    Item,
+    LabelledSource,
+    ManySource,
+    Source,
+    class_names,
+    keeps_chunks,
+    label_dtype,
+    without,
+)
 from vitrail.errors import BadData, UserError
 
 ENOUGH = 1.5
@@ -177,18 +186,14 @@ class Reader:
         if self.fit is not None:
             return self.crop
         factors = self.factors(source, item, window)
-        return self.kept(source, item, [max(1, size // f) for size, f in zip(window, factors, strict=True)])
+        sizes = [max(1, size // f) for size, f in zip(window, factors, strict=True)]
+        return without(sizes, self.item(source, item).slices)
 
     def factors(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
         """Return by how much a window of an item is pooled, along each axis of the item."""
         if self.whole_images:
             return whole_image_factors(window, self.crop)
         return pool_factors(self.item(source, item))
-
-    def kept(self, source: int, item: int, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what belongs to the axes of a sample, out of one value an axis of its item."""
-        across = self.item(source, item).slices
-        return tuple(value for axis, value in enumerate(values) if axis != across)
 
     def layouts(self, samples: Sequence[Sample]) -> list[Layout]:
         """Find what the windows of samples become, once for all that are alike."""
@@ -203,7 +208,7 @@ class Reader:
                 window = s.window or self.crop
                 factors = self.factors(s.source, s.item, window)
                 scale, spacing = (
-                    self.kept(s.source, s.item, values)
+                    without(values, item.slices)
                     for values in (
                         [each / f for each, f in zip(item.scale, factors, strict=True)],
                         [each * f for each, f in zip(item.spacing, factors, strict=True)],
@@ -372,7 +377,7 @@ class Reader:
     def voxel_bytes(self, source: Source) -> int:
         """Return the bytes of one voxel of a source with all that is read of it."""
         labels = 0 if self.label_dtype is None else _label_dtype(source).itemsize
-        return _value_bytes(source) + labels
+        return len(source.variables) * source.dtype.itemsize + labels
 
     # ------------------------------------------------------------ from the source, or from a block of it
 
@@ -431,7 +436,7 @@ class Reader:
 
     def _shrink(self, values: np.ndarray, factors: Sequence[int], across: int | None, *, labels: bool) -> np.ndarray:
         if across is not None:
-            values, factors = values.squeeze(across + 1), [f for axis, f in enumerate(factors) if axis != across]
+            values, factors = values.squeeze(across + 1), without(factors, across)
         if self.fit is not None:
             return fit_image(values, self.fit, self.crop, labels=labels)
         return pool(values, factors, labels=labels)
@@ -481,10 +486,6 @@ def _alike(source: Source) -> Item | None:
                 "mend `alike`, or leave it out"
             )
     return told
-
-
-def _value_bytes(source: Source) -> int:
-    return len(source.variables) * source.dtype.itemsize
 
 
 class StraightSource(Source, Protocol):
