@@ -316,13 +316,8 @@ class Dataset:
                 "data.tiles: every tile comes once an epoch, so entries and items have no other shares; leave out "
                 "data.mix and the entries' weight and draw, or use data.balance"
             )
-        options = {
-            "lanes": lanes,
-            "reuse": reuse,
-            "block": block,
-            "codes": self.orientation_codes() if turn else (0,),
-            "augmenter": augmenter,
-        }
+        codes = self.orientation_codes() if turn else (0,)
+        options = {"lanes": lanes, "reuse": reuse, "block": block, "orientations": codes, "augmenter": augmenter}
         if batch is not None and settings.balance is not None and self.where == "data.train":
             return self._balanced(seed, check_balance(batch, self), options)
         shares = source_shares(settings.mix, weights)
@@ -342,36 +337,26 @@ class Dataset:
         self,
         sources: Sequence[int],
         *,
-        seed: int,
-        lanes: int,
-        reuse: int | None,
-        block: Any,
-        codes: Sequence[int],
-        augmenter: Augmenter | None,
+        reuse: int | None = 1,
+        augmenter: Augmenter | None = None,
         shares: Sequence[float] | None = None,
+        **options: Any,
     ) -> Sampler | Tiles:
-        """Build the order of samples of some sources: crops at random places, or tiles."""
+        """Build the order of samples of some sources, crops at random places or tiles; `options` are those of both."""
         wanted = set(sources)
         chosen = [i for i, e in enumerate(self.extents) if e.source in wanted]
         extents = self._with_windows([self.extents[i] for i in chosen], augmenter)
         if self.settings.tiles is not None and augmenter is not None and not self._takes_whole:
             self._check_tiles(extents)
-        filled = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
+        options["occupancy"] = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
         tiles = self.settings.tiles
-        common: dict[str, Any] = {
-            "seed": seed,
-            "lanes": lanes,
-            "block": block,
-            "orientations": codes,
-            "occupancy": filled,
-        }
         order: Sampler | Tiles
         try:
             if tiles is None:
                 even = {n for n in wanted if getattr(self.configs[n], "draw", "voxels") == "items"}
-                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **common)
+                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **options)
             else:
-                order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
+                order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **options)
         except NothingLeft:
             self._check_filled(sources, None)
             raise
@@ -500,16 +485,7 @@ class Dataset:
         """Measure each variable over crops drawn like training samples of some sources (with the same variables)."""
         sources = range(len(self.sources)) if sources is None else sources
         shares = source_shares(self.settings.mix, [c.weight for c in self.configs])
-        order = self._order(
-            sources,
-            seed=key(seed, "statistics"),
-            lanes=1,
-            reuse=1,
-            block=None,
-            codes=(0,),
-            augmenter=None,
-            shares=shares,
-        )
+        order = self._order(sources, seed=key(seed, "statistics"), lanes=1, shares=shares)
         reader = self.reader(order, lanes=1, cache_bytes=0)
         return statistics.measure(order, reader, samples=samples, kinds=kinds, policy=self.policy, tick=tick)
 
