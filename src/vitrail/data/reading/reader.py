@@ -5,7 +5,7 @@ There are three ways, for images and labels alike:
 - many whole items at once, of sources whose items are small and alike
 - straight: sources of chunks (data/sources/zarr.py) keep decoded chunks themselves and put a window into its place in
   the batch. Windows that are known all at once, of one much larger than the cache, are read together, layer by layer,
-  with nothing kept between (data/chunks/decoded.py)
+  with nothing kept between (data/chunks/layers.py)
 - by blocks: of any other source the block that holds all crops of a visit is read once, kept, and shared by all
   threads. Room for it is made before it is read, so that the limit of memory holds. Where there is none, because other
   threads are filling it, just the window is read; so it is where a block has bad data, which the window may not touch
