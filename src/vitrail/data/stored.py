@@ -306,6 +306,15 @@ def find_nodata(values: np.ndarray, nodata: float | None) -> np.ndarray | None:
     return bad
 
 
+def shrink(values: np.ndarray, factors: Sequence[int], *, labels: bool) -> np.ndarray:
+    """Return means of whole boxes along all axes, rounded where the type is whole; or first voxels, of labels."""
+    if labels:
+        return values[tuple(slice(None, None, f) for f in factors)]
+    boxes = values.reshape([n for size, f in zip(values.shape, factors, strict=True) for n in (size // f, f)])
+    mean = boxes.mean(axis=tuple(range(1, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
+    return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
+
+
 def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> Stored:
     """Return the array at a fraction of its resolution: means of boxes, or the label of their first voxel."""
     if all(factor == 1 for factor in factors):
@@ -323,11 +332,7 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
 
     def read(window: Window) -> np.ndarray:
         values = stored.read(tuple(slice(w.start * f, w.stop * f) for w, f in zip(window, every, strict=True)))
-        if labels:
-            return np.ascontiguousarray(values[tuple(slice(None, None, f) for f in every)])
-        boxes = values.reshape([n for size, f in zip(values.shape, every, strict=True) for n in (size // f, f)])
-        mean = boxes.mean(axis=tuple(range(1, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
-        return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
+        return np.ascontiguousarray(shrink(values, every, labels=labels))
 
     steps = dict(zip(stored.grid, factors, strict=True))
     size = dict(zip(stored.grid, stored.voxel(), strict=True))

@@ -40,6 +40,7 @@ from vitrail.data.source import (
     label_dtype,
     without,
 )
+from vitrail.data.stored import shrink
 from vitrail.errors import BadData, UserError
 
 ENOUGH = 1.5
@@ -71,11 +72,7 @@ def pool(values: np.ndarray, factors: Sequence[int], *, labels: bool = False) ->
     # A window thinner than a box is one box.
     factors = [min(factor, size) for factor, size in zip(factors, values.shape[1:], strict=True)]
     whole = values[(slice(None), *(slice(0, n // f * f) for n, f in zip(values.shape[1:], factors, strict=True)))]
-    if labels:
-        return whole[(slice(None), *(slice(None, None, f) for f in factors))]
-    boxes = whole.reshape(len(whole), *(n for s, f in zip(whole.shape[1:], factors, strict=True) for n in (s // f, f)))
-    mean = boxes.mean(axis=tuple(range(2, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
-    return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
+    return shrink(whole, (1, *factors), labels=labels)
 
 
 def fit_image(
