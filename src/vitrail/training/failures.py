@@ -252,6 +252,7 @@ PHASES = {
     "drawing": SLOW_PHASE,
     "sampling": SLOW_PHASE,
     "measuring": SLOW_PHASE,
+    "profiling": SLOW_PHASE,
     "saving": SLOW_PHASE,
 }
 
