@@ -272,7 +272,7 @@ def test_any_numbers_make_rows() -> None:
     assert found is not None
     assert found.of == "kernels"
     assert len({len(row) for row in found.parts} | {len(found.heads)}) == 1
-    assert len(found.operations[0][0]) < 100
+    assert len(found.operations[0][3][0]) < 100
     assert "5 more ranks" in found.notes[-1]
 
 

@@ -45,7 +45,8 @@ def test_parts_of_a_cpu_step_last_until_the_next_and_add_up_to_it() -> None:
         event("aten::linear", 110, 290),
         event("aten::mm", 120, 280),
         mark("backward", 300, 600),
-        event("aten::mm", 310, 400),
+        event("aten::mm", 310, 381),
+        event("## Call CompiledFxGraph f1 ##", 381, 400),
         # On a thread of its own; 100 of it while nothing else is at work.
         event("gloo:all_reduce", 390, 500, "user_annotation", tid=9),
         mark("optimizer", 600, 700),
@@ -65,11 +66,12 @@ def test_parts_of_a_cpu_step_last_until_the_next_and_add_up_to_it() -> None:
     assert found["step_seconds"] == pytest.approx(850e-6 / 2)
     assert found["collectives"] == pytest.approx(110e-6 / 2)
     assert found["idle"] is None
-    mm, linear = found["operations"]
+    mm, linear, compiled = found["operations"]
     assert (mm["name"], mm["calls"], linear["name"], linear["calls"]) == ("aten::mm", 1.0, "aten::linear", 0.5)
-    assert mm["seconds"] == pytest.approx(250e-6 / 2)
+    assert mm["seconds"] == pytest.approx(231e-6 / 2)
     assert linear["seconds"] == pytest.approx(20e-6 / 2)  # without the product inside it
-    assert mm["share"] == pytest.approx(250 / 850)
+    assert compiled["seconds"] == pytest.approx(19e-6 / 2)
+    assert mm["share"] == pytest.approx(231 / 850)
 
 
 def gpu_step() -> list[Event]:

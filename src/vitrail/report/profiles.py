@@ -30,7 +30,7 @@ class Profiled(NamedTuple):
     heads: list[str]
     parts: list[Row]
     of: str  # what the operations are
-    operations: list[Row]
+    operations: list[tuple[str | Row, ...]]  # share, time, calls, name
     notes: list[str]
 
 
@@ -49,8 +49,12 @@ def show_profile(table: Any) -> Profiled | None:
     ]
     parts.append(("a step", *(cell for rank in shown for cell in _time_and_share(rank.get("step_seconds"), rank))))
     rows = [row for row in _list(first, "operations") if isinstance(row, dict)]
-    operations = [
-        (_short(row.get("name")), plain(row.get("calls"), 4), *_time_and_share(row.get("seconds"), first))
+    operations: list[tuple[str | Row, ...]] = [
+        (
+            *_time_and_share(row.get("seconds"), first)[::-1],
+            plain(row.get("calls"), 4),
+            (_short(row.get("name")), "cell"),
+        )
         for row in rows
     ]
     return Profiled(
@@ -75,9 +79,9 @@ def _notes(rank: dict[str, Any], more: int) -> list[str]:
     if isinstance(rank.get("note"), str):
         found.append(rank["note"][:1].upper() + rank["note"][1:] + ".")
     if isinstance(rank.get("trace"), str):
-        found.append(f"{rank['trace']} opens in https://ui.perfetto.dev; traces stay on this machine there.")
+        found.append(f"{rank['trace']} opens in https://ui.perfetto.dev, which sends it nowhere.")
     if isinstance(rank.get("memory"), str):
-        found.append(f"{rank['memory']} opens in https://pytorch.org/memory_viz.")
+        found.append(f"{rank['memory']} opens in https://pytorch.org/memory_viz, which sends it nowhere.")
     return found + ([f"{more} more ranks are in the folder profile."] if more else [])
 
 

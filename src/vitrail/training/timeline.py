@@ -22,6 +22,7 @@ PREFIX = "vitrail: "
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 BETWEEN = "between"  # what lies between two steps, as an evaluation, is no part of either
 HEAVIEST = 20  # operations that are listed
+COMPUTING = ("aten::", "## Call CompiledFxGraph")  # how a CPU's operations, and compiled blocks of them, begin
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Span = tuple[float, float]
@@ -100,7 +101,7 @@ def break_down(events: Sequence[Event], *, whole: bool = False) -> dict[str, Any
     if on_gpu:
         alike = [(is_collective(w.name, True), (w.begin, w.end)) for w in works]
     else:
-        host = [e for e in timed if e["name"].startswith("aten::") or is_collective(e["name"], False)]
+        host = [e for e in timed if e["name"].startswith(COMPUTING) or is_collective(e["name"], False)]
         alike = [(is_collective(e["name"], False), (e["ts"], e["ts"] + e["dur"])) for e in host]
     talking = merged(span for talks, span in alike if talks)
     working = merged(span for talks, span in alike if not talks)
