@@ -7,7 +7,6 @@ beside it says so; else the model's own grid decides, or the only grid that the 
 import math
 import re
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -169,14 +168,10 @@ def _grid_by_settings(weights: Weights, patch: tuple[int, ...]) -> Grid | None:
         if isinstance(timm, dict):
             size = tuple(timm["input_size"][1:])
         else:
-            size, patch = (per_axis(_tupled(settings[key]), 2) for key in ("image_size", "patch_size"))
+            size, patch = (per_axis(settings[key], 2) for key in ("image_size", "patch_size"))
         return tuple(s // p for s, p in zip(size, patch, strict=True))
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _first_tokens(
