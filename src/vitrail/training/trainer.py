@@ -12,6 +12,7 @@ The weights of a step stay as they are until the next update, so that the averag
 `owe` says that it is behind, `settle` (or whoever asks for it) brings it up to date.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -376,6 +377,35 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
         checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+
+
+COLLECT_EVERY = 50  # steps
+
+
+class Garbage:
+    """Inside, Python's garbage is collected between steps, by all ranks at the same ones: `between(step)` does so.
+
+    Python collects whenever it has made so many objects: in the middle of a step, on another rank each time, and all
+    wait for that one. What is there at the start of the loop is not looked at again, so that a collection takes a
+    moment.
+    """
+
+    def __enter__(self) -> "Garbage":
+        self.enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def between(self, step: int) -> None:
+        """Collect, if it is time to."""
+        if step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self.enabled:
+            gc.enable()
 
 
 class Timed:

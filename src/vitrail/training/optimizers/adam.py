@@ -44,32 +44,34 @@ class Adam(Update):
         )
 
 
-@config
-class AdamWConfig(OptimizerConfig):
-    kind: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+class _AdamConfig(OptimizerConfig):
+    """The checks of what both have."""
+
+    betas: tuple[float, float]
+    eps: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_not_negative(eps=self.eps)
         check_shares(betas=self.betas)
+
+
+@config
+class AdamWConfig(_AdamConfig):
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
 
     def update(self, role: Role) -> Update:
         return Adam(self.betas, self.eps, decoupled=True)
 
 
 @config
-class AdamConfig(OptimizerConfig):
+class AdamConfig(_AdamConfig):
     kind: Literal["adam"] = "adam"
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(eps=self.eps)
-        check_shares(betas=self.betas)
 
     def update(self, role: Role) -> Update:
         return Adam(self.betas, self.eps, decoupled=False)

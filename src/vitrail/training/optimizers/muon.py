@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitrail.layers.init import local_shard
+from vitrail.parallel.mesh import spread_like
 from vitrail.recipe import config
 from vitrail.training.optimizers.adam import Adam
 from vitrail.training.optimizers.optimizer import (
@@ -26,7 +27,6 @@ from vitrail.training.optimizers.optimizer import (
     check_not_negative,
     check_shares,
     kept,
-    spread_like,
 )
 from vitrail.training.private import foreach_lerp, foreach_lerp_, foreach_mul_
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from vitrail.errors import UserError
 from vitrail.foreign import read_pattern, search_all
 from vitrail.models.model import Model
-from vitrail.parallel.mesh import local
+from vitrail.parallel.mesh import local, spread_like
 from vitrail.recipe import config
 
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
@@ -249,20 +249,6 @@ def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
                 if moment != "step":
                     state[f"{name}.{moment}"] = spread_like(source, value)
     return state
-
-
-def spread_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """Make a rank's shard a part of a tensor that is spread as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: int) -> dict[str, Tensor]:
