@@ -270,7 +270,9 @@ def test_the_estimate_is_near_what_autograd_holds() -> None:
 
 
 def test_a_budget_that_cannot_be_met_is_refused() -> None:
-    with pytest.raises(UserError, match=r"budget: 0.01 is less than the 0\.\d+ that remains .* use 0\.\d+ or more"):
+    with pytest.raises(
+        UserError, match=r"budget: 0.01 is less than the 0\.\d+ that remains .* set parallel.recompute.budget=0\.\d+"
+    ):
         recompute.apply([make(Block)], Recompute(budget=0.01))
 
 
