@@ -371,7 +371,6 @@ def like(cluster: Cluster, strategy: str, parameters: int, gpus: int) -> dict[st
 def time_for(
     recipe: Recipe,
     cluster: Cluster,
-    gpus: int,
     layout: Layout,
     shares: Shares,
     *,
@@ -386,7 +385,6 @@ def time_for(
             step_time(
                 work,
                 cluster,
-                gpus=gpus,
                 layout=layout,
                 parallel=recipe.parallel,
                 precision=recipe.precision,
@@ -441,7 +439,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     if replayed:
         work = works_of(recipe, layout, shares.micro)[0]
         memory = dataclasses.replace(memory, recorded=work.inputs - work.raw)
-    time = time_for(recipe, cluster, gpus, layout, shares, replayed=replayed)
+    time = time_for(recipe, cluster, layout, shares, replayed=replayed)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")
     work = works_of(recipe, layout, shares.micro)[0]

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,7 @@ from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Part, per_axis
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.model import encoder_of
+from vitrail.parallel.replay import map_tensors
 from vitrail.parallel.split import Split, Whole
 from vitrail.recipe.sections import Chunk
 
@@ -175,22 +176,6 @@ def _on_meta(value: Any, samples: int) -> Any:
     return map_tensors(made, value)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return the same structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: map_tensors(function, one) for name, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, one) for one in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, one) for one in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_tensors(function, getattr(value, f.name)) for f in fields(value) if f.init}
-        return replace(value, **changed)
-    return value
-
-
 def bytes_of(*values: Any) -> int:
     """Count the bytes of all tensors together, each storage once."""
     found: dict[int, int] = {}
@@ -208,22 +193,16 @@ def trace(
     objective: Any,
     *,
     samples: int,
-    compute: Compute,
-    recompute: Any = "none",
-    compiled: bool = False,
-    chunk: Chunk = Chunk(),  # noqa: B008
-    tensor: int = 1,
-    context: int = 1,
     pipeline_rank: tuple[int, int] = (0, 1),
+    **settings: Any,
 ) -> Work:
     """Trace one rank with a micro-batch of so many samples; `model` and `objective` are the recipe's configs.
 
-    Settings that the model cannot have are ValueErrors.
+    `settings` are those of _Options; such as the model cannot have are ValueErrors.
     """
     if samples < 1:
         raise ValueError(f"samples {samples} must be at least 1")
-    options = _Options(compute, recompute, compiled, chunk, tensor, context)
-    work = _work_of(key_of(model), key_of(objective), samples, options)
+    work = _work_of(key_of(model), key_of(objective), samples, _Options(**settings))
     return work if pipeline_rank[1] == 1 else stage_of(work, *pipeline_rank)
 
 
