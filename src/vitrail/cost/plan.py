@@ -297,25 +297,16 @@ def is_solo(recipe: Recipe, layout: Layout, cluster: Cluster) -> bool:
 
 def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
     """Return the memory of the fullest rank."""
-    c = recipe.parallel
     alone = is_solo(recipe, layout, cluster)
     found = (
         memory_of(
             work,
-            shard=layout.shard,
-            reshard=layout.reshard,
-            tensor=layout.tensor,
-            context=layout.context,
-            pipeline=layout.pipeline,
-            prefetch=c.prefetch,
-            wrap=c.wrap,
-            compute=compute_of(recipe),
-            reduce=recipe.precision.reduce,
+            layout,
+            recipe.parallel,
+            recipe.precision,
+            micro_batches=shares.passes,
             moments=Moments.of(recipe.optimizer),
             ema=recipe.ema is not None,
-            offload=c.offload,
-            micro_batches=shares.passes,
-            schedule=c.schedule,
             read_ahead=recipe.data.prefetch + 1,  # that wait, and the one that is being made
             rank=rank,
             solo=alone,

@@ -164,12 +164,16 @@ def picked(x: Tensor, pick: slice | Tensor | None) -> Tensor:
 # ---------------------------------------------------------------- attention
 
 
-def attend_context(q: Tensor, k: Tensor, v: Tensor, *, ring: Ranks, ulysses: Ranks, keys: ContextKeys) -> Tensor:
+def attend_context(
+    q: Tensor, k: Tensor, v: Tensor, *, ring: Ranks, ulysses: Ranks, keys: ContextKeys | None = None
+) -> Tensor:
     """Attention of this rank's queries [B, L, H, K] over the keys and values [B, M, G, K] of all ranks.
 
-    All of them, in order of ranks, are M times ring times ulysses; `keys` tell which are seen. A sample that sees none
-    gives 0.
+    All of them, in order of ranks, are M times ring times ulysses; `keys` tell which are seen, by default all. A sample
+    that sees none gives 0.
     """
+    if keys is None:
+        keys = context_keys(k.shape[1], ring=ring, ulysses=ulysses)
     if ulysses.size > 1:
         k, v = repeat_groups(q.shape[2], k, v, ulysses.size)
         if q.shape[1] == k.shape[1]:
