@@ -462,7 +462,8 @@ def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
     seen: list[str] = []
     for _ in _looks(timeout):
         if world.rank == 0 and (count := store.add("hellos", 0)) != counted and store.check(hellos):
-            counted, tokens = count, _get_all(store, hellos)
+            several = store.multi_get(hellos) if store.has_extended_api() else map(store.get, hellos)
+            counted, tokens = count, [bytes(value).decode() for value in several]
             if tokens != seen:  # a late count of a token that is in the name must not change the name
                 seen, name = tokens, uuid4().hex
                 store.set(f"tokens/{name}", json.dumps(tokens))
@@ -477,11 +478,6 @@ def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
             if acknowledged and store.add(f"ack/{name}", 0) == world.size:
                 return name
     raise _missing(world, timeout)
-
-
-def _get_all(store: Any, names: list[str]) -> list[str]:
-    values = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
-    return [bytes(value).decode() for value in values]
 
 
 def _missing(world: World, timeout: timedelta) -> UserError:
