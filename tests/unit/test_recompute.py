@@ -16,7 +16,7 @@ from vitrail.layers.attention import key_mask
 from vitrail.layers.backends import use_backend
 from vitrail.layers.block import Block, BlockConfig, CrossBlock, ModulatedBlock
 from vitrail.layers.convolutions import ConvBlock
-from vitrail.layers.flops import Again, block_flops
+from vitrail.layers.flops import Again
 from vitrail.parallel import chunk, recompute
 from vitrail.recipe.sections import Recompute
 
@@ -280,14 +280,14 @@ def test_a_budget_that_cannot_be_met_is_refused() -> None:
 
 
 def test_hardware_flops_follow_the_roles() -> None:
-    flops = block_flops(tokens=TOKENS, width=WIDTH, kv_width=WIDTH // 2, hidden=HIDDEN, gated=False) * 3
+    flops = config().flops(TOKENS) * 3
     assert sum(flops.roles.values()) == flops.linear
     base = flops.hardware(recompute=False)
     assert flops.hardware(recompute=True) - base == flops.linear - flops.roles["fc2"] + flops.attention
     assert flops.hardware(recompute=Again(share=0.5)) - base == (flops.linear - flops.last + flops.attention) / 2
     kept = Again(kept=frozenset({"attention", "qkv", "fc2"}))
     assert flops.hardware(recompute=kept) - base == flops.roles["proj"] + flops.roles["fc1"]
-    read = block_flops(tokens=4, width=8, kv_width=8, hidden=8, gated=True, last_read=True)
+    read = config(width=8, heads=1, kv_heads=1, hidden=8, mlp="swiglu").flops(4, last_read=True)
     assert read.hardware(recompute=True) - read.hardware(recompute=False) == read.linear + read.attention
     assert (read + read).roles["gate"] == 2 * read.roles["gate"]
 
@@ -295,7 +295,7 @@ def test_hardware_flops_follow_the_roles() -> None:
 def test_flops_equal_what_pytorch_counts_for_every_choice() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    flops = block_flops(tokens=TOKENS, width=WIDTH, kv_width=WIDTH // 2, hidden=HIDDEN, gated=False) * BATCH
+    flops = config().flops(TOKENS) * BATCH
     for choice in ["none", *CHOICES[:1], *CHOICES[3:4]]:
         block = make(Block)
         made = recompute.apply([block], choice)
