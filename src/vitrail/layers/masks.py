@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 
 class Mask(NamedTuple):
@@ -110,8 +110,7 @@ class StratifiedMask(_MaskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slabs < 1:
-            raise ValueError(f"slabs {self.slabs} must be at least 1")
+        must("be at least 1", slabs=self.slabs)
 
     @property
     def strata(self) -> int:

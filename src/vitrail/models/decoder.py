@@ -22,9 +22,7 @@ from vitrail.models.encoder import (
     Encoder,
     EncoderConfig,
     LearnedPositions,
-    check_drop_path,
-    check_heads,
-    check_mlp,
+    check_blocks,
     hidden_width,
     rope_turns,
 )
@@ -46,11 +44,7 @@ class DecoderBlocks:
     drop_path: float = 0.0
 
     def __post_init__(self) -> None:
-        check_heads(self.width, self.heads, self.kv_heads)
-        if self.theta is not None and self.theta <= 0:
-            raise ValueError(f"theta {self.theta} must be above 0")
-        check_mlp(self.width, self.mlp_ratio, self.hidden)
-        check_drop_path(self.drop_path)
+        check_blocks(self)
         if self.depth < 1:
             raise ValueError(f"depth {self.depth} must be at least 1; for a decoder without blocks use kind: linear")
 

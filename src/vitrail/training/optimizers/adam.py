@@ -5,14 +5,12 @@ from typing import Literal
 from torch import Tensor
 from torch.optim.adam import adam
 
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 from vitrail.training.optimizers.optimizer import (
     OptimizerConfig,
     Role,
     Shards,
     Update,
-    check_not_negative,
-    check_shares,
 )
 
 
@@ -52,8 +50,8 @@ class _AdamConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_not_negative(eps=self.eps)
-        check_shares(betas=self.betas)
+        must("not be negative", eps=self.eps)
+        must("be at least 0 and below 1", betas=self.betas)
 
 
 @config
