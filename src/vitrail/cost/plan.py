@@ -30,8 +30,7 @@ from vitrail.cost.step import StepTime, step_time
 from vitrail.cost.trace import Compute, trace, whole_matrix
 from vitrail.cost.work import Key, Work, cached, divided, places, stage_of
 from vitrail.errors import UserError
-from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of, filled
+from vitrail.models.model import Model, filled, known_variables, sizes_of
 from vitrail.objectives.objective import labels_of
 from vitrail.parallel import recompute
 from vitrail.parallel import shard as solo
@@ -48,14 +47,10 @@ _MODELS, _WHOLE = cached(8), cached(16)
 
 def complete(recipe: Recipe) -> Recipe:
     """Return the recipe with the model and the objective as training would complete them."""
-    model, objective = recipe.model, recipe.objective
-    try:
-        crop = per_axis(recipe.data.crop, model.ndim)
-    except ValueError as error:
-        raise UserError(f"data.crop: {error}; model.ndim is {model.ndim}") from None
+    model, objective, crop = recipe.model, recipe.objective, sizes_of(recipe, "crop")
     entry = _Entry(recipe.data.train[0])
     condition = tuple(getattr(objective, "condition", ()))
-    known = getattr(encoder_of(model), "variables", None)
+    known = known_variables(model)
     if known is not None:
         channels = len(known.known)
     else:

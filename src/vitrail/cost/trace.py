@@ -30,7 +30,7 @@ from vitrail.errors import UserError, is_out_of_memory
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Part, per_axis
 from vitrail.layers.tokens import AdaptiveTokens
-from vitrail.models.model import encoder_of
+from vitrail.models.model import encoder_of, known_variables
 from vitrail.parallel.replay import map_tensors
 from vitrail.parallel.split import Split, Whole
 from vitrail.recipe.sections import Chunk
@@ -137,7 +137,7 @@ def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) ->
     of = labels_of(objective, model)
     wanted = of == "voxel" or (of == "item" and getattr(model, "classes", None))
     labels = torch.zeros(number, *(size if of == "voxel" else ()), dtype=torch.long, device=device) if wanted else None
-    known = getattr(encoder_of(model), "variables", None)
+    known = known_variables(model)
     batch = Batch(
         counters=list(range(number)),
         values=torch.zeros(number, _channels(objective, model), *size, device=device),

@@ -98,13 +98,6 @@ def plan(blocks: Sequence[nn.Module], choice: Choice, *, pieces: bool = False) -
     return Plan(kept, f"every block is recomputed but for {_listed(frozenset(choice.keep))}")
 
 
-def apply(blocks: Sequence[nn.Module], choice: Choice) -> Plan:
-    """Plan and carry out at once, for the blocks of a whole model."""
-    made = plan(blocks, choice)
-    carry_out(blocks, made.kept)
-    return made
-
-
 def carry_out(blocks: Sequence[nn.Module], entries: Sequence[Kept]) -> None:
     """Make each block recompute by its entry of a plan, in place; names of parameters stay."""
     for block, kept in zip(blocks, entries, strict=True):
