@@ -345,19 +345,6 @@ def of_layers(ops: tuple[Op, ...], widths: set[tuple[int, int]]) -> tuple[Op, ..
     return tuple(replace(op, layer=layer_of(op)) if op.kind == "gemm" else op for op in ops)
 
 
-class _Parameters:
-    """A count of parameters, each once, in the first stage that has it."""
-
-    def __init__(self) -> None:
-        self.counted: set[nn.Parameter] = set()
-
-    def of(self, owners: Sequence[nn.Module | nn.Parameter]) -> int:
-        found = {p for one in owners for p in ([one] if isinstance(one, nn.Parameter) else one.parameters())}
-        found -= self.counted
-        self.counted |= found
-        return sum(p.numel() for p in found)
-
-
 def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module, Any]) -> tuple[list[Segment], Run]:
     """Run stage by stage; equal blocks that follow each other are one segment. The last run has the output's shape."""
     from vitrail.parallel.float8 import linears_of
@@ -367,14 +354,20 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
     known: dict[Any, tuple[Run, Segment]] = {}
     shape, dtype, leaf = tuple(x.shape), x.dtype, False
     run: Run | None = None
-    parameters = _Parameters()
+    counted: set[nn.Parameter] = set()  # each once, in the first stage that has it
+
+    def count(owners: Sequence[nn.Module | nn.Parameter]) -> int:
+        found = {p for one in owners for p in ([one] if isinstance(one, nn.Parameter) else one.parameters())} - counted
+        counted.update(found)
+        return sum(p.numel() for p in found)
+
     compiled = any(map(is_compiled, kept))
     with fusion.compiling() if compiled else nullcontext():
         for stage in model.stages():
             used = [one for one in stage.uses if one is not None]
             blocks = [one for one in used if one in kept]
             key = (make_of(blocks[0]), kept[blocks[0]], shape, dtype) if len(used) == len(blocks) == 1 else None
-            own = parameters.of(used)
+            own = count(used)
             if key is not None and key in known:
                 run, segment = known[key]
                 if segments[-1].name == segment.name:
@@ -413,8 +406,7 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
             if "taps" in stage.needs and "taps" in side and key is not None:
                 side["taps"].append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True))
     assert run is not None
-    left = parameters.of([model])
-    segments[0] = replace(segments[0], parameters=segments[0].parameters + left)
+    segments[0] = replace(segments[0], parameters=segments[0].parameters + count([model]))
     return segments, run
 
 
