@@ -112,13 +112,14 @@ def page(cluster: Cluster, rows: Sequence[t.Row], out: Path) -> str:
             ),
         ),
         "far": table(
-            ("row", "published", "planned", "what is odd about it"),
+            ("row", "published", "planned", "by its neighbours", "what differs in that run"),
             (
                 (
                     " ".join(row.cell[:2]) + f" on {row.cell[2]}",
                     f"{row.published:,}",
                     f"{row.rate:,.0f} ({percent(1 + row.error)})",
-                    t.ODD.get(row.cell[:3], "nothing that we know of"),
+                    " to ".join(f"{rate:,.0f} ({percent(rate / row.published)})" for rate in t.beside(*row.cell[:3])),
+                    t.WHY.get(row.cell[:3], "nothing that we know of"),
                 )
                 for row in far
             ),

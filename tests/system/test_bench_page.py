@@ -79,6 +79,38 @@ def test_page_and_facts_agree(bench: Path) -> None:
         assert sentence in text
 
 
+def test_no_two_things_are_called_the_same(bench: Path) -> None:
+    """The fastest cells of two patches and two devices, each with its own name in tiles and sentences."""
+    text = (bench / "report.html").read_text()
+    tiles = re.findall(r'class="tile"><span>(.*?)</span>', text)
+    assert len([tile for tile in tiles if tile.startswith("Fastest")]) == 3
+    assert len(set(tiles)) == len(tiles)
+    facts = bench_summary(bench)
+    titles = [sentence.partition(": ")[0] for sentence in facts["conclusions"] if sentence.startswith("Fastest")]
+    assert titles == [cell["title"] for cell in facts["fastest"]]
+    assert len(set(titles)) == len(titles) == 3
+    assert {"Fastest with patch=2 (NVIDIA H200, real)", "Fastest (NVIDIA A100, real)"} <= set(titles)
+    pictures = re.findall(r"<figcaption><b>(.*?)</b>", text)
+    assert "Configurations: patch=2 (NVIDIA H200, real)." in pictures
+    assert len(set(pictures)) == len(pictures)
+
+
+def test_narrow_screens(bench: Path) -> None:
+    """A row of a wide table becomes a list whose entries are named; a picture keeps its size and moves sideways."""
+    text = (bench / "report.html").read_text()
+    style = text[: text.index("</style>")]
+    narrow = style[style.index("@media (max-width: 560px)") :]
+    for rule in ("stack thead { display: none; }", "stack tr { display: block;", "content: attr(data-head);"):
+        assert rule in narrow, rule
+    for table in re.findall(r'<table class="stack">(.*?)</table>', text, re.DOTALL):
+        heads = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", table)
+        for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)[1:]:
+            assert re.findall(r'<td[^>]* data-head="(.*?)"', row) == heads
+    assert text.count('<table class="stack">') == 2  # effects and cells
+    pictures = text.count("<img ")
+    assert text.count('<figure class="card wide"><div class="scroll"><img ') == pictures > 0
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_bench(tmp_path / "b", [result({"parallel.compile": on}, 0.1 - 0.05 * on) for on in (False, True)])
     with pytest.raises(SystemExit) as ended:

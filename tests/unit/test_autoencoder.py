@@ -171,7 +171,7 @@ def test_pictures_of_volumes(tmp_path):
     volume = np.random.default_rng(0).normal(size=(1, 4, 8, 8)).astype(np.float32)
     with Image.open(pairs_panel(tmp_path / "a.png", [(volume, volume), (volume, -volume)], title="t")) as image:
         assert image.width > 300
-    with pytest.raises(ValueError, match="at least one pair"):
+    with pytest.raises(ValueError, match="at least one row"):
         pairs_panel(tmp_path / "b.png", [])
 
 

@@ -12,12 +12,13 @@ from support import ROOT
 from vitrail.bench import bench, check_mode
 from vitrail.bench import measure as measuring
 from vitrail.bench import measure as splitting
-from vitrail.bench.measure import Marks, covered, is_collective, marked, slowest, spread, used_since
+from vitrail.bench.measure import Marks, covered, is_collective, marked, slowest, used_since
 from vitrail.bench.runner import alone, describe, name_recompute
 from vitrail.errors import UserError
 from vitrail.parallel import check, float8
 from vitrail.recipe import load_recipe
 from vitrail.recipe.sections import Recompute
+from vitrail.report.bench_cells import spread
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
 MAE = {

@@ -513,3 +513,14 @@ def test_the_difference_between_modes_is_one_sentence():
     assert explain([result("syn", 1.0)]) == "backward takes 67 % of a step"
     assert explain([result("real", 0.5), result("syn", 1.0)]).startswith("no verdict")
     assert explain([{"status": "oom", "mode": "real"}]) == ""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_what_stops_a_training_stops_a_sweep(sign: signal.Signals) -> None:
+    before = signal.signal(sign, lambda *_: None)  # whatever the one has chosen who runs the tests
+    try:
+        with pytest.raises(runner.Stopped, match=f"stopped by {sign.name}"), runner.stoppable():
+            signal.raise_signal(sign)
+        signal.raise_signal(sign)  # the handler of before is back
+    finally:
+        signal.signal(sign, before)

@@ -10,9 +10,9 @@ from support import environment, run, torchrun
 
 from vitrail.bench import calibrate as calibration
 from vitrail.bench import probe as probing
-from vitrail.bench.calibrate import calibrate, fit, known_cluster, launch_seconds, table
+from vitrail.bench.calibrate import calibrate, fit, launch_seconds, table
 from vitrail.bench.probe import Probe
-from vitrail.cost.cluster import WALKS, load_cluster
+from vitrail.cost.cluster import WALKS, known_cluster, load_cluster
 from vitrail.errors import UserError
 
 CPU = torch.device("cpu")
@@ -22,7 +22,8 @@ import json, os, sys
 from pathlib import Path
 import torch
 from vitrail.bench import calibrate as c
-c.measure_device = lambda probe, known, tell: c.load_cluster("laptop").device
+from vitrail.cost.cluster import load_cluster
+c.measure_device = lambda probe, known, tell: load_cluster("laptop").device
 found = c.calibrate(Path(sys.argv[1]), quick=True)
 Path(sys.argv[1]).with_name(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(c.table(found)))
 """

@@ -79,6 +79,18 @@ def test_padding_changes_nothing(kind: str, ndim: int) -> None:
         assert torch.allclose(one, two, atol=1e-4 * (1 + float(one.abs().max())))
 
 
+@pytest.mark.parametrize("kind", ["vit", "vit-attention", "sap", "unetr"])
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_full_trees_have_no_mask(kind: str, ndim: int) -> None:
+    """Attention takes its kernels without a mask, and gives what it gives with one that hides nothing."""
+    torch.manual_seed(0)
+    model = model_of(kind, ndim, replace(SPARSE if ndim == 2 else SPARSE3D, fill=True))
+    inputs, tokens = make_inputs(model.config, picture(ndim))
+    assert inputs["valid"] is None
+    assert tokens.tree.valid.all()
+    assert torch.allclose(model(**inputs), model(**inputs | {"valid": tokens.tree.valid}), atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["self", "cross", "linear"])
 @pytest.mark.parametrize("on", ["hidden", "all"])
 def test_padding_is_not_scored(kind: str, on: str) -> None:

@@ -14,8 +14,9 @@ from torch.nn import functional
 from vitrail.layers import trees
 from vitrail.layers.kernels import adaptive_kernels
 from vitrail.layers.patches import patchify
-from vitrail.layers.trees import Tree, build_trees, check_length
-from vitrail.report.panels import LINES, tree_picture
+from vitrail.layers.trees import Tree, build_trees, check_length, is_full
+from vitrail.report.panels import tree_picture
+from vitrail.report.views import LINES
 
 SHAPES = [(32, 32), (16, 16, 16), (24, 40), (33, 7), (9, 20, 13), (64,), (4, 8, 8, 4)]  # powers of two, and others
 
@@ -169,6 +170,25 @@ def test_an_image_with_few_nodes_is_padded() -> None:
     assert not tokens[:, 4:].any()
     for length, min_leaf in ((1, 2), (4, 8), (4, 16)):
         assert build_trees(draw(1, 8, 8), length=length, patch=2, min_leaf=min_leaf).side[0, 0] == 8
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 8, 8), (8, 12), (6, 6), (1, 1), (16, 8)])
+@pytest.mark.parametrize("min_leaf", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("fill", [True, False])
+def test_full_trees_are_known_by_their_shape(shape: tuple[int, ...], min_leaf: int, fill: bool) -> None:
+    """What is called full has no padding whatever is scored; an image that fills is called so up to its last split."""
+    gain, side = 2 ** len(shape) - 1, max(shape)
+    cubic = shape in ((8, 8), (8, 8, 8), (1, 1))
+    most = max(1, side // min_leaf) ** len(shape)  # leaves of a cube when all has been split
+    told = []
+    for length in sorted({1, gain + 1, most - gain, most, most + gain}):
+        if length < 1:
+            continue
+        told.append((length, is_full(shape, length=length, min_leaf=min_leaf, fill=fill)))
+        if told[-1][1]:
+            for score in (torch.zeros(2, *shape), draw(2, *shape)):
+                assert build_trees(score, length=length, patch=2, min_leaf=min_leaf, fill=fill).valid.all()
+    assert told == [(length, fill and cubic and length <= most) for length, _ in told]
 
 
 # ---------------------------------------------------------------- tokens

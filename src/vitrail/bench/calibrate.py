@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from vitrail.bench.probe import TILE, Points, Probe, rising
-from vitrail.cost.cluster import Cluster, Curve, Device, Link, list_clusters, load_cluster, write_cluster
+from vitrail.cost.cluster import Cluster, Curve, Device, Link, known_cluster, write_cluster
 from vitrail.cost.trace import trace_model
 from vitrail.errors import UserError
 from vitrail.foreign import memory_bytes
@@ -214,12 +214,6 @@ def make_probe(device: torch.device, quick: bool) -> Probe:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def known_cluster(name: str) -> Cluster | None:
-    """Return a cluster of this package with such a device; a CPU is like no other."""
-    clusters = (load_cluster(known) for known in list_clusters())
-    return None if name == "cpu" else next((one for one in clusters if one.device.name == name), None)
 
 
 # ---------------------------------------------------------------- one device

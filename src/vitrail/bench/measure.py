@@ -48,6 +48,7 @@ from vitrail.parallel.agree import gather_json, on_chief, share_json
 from vitrail.parallel.mesh import layout_of
 from vitrail.parallel.split import Alone
 from vitrail.recipe.load import Given, find_recipe
+from vitrail.report.bench_cells import spread
 from vitrail.report.facts import strict
 from vitrail.report.modes import UNSTEADY
 from vitrail.training.diagnose import LONG, Opened, opened_as_is
@@ -262,14 +263,6 @@ def speed(parts: Opened, trainer: Trainer | None, windows: list[float]) -> dict[
     hardware = each * flops.hardware(recompute=trainer.flow.again)
     found["tflops"] = each * flops.training
     return found | ({"mfu": found["tflops"] / peak, "hfu": hardware / peak} if peak else {})
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the quartiles, or the extremes of fewer than four."""
-    if len(values) < 4:
-        return min(values), max(values)
-    quartiles = statistics.quantiles(values, n=4, method="inclusive")
-    return quartiles[0], quartiles[2]
 
 
 def slowest(windows: Sequence[Sequence[float]]) -> list[float]:

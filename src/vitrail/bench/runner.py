@@ -4,7 +4,7 @@
 - a call that is repeated goes on where the last one was stopped; cells that failed are tried again with `again`
 - a cell that a job has begun and not told of is left to it, but for `again`
 - after a batch that ran out of memory larger ones with the same other keys are skipped
-- a stop (Ctrl-C, SIGTERM, SIGUSR1, or the time given) ends the cell that runs, whose result is then missing
+- a stop (a signal that stops a training, or the time given) ends the cell that runs, whose result is then missing
 - a result tells the facts of its recipe whether or not the measurement came to an end"""
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from vitrail.launch.world import usable_cores
 from vitrail.parallel.mesh import AXES, layout_of
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
+from vitrail.report.bench_cells import WORDS
 from vitrail.report.facts import strict
 from vitrail.report.units import count, duration, percent, plain
+from vitrail.training.failures import listen, put_back
 
 SCHEMA = 1
 
@@ -170,9 +172,9 @@ class Sweep:
         return self.folder / "logs" / f"{cell.file}.log"
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        ranks, threads = cell.ranks, None
-        if cell.mode == "compute" and ranks * cell.nodes > 1:  # as many cores as one of the ranks would have
-            ranks, threads = 1, max(1, usable_cores() // ranks)
+        _, ranks = cell.started
+        # Alone it has as many cores as one of the ranks would have.
+        threads = None if cell.started == (cell.nodes, cell.ranks) else max(1, usable_cores() // cell.ranks)
         starter = self.starter(cell)
         order = self.order(cell, watched=starter is None)
         return run_cell(order, ranks, log=self.log(cell), limit=self.options.limit, threads=threads, starter=starter)
@@ -181,7 +183,7 @@ class Sweep:
         """Return the words that start the ranks of a cell, if they are given."""
         if self.options.start_with is None:
             return None
-        ranks, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks, cell.nodes)
+        nodes, ranks = cell.started
         return fill(self.options.start_with, {"nodes": nodes, "ranks": ranks, "world": nodes * ranks})
 
     def order(self, cell: Cell, *, watched: bool) -> dict[str, Any]:
@@ -208,9 +210,12 @@ class Sweep:
         """Return a result with all that is known of its cell, whatever became of it."""
         known = {"schema": SCHEMA, "name": cell.name, "keys": cell.keys, "mode": cell.mode}
         if result["status"] != "ok":
+            import torch
+
             recipe = find_recipe(self.recipe, self.order(cell, watched=False)["overrides"])
-            gpus, nodes = (1, 1) if cell.mode == "compute" else (cell.ranks * cell.nodes, cell.nodes)
-            known |= describe(recipe, gpus=gpus, nodes=nodes, on_gpu=_on_gpu(recipe))
+            nodes, ranks = cell.started
+            on_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+            known |= describe(recipe, gpus=nodes * ranks, nodes=nodes, on_gpu=on_gpu)
             known |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
         return strict(known | result | {"name": cell.name, "keys": cell.keys, "seconds": seconds})
 
@@ -349,8 +354,7 @@ def summarise(result: dict[str, Any]) -> str:
     """Say a result in a few words."""
     took = f" ({duration(result['seconds'])})"
     if result["status"] != "ok":
-        what = {"oom": "out of memory", "failed": "failed", "skipped": "skipped"}[result["status"]]
-        return f"{what}: {' '.join(str(result['error']).split())[:200]}{took}"
+        return f"{WORDS[result['status']]}: {' '.join(str(result['error']).split())[:200]}{took}"
     step = result["step_seconds"]
     words = [f"{plain(step['median'], 3)} s a step", f"{plain(result['samples_per_s'], 3)} samples/s"]
     words += [f"MFU {100 * result['mfu']:.1f} %"] if result.get("mfu") else []
@@ -365,19 +369,11 @@ def stoppable() -> Iterator[None]:
         raise Stopped(f"stopped by {signal.Signals(number).name}")
 
     main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if main else ()
-    previous = {number: signal.signal(number, leave) for number in asked}
+    previous = listen(leave) if main else {}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _on_gpu(recipe: Recipe) -> bool:
-    import torch
-
-    return recipe.run.device != "cpu" and torch.cuda.is_available()
+        put_back(previous)
 
 
 def tree(result: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from vitrail.recipe import yaml
 from vitrail.recipe.kinds import nearest
 from vitrail.recipe.load import Given, diff, find_recipe
 from vitrail.recipe.yaml import dotted, split_override
-from vitrail.report.bench_cells import BATCH, STATUSES, SWEEP_VERSION, read_log
+from vitrail.report.bench_cells import BATCH, OUTSIDE, STATUSES, SWEEP_VERSION, batch_size, read_log
 from vitrail.report.facts import strict
 from vitrail.sums import check_version
 
@@ -259,7 +259,6 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-OUTSIDE = ("mode", "ranks", "nodes")  # swept, but no keys of a recipe
 WHOLE = "as it is"  # the name of the only cell where nothing is swept
 
 
@@ -285,6 +284,11 @@ class Cell:
     @property
     def identity(self) -> str:
         return identity(self.keys, self.mode)
+
+    @property
+    def started(self) -> tuple[int, int]:
+        """Return on how many nodes it runs, and the processes of each."""
+        return (1, 1) if self.mode == "compute" else (self.nodes, self.ranks)
 
     @property
     def typed(self) -> str:
@@ -466,12 +470,6 @@ def too_large(cell: Cell, results: Iterable[dict[str, Any]]) -> str | None:
     return None
 
 
-def batch_size(value: Any) -> tuple[int, str] | None:
-    """Return the number of a batch, and whether it is a rank's."""
-    found = re.fullmatch(r"\s*([0-9]+)\s*(/\s*rank)?\s*", str(value))
-    return (int(found[1]), "rank" if found[2] else "all") if found else None
-
-
 def _without_batch(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key != BATCH}
 
@@ -504,14 +502,14 @@ def script_of(sweep: Sweep, cell: Cell, launcher: jobs.Launcher, settings: dict[
     """Return the script that would train the recipe of a cell, but it measures."""
     from vitrail.parallel.check import refuse
 
-    alone = cell.mode == "compute"
+    nodes, ranks = cell.started
     job = jobs.Job(
         launcher=launcher,
         recipe=str(sweep.recipe),
         overrides=tuple(sweep.order(cell, watched=False)["overrides"]),
         plugins=sweep.options.plugins,
-        nodes=1 if alone else cell.nodes,
-        ranks_per_node=1 if alone else cell.ranks,
+        nodes=nodes,
+        ranks_per_node=ranks,
         words=("vitrail.bench.cell", str(order_path(sweep, cell))),
         name=re.sub(r"[^\w.-]+", "-", cell.file).strip("-"),
         requeue=False if launcher == "slurm" else None,

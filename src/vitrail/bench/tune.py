@@ -412,17 +412,12 @@ def planned_size(
     recipe: Recipe, sizes: Sizes, cluster: str | None, *, device: str | None, head_room: float
 ) -> int | None:
     """Return the largest size that fits by the planner's reckoning; None where it does not know device or data."""
-    from vitrail.cost.cluster import list_clusters, load_cluster
+    from vitrail.cost.cluster import known_cluster, load_cluster
     from vitrail.cost.plan import GIB, Shares, memory_for, settle
 
-    if cluster is not None:
-        place = load_cluster(cluster)
-    else:
-        known = (load_cluster(name) for name in list_clusters())
-        alike = next((one for one in known if one.device.name == device), None)
-        if alike is None:
-            return None
-        place = alike
+    place = known_cluster(device) if cluster is None else load_cluster(cluster)
+    if place is None:
+        return None
     limit = (1 - head_room) * place.device.memory_gib * GIB
 
     def needs(size: int) -> float:

@@ -231,6 +231,12 @@ def list_clusters() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+def known_cluster(device: str | None) -> Cluster | None:
+    """Return a cluster of this package with such a device; a CPU is like no other."""
+    clusters = (load_cluster(name) for name in list_clusters())
+    return None if device == "cpu" else next((one for one in clusters if one.device.name == device), None)
+
+
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Read a cluster of this package by its name, or of a YAML file by its path."""
     text = str(name_or_path)

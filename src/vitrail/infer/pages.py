@@ -14,7 +14,7 @@ import numpy as np
 from vitrail.disk import told
 from vitrail.infer.folder import Kind, read_sample
 from vitrail.report.figures import SOFT, Sheet, shorten
-from vitrail.report.panels import find_range, paint
+from vitrail.report.views import find_range, paint
 
 GRID = "grid.png"
 MOST_ROWS, MOST_COLUMNS = 20, 10

@@ -246,6 +246,8 @@ def tokenize(
         span = None if span is None else (span[0].reshape(-1, 1), span[1].reshape(-1, 1))
         noise = None if noise is None else noise.repeat_interleave(parts, dim=0)
     score = c.score.score(scored, noise, span)
+    # Attention without a mask is faster, so what is known to have no padding says none.
+    full = trees.is_full(size, length=c.length, min_leaf=c.min_leaf, fill=c.fill)
     tree = trees.build_trees(score, length=c.length, patch=patch[0], min_leaf=c.min_leaf, fill=c.fill)
     if not separate:
         values = tree.serialise(images, resample=c.resample)
@@ -266,7 +268,7 @@ def tokenize(
         patch,
         size,
         sizes=in_sequence(tree.sizes),
-        valid=in_sequence(tree.valid),
+        valid=None if full else in_sequence(tree.valid),
         tree=tree,
         separate=parts,
         slab=slab,

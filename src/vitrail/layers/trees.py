@@ -348,6 +348,13 @@ def build_trees(score: Tensor, *, length: int, patch: int, min_leaf: int = 2, fi
     return Tree(functional.pad(corner, (0, 0, 0, missing)), functional.pad(side, (0, missing)), shape, patch)
 
 
+def is_full(shape: tuple[int, ...], *, length: int, min_leaf: int, fill: bool) -> bool:
+    """Tell whether every tree of an image of this shape has `length` leaves, whatever its scores: none is padding."""
+    ndim, top = len(shape), _top(tuple(shape))
+    may_split = sum(2 ** (ndim * (top - side)) for side in range(_log2(min_leaf) + 1, top + 1))
+    return fill and all(size == 2**top for size in shape) and (length - 1) // (2**ndim - 1) <= may_split
+
+
 def check_length(length: int, ndim: int, *, name: str = "length") -> None:
     """Refuse a number of leaves that no full tree has; `name` is the key that the user wrote."""
     gain = 2**ndim - 1

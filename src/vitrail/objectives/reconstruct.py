@@ -257,8 +257,7 @@ class Reconstruct(Objective):
         names = rows[0]["variables"]
         if len(names) not in (1, 3):
             caption += f"; {names[0]} is shown, of {len(names)} variables"
-        title, ndim = f"Reconstruction at step {step}", self.model.ndim
-        reconstruction_panel(path, rows, title=title, caption=caption, slices=slices, ndim=ndim)
+        reconstruction_panel(path, rows, title=f"Reconstruction at step {step}", caption=caption, slices=slices)
         return caption
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from vitrail.contents import BENCH, check_layout
 from vitrail.errors import UserError
 from vitrail.foreign import read_plain
-from vitrail.report.metrics import parse_line, read_json
+from vitrail.report.metrics import parse_lines, read_json
 from vitrail.report.units import number_of
 from vitrail.sums import check_version
 
@@ -49,9 +49,10 @@ class Cell:
     batch: float  # of all ranks
     batch_per_rank: float
     rate: float  # samples a second
-    rates: tuple[float, ...]  # of each window
+    windows: tuple[float, ...]  # seconds of a step in each
     low: float  # quartiles of the rate; the extremes of few windows
     high: float
+    environment: dict[str, Any]
     raw: dict[str, Any]  # the line itself
     size: float = 0.0  # the swept batch; 0 where none is
     values: dict[str, str] = field(default_factory=dict)  # by swept key, as text
@@ -60,6 +61,11 @@ class Cell:
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Return samples a second of each window."""
+        return rates_of(self.windows, self.rate)
 
     @property
     def memory(self) -> float:
@@ -87,6 +93,14 @@ class Cell:
         """Return all that is fixed when some factors vary; the batch is apart."""
         chosen = tuple((name, level) for name, level in self.levels.items() if name not in without)
         return chosen if "gpus" in without else (*chosen, ("gpus", self.gpus), ("nodes", self.nodes))
+
+
+def group_by(cells: Iterable[Cell], by: Callable[[Cell], Any]) -> dict[Any, list[Cell]]:
+    """Return the cells in groups that are alike, in the order in which these begin."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(by(cell), []).append(cell)
+    return groups
 
 
 def plural(count: float, noun: str) -> str:
@@ -119,18 +133,11 @@ def open_bench(folder: str | Path) -> Path:
 def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of results.jsonl, oldest first, and how many cannot be read; none where there is no file."""
     try:
-        text = read_plain(path, LARGEST).decode("utf-8", errors="replace")
+        raws = read_plain(path, LARGEST).split(b"\n")
     except FileNotFoundError:
         return [], 0
-    lines: list[dict[str, Any]] = []
-    torn = 0
-    for raw in text.split("\n"):
-        raw = raw.strip("\x00\r\t ")  # a power cut can leave zeros where the line was to be
-        if raw:
-            line, whole = parse_line(raw, first="schema", named="name")
-            torn += not whole
-            lines += [] if line is None else [line]
-    return lines, torn
+    found = list(parse_lines(raws, first="schema", named="name"))
+    return [line for line, _ in found if line is not None], sum(not whole for _, whole in found)
 
 
 def read_bench(folder: str | Path) -> tuple[dict[str, Any], list[Cell], list[str]]:
@@ -157,21 +164,18 @@ def make_cell(raw: dict[str, Any]) -> Cell:
         status, error = "failed", f"its status is {status!r}, which is none of {', '.join(STATUSES)}"
     elif status == "ok" and not (math.isfinite(rate) and rate > 0):
         status, error = "failed", "the result tells no speed"
-    windows = raw.get("windows")
-    seconds = [s for s in map(number_of, windows if isinstance(windows, list) else []) if math.isfinite(s) and s > 0]
-    middle = median(seconds) if seconds else math.nan
-    rates = tuple(rate * middle / s for s in seconds)
-    low, high = (min(rates, default=rate), max(rates, default=rate))
-    if len(rates) >= FEW:
-        low, _, high = quantiles(rates, n=4, method="inclusive")
-    keys = raw.get("keys")
+    told = raw.get("windows")
+    windows = tuple(s for s in map(number_of, told if isinstance(told, list) else []) if math.isfinite(s) and s > 0)
+    low, high = spread(rates_of(windows, rate) or (rate,))
+    keys, told = raw.get("keys"), raw.get("environment")
+    environment = told if isinstance(told, dict) else {}
     batch, own = number_of(raw.get("batch")), number_of(raw.get("batch_per_rank"))
     return Cell(
         name=raw["name"] or "the recipe",
         status=status,
         error=str(error) if error else None,
         mode=str(raw.get("mode") or "real"),
-        device=find_device(raw.get("environment")),
+        device=device if isinstance(device := environment.get("device"), str) else "",
         keys=keys if isinstance(keys, dict) else {},
         gpus=number_of(raw.get("gpus")),
         nodes=number_of(raw.get("nodes")),
@@ -179,24 +183,26 @@ def make_cell(raw: dict[str, Any]) -> Cell:
         batch=batch,
         batch_per_rank=own,
         rate=rate if status == "ok" else math.nan,
-        rates=rates,
+        windows=windows,
         low=low,
         high=high,
+        environment=environment,
         raw=raw,
     )
 
 
-def find_device(environment: Any) -> str:
-    """Return the name of the hardware; empty where the result does not tell."""
-    tree = environment if isinstance(environment, dict) else {}
-    device, devices = tree.get("device"), tree.get("devices")
-    if isinstance(devices, list) and devices and not str(device).startswith("cpu"):
-        device = device if isinstance(device, str) and not device.startswith("cuda") else devices[0]
-    elif not device or str(device).startswith("cpu"):
-        device = tree.get("cpu") or device
-    if isinstance(device, dict):
-        device = device.get("name") or device.get("model")
-    return device if isinstance(device, str) else ""
+def rates_of(windows: Sequence[float], rate: float) -> tuple[float, ...]:
+    """Return the rate of each window, where `rate` is that of the median."""
+    middle = median(windows) if windows else math.nan
+    return tuple(rate * middle / seconds for seconds in windows)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the quartiles, or the extremes of fewer than four."""
+    if len(values) < FEW:
+        return min(values), max(values)
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def _name_strategy(raw: dict[str, Any]) -> str:
@@ -237,7 +243,7 @@ def _newest(cells: Iterable[Cell]) -> list[Cell]:
 
 
 BATCH = "data.batch"
-OUTSIDE = ("mode", "ranks", "nodes", "gpus")  # not keys of a recipe
+OUTSIDE = ("mode", "ranks", "nodes")  # swept, but no keys of a recipe
 _LAYOUT = tuple(f"parallel.{name}" for name in ("strategy", "group", "replicate", "shard", "reshard"))
 _FIELDS = {  # where a result tells the value of a key that it did not sweep
     "parallel.strategy": "strategy",
@@ -325,11 +331,18 @@ def _make_study(cells: list[Cell]) -> Study:
 def _read_size(cell: Cell, per_rank: bool) -> float:
     """Return the batch as the result tells it, since "8" and "8/rank" are not the same; else as swept."""
     told = cell.batch_per_rank if per_rank else cell.batch
-    found = re.match(r"(\d+)(/rank)?", str(cell.keys.get(BATCH, "")))
-    if 0 < told < math.inf or not found:
+    swept = batch_size(cell.keys.get(BATCH))
+    if 0 < told < math.inf or swept is None:
         return told
+    size, of = swept
     ranks = cell.gpus if cell.gpus > 0 else 1.0
-    return float(found[1]) * {(True, False): 1 / ranks, (False, True): ranks}.get((per_rank, bool(found[2])), 1.0)
+    return size * {(True, "all"): 1 / ranks, (False, "rank"): ranks}.get((per_rank, of), 1.0)
+
+
+def batch_size(value: Any) -> tuple[int, str] | None:
+    """Return the number of a batch, and whether it is a rank's."""
+    found = re.fullmatch(r"\s*([0-9]+)\s*(/\s*rank)?\s*", str(value))
+    return (int(found[1]), "rank" if found[2] else "all") if found else None
 
 
 def _group_keys(cells: Sequence[Cell]) -> list[list[str]]:

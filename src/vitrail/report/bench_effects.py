@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from vitrail.report.bench_cells import Cell, Factor, Study, plural
+from vitrail.report.bench_cells import Cell, Factor, Study, group_by, plural
 from vitrail.report.units import compact
 
 if TYPE_CHECKING:
@@ -203,10 +204,10 @@ _MOST_PATHS = 5000  # looked at for a ladder
 def find_scaling(study: Study) -> list[dict[str, Any]]:
     """Return a line for each configuration that was run on several numbers of ranks."""
     lines = []
-    for cells in _split(study.cells, lambda cell: cell.rest("gpus")):
+    for cells in group_by(study.cells, lambda cell: cell.rest("gpus")).values():
         cells = [cell for cell in cells if cell.gpus > 0]
         for kind, unit in (("weak", "batch_per_rank"), ("strong", "batch")):
-            runs = [run for run in _split(cells, lambda cell, unit=unit: getattr(cell, unit)) if _counts(run) > 1]
+            runs = [run for run in group_by(cells, attrgetter(unit)).values() if _counts(run) > 1]
             if runs:  # most ranks first, then the largest batch
                 best = max(runs, key=lambda run: (_counts(run), getattr(run[0], unit)))
                 lines.append(_describe_scaling(study, kind, getattr(best[0], unit), best))
@@ -249,7 +250,7 @@ def find_batches(study: Study) -> list[dict[str, Any]]:
     if not study.batched:
         return []
     lines = []
-    for cells in _split(study.cells, lambda cell: cell.rest()):
+    for cells in group_by(study.cells, Cell.rest).values():
         cells = sorted((c for c in cells if math.isfinite(c.size)), key=lambda cell: cell.size)
         done = [cell for cell in cells if cell.ok]
         if len({cell.size for cell in done}) < 2:
@@ -291,10 +292,8 @@ def find_ladders(study: Study) -> list[dict[str, Any]]:
     """Return the longest chain of configurations of each model and number of ranks, if it has three rungs or more."""
     factors = sorted((factor for factor in study.factors if not factor.changes_work), key=rung_of)
     ladders = []
-    for cells in _split(study.cells, lambda cell: cell.rest(*(factor.name for factor in factors))):
-        rungs: dict[Any, list[Cell]] = {}
-        for cell in cells:
-            rungs.setdefault(tuple(cell.levels[factor.name] for factor in factors), []).append(cell)
+    for cells in group_by(study.cells, lambda cell: cell.rest(*(factor.name for factor in factors))).values():
+        rungs = group_by(cells, lambda cell: tuple(cell.levels[factor.name] for factor in factors))
         tops = [_top(rungs[place]) for place in _climb(factors, rungs)]
         if len(tops) >= 3 and sum(cell.ok for cell in tops) > 1:
             many = len({cell.gpus for cell in study.cells}) > 1
@@ -359,10 +358,3 @@ def _climb(factors: Sequence[Factor], rungs: dict[Any, list[Cell]]) -> list[Any]
 
 def _differ(a: Sequence[str], b: Sequence[str]) -> list[int]:
     return [index for index, (one, two) in enumerate(zip(a, b, strict=True)) if one != two]
-
-
-def _split(cells: Iterable[Cell], by: Any) -> list[list[Cell]]:
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(by(cell), []).append(cell)
-    return list(groups.values())

@@ -10,13 +10,23 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vitrail import disk
 from vitrail.disk import is_ours, remove, write_own
-from vitrail.errors import UserError
-from vitrail.report.bench_cells import STATUSES, WORDS, Cell, Study, name_spread, plural, read_bench, split_studies
+from vitrail.report.bench_cells import (
+    STATUSES,
+    WORDS,
+    Cell,
+    Study,
+    group_by,
+    name_spread,
+    plural,
+    read_bench,
+    split_studies,
+)
 from vitrail.report.bench_effects import (
     FEWEST,
     find_batches,
@@ -26,43 +36,36 @@ from vitrail.report.bench_effects import (
     find_scaling,
 )
 from vitrail.report.bench_plots import KINDS, draw_all
-from vitrail.report.facts import describe_time, strict
+from vitrail.report.facts import SLOW_DATA, describe_time, strict
 from vitrail.report.figures import embed_image, save_png, save_svg
 from vitrail.report.modes import MODES, explain
-from vitrail.report.page import load_template
+from vitrail.report.page import Row, load_template, writing
 from vitrail.report.units import MISSING, compact, number_of, percent, plain
 
-_SLOW_DATA = 0.2  # share of the step from which waiting for data is told
+_VERSIONS = ("torch", "python", "vitrail", "commit", "host")  # of an environment
 _MOST_SENTENCES = 6  # on effects; the table holds the rest
 
 
 def find_fastest(study: Study) -> list[Cell]:
     """Return the fastest cell for each kind of work, since samples of other patches or models do not compare."""
-    by_work: dict[str, Cell] = {}
-    for cell in study.cells:
-        best = by_work.get(study.work(cell))
-        if cell.ok and (best is None or cell.rate > best.rate):
-            by_work[study.work(cell)] = cell
-    return list(by_work.values())
+    works = group_by((cell for cell in study.cells if cell.ok), study.work)
+    return [max(cells, key=lambda cell: cell.rate) for cells in works.values()]
+
+
+def name_fastest(study: Study, cell: Cell, *, apart: bool) -> str:
+    """Name the fastest cell of its kind of work; with the study, where there are several."""
+    work = study.work(cell)
+    return "Fastest" + (f" with {work}" if work else "") + (f" ({study.device}, {study.mode})" if apart else "")
 
 
 def describe_hardware(study: Study) -> dict[str, Any]:
     """Return what the cells of a study ran on and with; a list of versions where they differ."""
-    found: dict[str, list[str]] = {name: [] for name in ("torch", "python", "vitrail", "commit", "host")}
-    for cell in study.cells:
-        environment = cell.raw.get("environment")
-        tree: dict[str, Any] = environment if isinstance(environment, dict) else {}
-        packages = tree.get("packages")
-        for name, values in found.items():
-            value = tree.get(name) or (packages.get(name) if isinstance(packages, dict) else None)
-            if value and str(value) not in values:
-                values.append(str(value))
     dates = sorted(str(cell.raw["date"]) for cell in study.cells if cell.raw.get("date"))
-    return {
-        **study.place,
-        "cells": len(study.cells),
-        "dates": dates[:1] + dates[1:][-1:],
-    } | found
+    found: dict[str, Any] = {**study.place, "cells": len(study.cells), "dates": dates[:1] + dates[1:][-1:]}
+    for name in _VERSIONS:
+        told = (cell.environment.get(name) for cell in study.cells)
+        found[name] = list(dict.fromkeys(str(value) for value in told if value))
+    return found
 
 
 def find_warnings(cells: Sequence[Cell], studies: Sequence[Study]) -> list[str]:
@@ -85,11 +88,11 @@ def find_warnings(cells: Sequence[Cell], studies: Sequence[Study]) -> list[str]:
             f"The allocator had to free and try again in {plural(len(retried), 'cell')} "
             f"({_some(retried)}), at the edge of the memory: that costs speed."
         )
-    slow = [c.name for c in cells if c.mode == "real" and _data_share(c) >= _SLOW_DATA]
+    slow = [c.name for c in cells if c.mode == "real" and _data_share(c) >= SLOW_DATA]
     if slow:
         top = max((c for c in cells if c.name in slow), key=_data_share)
         found.append(
-            f"{percent(_data_share(top))} of the step waits for data in {top.name}, and {percent(_SLOW_DATA)} or more "
+            f"{percent(_data_share(top))} of the step waits for data in {top.name}, and {percent(SLOW_DATA)} or more "
             f"in {len(slow)} of {plural(len(cells), 'cell')}: measure with --mode syn what the model alone can do."
         )
     thin = [cell.name for cell in cells if cell.ok and len(cell.rates) < FEWEST]
@@ -131,15 +134,15 @@ def conclude(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:
         where = f" ({study.device}, {study.mode})" if apart else ""
         for cell in find_fastest(study):
             mfu = f", MFU {percent(cell.number('mfu'))}" if math.isfinite(cell.number("mfu")) else ""
-            yield f"Fastest{where}: {cell.name} with {compact(cell.rate)} samples/s{mfu}."
+            title = name_fastest(study, cell, apart=apart)
+            yield f"{title}: {cell.name} with {compact(cell.rate)} samples/s{mfu}."
         mine = [e for e in facts["effects"] if (e["device"], e["mode"]) == (study.device, study.mode)]
         for effect in sorted(mine, key=lambda e: (e["changes_work"], -abs(e["percent"])))[:_MOST_SENTENCES]:
             yield describe_effect(effect, study) + f"{where}."
     for one in [one for one in facts["interactions"] if one["sure"]][:2]:
         ends = sorted(one["points"], key=lambda point: point["percent"])
-        least, most = (f"{signed(point['percent'])} at {one['by']}={point['level']}" for point in (ends[0], ends[-1]))
-        if one["by"] == "batch":
-            least, most = (f"{signed(point['percent'])} at {point['level']}" for point in (ends[0], ends[-1]))
+        by = "" if one["by"] == "batch" else f"{one['by']}="
+        least, most = (f"{signed(point['percent'])} at {by}{point['level']}" for point in (ends[0], ends[-1]))
         yield f"What {one['factor']}={one['to']} gives depends on {one['by']}: {least}, {most}."
     for kind in ("weak", "strong"):
         lines = [(line["label"], line["points"][-1]) for line in facts["scaling"] if line["kind"] == kind]
@@ -188,7 +191,9 @@ def describe_ladder(rungs: Sequence[dict[str, Any]]) -> str:
     return f"The ladder's best rung, {top['name']}, is {top['relative']:.2f} times as fast as the first that ran."
 
 
-def signed(value: float) -> str:
+def signed(value: float | None) -> str:
+    if value is None:
+        return MISSING
     return f"{value:+.0f} %" if abs(value) >= 10 else f"{value:+.1f} %"
 
 
@@ -218,12 +223,12 @@ def summarize_bench(folder: Path, sweep: dict[str, Any], studies: Sequence[Study
             for s in studies
             for f in s.factors
         ],
-        "fastest": [_describe_cell(cell) for study in studies for cell in find_fastest(study)],
-        "effects": [one for study in studies for one in find_effects(study)],
-        "interactions": [one for study in studies for one in find_interactions(study)],
-        "ladders": [one for study in studies for one in find_ladders(study)],
-        "scaling": [one for study in studies for one in find_scaling(study)],
-        "batches": [one for study in studies for one in find_batches(study)],
+        "fastest": [
+            _describe_cell(cell) | {"title": name_fastest(study, cell, apart=len(studies) > 1)}
+            for study in studies
+            for cell in find_fastest(study)
+        ],
+        **{name: [one for study in studies for one in find(study)] for name, find in _FINDINGS.items()},
         "modes": list(_compare_modes(cells)),
         "cells": [_describe_cell(cell) for cell in cells],
     }
@@ -234,18 +239,19 @@ def summarize_bench(folder: Path, sweep: dict[str, Any], studies: Sequence[Study
     return facts
 
 
+_FINDINGS = {
+    "effects": find_effects,
+    "interactions": find_interactions,
+    "ladders": find_ladders,
+    "scaling": find_scaling,
+    "batches": find_batches,
+}
+_TOLD = ("name", "status", "error", "device", "mode", "levels", "strategy", "gpus", "batch", "batch_per_rank")
+
+
 def _describe_cell(cell: Cell) -> dict[str, Any]:
     return {
-        "name": cell.name,
-        "status": cell.status,
-        "error": cell.error,
-        "device": cell.device,
-        "mode": cell.mode,
-        "levels": cell.levels,
-        "strategy": cell.strategy,
-        "gpus": cell.gpus,
-        "batch": cell.batch,
-        "batch_per_rank": cell.batch_per_rank,
+        **{name: getattr(cell, name) for name in _TOLD},
         "samples_per_s": cell.rate,
         "low": cell.low if cell.ok else None,
         "high": cell.high if cell.ok else None,
@@ -280,16 +286,15 @@ def _compare_modes(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
 
 def _timed(cell: Cell) -> dict[str, Any] | None:
     """Return what comparing modes needs of a result, with numbers alone; None where some are missing."""
-    step, windows = cell.number("step_seconds", "median"), cell.raw.get("windows")
-    seconds = [s for s in map(number_of, windows if isinstance(windows, list) else []) if 0 < s < math.inf]
-    if not (0 < step < math.inf and math.isfinite(cell.gpus) and seconds):
+    step = cell.number("step_seconds", "median")
+    if not (0 < step < math.inf and math.isfinite(cell.gpus) and cell.windows):
         return None
     data = cell.number("split", "data")
     return {
         "mode": cell.mode,
         "status": cell.status,
         "gpus": int(cell.gpus),
-        "windows": seconds,
+        "windows": cell.windows,
         "step_seconds": {"median": step},
         "samples_per_s": cell.rate,
         "split": {"data": data if math.isfinite(data) else None},
@@ -301,38 +306,26 @@ def _names(sweep: dict[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-Row = tuple[str, ...]
-
-
 def write_bench_report(folder: str | Path, *, now: float | None = None) -> Path:
     """Write `report.html` and `plots/` into a bench folder, however far the sweep came, and return the page's path."""
     sweep, cells, notes = read_bench(folder)
-    path = Path(folder)
+    path, plots = Path(folder), Path(folder, "plots")
     studies = split_studies(cells, sweep.get("tree"))
     facts = summarize_bench(path, sweep, studies, notes)
-    pictures = []
-    for place in (path, path / "plots"):
+    for place in (path, plots):
         disk.sweep(place)
-    try:
-        for picture in draw_all(facts, studies, facts["warnings"]):
-            svg = save_svg(picture.figure)
-            write_own(path / "plots" / f"{picture.name}.svg", svg.encode(), parents=True)
-            write_own(path / "plots" / f"{picture.name}.png", save_png(picture.figure))
-            pictures.append(
-                {
-                    "name": picture.name,
-                    "title": picture.title,
-                    "caption": picture.caption,
-                    "uri": embed_image(svg.encode()),
-                }
-            )
-        _clear(path / "plots", {picture["name"] for picture in pictures})
-        html = _render(facts, pictures, time.time() if now is None else now)
+    drawn = draw_all(facts, studies, facts["warnings"])
+    pictures = []
+    with writing(path / "report.html"):
+        for picture in drawn:
+            svg = save_svg(picture.figure).encode()
+            write_own(plots / f"{picture.name}.svg", svg, parents=True)
+            write_own(plots / f"{picture.name}.png", save_png(picture.figure))
+            pictures.append({"title": picture.title, "caption": picture.caption, "uri": embed_image(svg)})
+        _clear(plots, {picture.name for picture in drawn})
+        found = _gather(facts, time.time() if now is None else now)
+        html = load_template("bench.html").render(found, pictures=pictures)
         return write_own(path / "report.html", html.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise UserError(
-            f"{path / 'report.html'} cannot be written: {error.strerror}; make the folder writable."
-        ) from error
 
 
 def _clear(folder: Path, kept: set[str]) -> None:
@@ -344,21 +337,26 @@ def _clear(folder: Path, kept: set[str]) -> None:
             remove(twin, inside=folder)
 
 
-def _render(facts: dict[str, Any], pictures: list[dict[str, str]], now: float) -> str:
-    heads, cells = _list_cells(facts)
-    return load_template("bench.html").render(
-        facts=facts,
-        headline=_state_headline(facts),
-        complete=not facts["open"] and not facts["counts"]["failed"],
-        tiles=_list_tiles(facts),
-        pictures=pictures,
-        effects=_list_effects(facts),
-        heads=heads,
-        cells=cells,
-        remarks=any(cell["remark"] for cell in cells),
-        hardware=_list_hardware(facts),
-        written=describe_time(now),
-    )
+def _gather(facts: dict[str, Any], now: float) -> dict[str, Any]:
+    """Gather everything that the template shows but the pictures."""
+    effect_heads, effects = _list_effects(facts)
+    cell_heads, cells = _list_cells(facts)
+    return {
+        "facts": facts,
+        "name": facts["bench"],
+        "status": "stopped" if facts["open"] or facts["counts"]["failed"] else "done",
+        "pill": facts["recipe"],
+        "headline": _state_headline(facts),
+        "dir": facts["dir"],
+        "written": describe_time(now),
+        "tiles": _list_tiles(facts),
+        "warnings": facts["warnings"] + facts["flags"],
+        "effect_heads": effect_heads,
+        "effects": effects,
+        "cell_heads": cell_heads,
+        "cells": cells,
+        "hardware": _list_hardware(facts),
+    }
 
 
 def _state_headline(facts: dict[str, Any]) -> str:
@@ -372,73 +370,82 @@ def _state_headline(facts: dict[str, Any]) -> str:
 
 def _list_tiles(facts: dict[str, Any]) -> list[Row]:
     """List the few numbers to see first: label, value, remark."""
-    tiles: list[Row] = []
-    for best in facts["fastest"][:3]:
-        tiles.append(("Fastest, samples/s", compact(best["samples_per_s"]), best["name"]))
-    done = [cell for cell in facts["cells"] if cell["status"] == "ok"]
-    known = [cell for cell in done if number_of(cell["mfu"]) > 0]
-    if known:
-        top = max(known, key=lambda cell: cell["mfu"])
-        tiles.append(("Highest MFU", percent(top["mfu"]), top["name"]))
-    heavy = [cell for cell in done if number_of(cell["memory_gib"]) > 0]
-    if heavy:
-        top = max(heavy, key=lambda cell: cell["memory_gib"])
-        tiles.append(("Most memory, GiB", plain(top["memory_gib"], 3), top["name"]))
+    tiles: list[Row] = [
+        (f"{best['title']}, samples/s", compact(best["samples_per_s"]), best["name"]) for best in facts["fastest"][:3]
+    ]
+    most = (("Highest MFU", "mfu", percent), ("Most memory, GiB", "memory_gib", partial(plain, digits=3)))
+    for label, key, show in most:
+        known = [cell for cell in facts["cells"] if cell["status"] == "ok" and number_of(cell[key]) > 0]
+        if known:
+            top = max(known, key=lambda cell: cell[key])
+            tiles.append((label, show(top[key]), top["name"]))
     return tiles
 
 
-def _list_effects(facts: dict[str, Any]) -> list[Row]:
-    """List heads and rows, without columns that say nothing."""
-    rows: list[Row] = []
-    for effect in facts["effects"]:
-        sure = MISSING if effect["low"] is None else f"{signed(effect['low'])} to {signed(effect['high'])}"
-        pairs = " to ".join(map(signed, effect["pair_percent"])) if effect["pairs"] > 1 else MISSING
-        row: Row = (f"{effect['factor']}: {effect['from']} → {effect['to']}", signed(effect["percent"]), sure)
-        row += (str(effect["pairs"]), pairs, ", ".join(f"{size:g}" for size in effect["batches"]) or MISSING)
-        row += tuple(MISSING if (v := effect[k]) is None else signed(v) for k in ("own_percent", "memory_percent"))
-        place = f"{effect['device']}, {effect['mode']}" if len(facts["hardware"]) > 1 else MISSING
-        rows.append((*row, "other work a sample" if effect["changes_work"] else MISSING, place))
-    heads = ("factor", "samples/s", "interval", "pairs", "least to most of the pairs", "at batch")
-    return _drop_empty([(*heads, "each at its best batch", "memory", "note", "on"), *rows]) if rows else []
+def _tabulate(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return heads and rows, without columns that say nothing."""
+    idle = ("", MISSING, ("", "remark"))
+    heads = [head for head in rows[0] if any(row[head] not in idle for row in rows)] if rows else []
+    return heads, [[row[head] for head in heads] for row in rows]
 
 
-def _drop_empty(rows: list[Row]) -> list[Row]:
-    kept = [i for i in range(len(rows[0])) if any(row[i] not in ("", MISSING) for row in rows[1:])]
-    return [tuple(row[i] for i in kept) for row in rows]
-
-
-_HEADS: Row = (
-    *("on", "mode", "samples/s", "quartiles", "step, ms", "MFU", "HFU", "peak, GiB", "reserved, GiB"),
-    *("J a sample", "batch", "ranks"),
-)
-
-
-def _list_cells(facts: dict[str, Any]) -> tuple[Row, list[dict[str, Any]]]:
-    """List heads and cells, without columns that say nothing."""
-    spread = name_spread(cell["windows"] for cell in facts["cells"] if cell["status"] == "ok")
-    table: list[Row] = [tuple(spread if head == "quartiles" else head for head in _HEADS)]
+def _list_effects(facts: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     apart = len(facts["hardware"]) > 1
+    rows = [
+        {
+            "factor": f"{effect['factor']}: {effect['from']} → {effect['to']}",
+            "samples/s": signed(effect["percent"]),
+            "interval": MISSING if effect["low"] is None else f"{signed(effect['low'])} to {signed(effect['high'])}",
+            "pairs": str(effect["pairs"]),
+            "least to most of the pairs": " to ".join(map(signed, effect["pair_percent"] * (effect["pairs"] > 1)))
+            or MISSING,
+            "at batch": ", ".join(f"{size:g}" for size in effect["batches"]) or MISSING,
+            "each at its best batch": signed(effect["own_percent"]),
+            "memory": signed(effect["memory_percent"]),
+            "note": "other work a sample" if effect["changes_work"] else MISSING,
+            "on": f"{effect['device']}, {effect['mode']}" if apart else "",
+        }
+        for effect in facts["effects"]
+    ]
+    return _tabulate(rows)
+
+
+def _list_cells(facts: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """List heads and rows; of a cell that was not measured what was asked for alone."""
+    spread = name_spread(cell["windows"] for cell in facts["cells"] if cell["status"] == "ok")
+    apart = len(facts["hardware"]) > 1
+    rows = []
     for cell in facts["cells"]:
-        place = (cell["device"], cell["mode"]) if apart else (MISSING, MISSING)
-        row: Row = ("",) * (len(_HEADS) - 4)
-        if cell["status"] == "ok":
-            row = (compact(cell["samples_per_s"]), f"{compact(cell['low'])} to {compact(cell['high'])}")
-            row += (plain(1000 * number_of(cell["step_seconds"]), 3), percent(cell["mfu"]), percent(cell["hfu"]))
-            row += tuple(plain(cell[name], 3) for name in ("memory_gib", "reserved_gib", "energy_j"))
-        table.append((*place, *row, plain(cell["batch"]), plain(cell["gpus"])))
-    heads, *rows = _drop_empty(table) if facts["cells"] else [_HEADS]
-    cells = []
-    for cell, values in zip(facts["cells"], rows, strict=True):
-        remark = "; ".join(filter(None, [cell["error"], *cell["notes"]]))[:400]
-        words = {"name": cell["name"], "status": cell["status"], "words": WORDS[cell["status"]]}
-        cells.append(words | {"values": values, "remark": remark})
-    return heads, cells
+        ok = cell["status"] == "ok"
+        numbers = {
+            "samples/s": compact(cell["samples_per_s"]),
+            spread: f"{compact(cell['low'])} to {compact(cell['high'])}",
+            "step, ms": plain(1000 * number_of(cell["step_seconds"]), 3),
+            "MFU": percent(cell["mfu"]),
+            "HFU": percent(cell["hfu"]),
+            "peak, GiB": plain(cell["memory_gib"], 3),
+            "reserved, GiB": plain(cell["reserved_gib"], 3),
+            "J a sample": plain(cell["energy_j"], 3),
+        }
+        rows.append(
+            {
+                "cell": (cell["name"], "cell"),
+                "status": (WORDS[cell["status"]], f"state {cell['status']}"),
+                "on": cell["device"] if apart else "",
+                "mode": cell["mode"] if apart else "",
+                **{head: words if ok else "" for head, words in numbers.items()},
+                "batch": plain(cell["batch"]),
+                "ranks": plain(cell["gpus"]),
+                "remark": ("; ".join(filter(None, [cell["error"], *cell["notes"]]))[:400], "remark"),
+            }
+        )
+    return _tabulate(rows)
 
 
 def _list_hardware(facts: dict[str, Any]) -> list[tuple[str, list[Row]]]:
     cards = []
     for one in facts["hardware"]:
         rows: list[Row] = [("cells", str(one["cells"])), ("measured", " to ".join(one["dates"]) or MISSING)]
-        rows += [(name, ", ".join(one[name]) or MISSING) for name in ("torch", "python", "vitrail", "commit", "host")]
+        rows += [(name, ", ".join(one[name]) or MISSING) for name in _VERSIONS]
         cards.append((f"{one['device']}, mode {one['mode']}", rows))
     return cards

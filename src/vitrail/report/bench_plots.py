@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vitrail.report.bench_cells import FEW, WORDS, Cell, Study, name_spread, plural
+from vitrail.report.bench_cells import FEW, WORDS, Cell, Study, group_by, name_spread, plural
 from vitrail.report.figures import (
     BLUE,
     DPI,
@@ -31,6 +31,7 @@ from vitrail.report.figures import (
     put_legend_below,
     scale_log,
     shorten_middle,
+    try_to_draw,
 )
 from vitrail.report.units import compact, number_of
 
@@ -128,10 +129,7 @@ def choose_bars(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
     """
     ordered = sorted(cells, key=lambda cell: (not cell.ok, -cell.rate if cell.ok else list(BROKEN).index(cell.status)))
     if len(ordered) > MOST_BARS:
-        first: dict[Any, Cell] = {}
-        for cell in ordered:
-            first.setdefault(cell.rest(), cell)
-        ordered = list(first.values())
+        ordered = [cells[0] for cells in group_by(ordered, Cell.rest).values()]
     done = [cell for cell in ordered if cell.ok]
     broken = [cell for cell in ordered if not cell.ok][: MOST_BARS // 2]
     kept = done[: MOST_BARS - len(broken)] + broken
@@ -139,25 +137,65 @@ def choose_bars(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
 
 
 def draw_bars(study: Study, cells: Sequence[Cell], work: str) -> Figure | None:
-    """Draw samples per second of each cell; what was not measured is named in place of its bar."""
+    """Draw samples per second of each cell."""
     chosen, left = choose_bars(cells)
     if not any(cell.ok for cell in chosen):
         return None
-    figure, (ax,) = make_panels("Configurations, fastest first" + (f": {work}" if work else ""), _height(chosen))
-    top = max(max(cell.rate, cell.high) for cell in chosen if cell.ok)
+    bars = []
     for row, cell in enumerate(chosen):
-        if cell.ok:
-            ax.barh(row, cell.rate, height=0.66, color=BLUE if row == 0 else PALE, linewidth=0)
-            ax.plot([cell.low, cell.high], [row, row], color=INK, linewidth=1.2)
-            mfu = cell.number("mfu")
-            words = f"{compact(cell.rate)} /s" + (f", MFU {100 * mfu:.1f} %" if math.isfinite(mfu) else "")
-            full = [c.size for c in cells if c.status == "oom" and c.rest() == cell.rest()] if left else []
-            words += f"; out of memory from {min(full):g}" if full else ""
-            _write(ax, max(cell.rate, cell.high) + 0.01 * top, row, words, FAINT)
+        mfu = cell.number("mfu")
+        words = f"{compact(cell.rate)} /s" + (f", MFU {100 * mfu:.1f} %" if math.isfinite(mfu) else "")
+        full = [c.size for c in cells if c.status == "oom" and c.rest() == cell.rest()] if left else []
+        words += f"; out of memory from {min(full):g}" if full else ""
+        name, colour = study.describe(cell, work=False, batch=True), BLUE if row == 0 else PALE
+        bars.append(Bar(name, cell.status, cell.rate, cell.low, cell.high, words, {"color": colour}))
+    return _draw_bars(_title("Configurations, fastest first", work), "samples/s", bars)
+
+
+def draw_ladder(ladder: dict[str, Any], unit: str) -> Figure:
+    """Draw relative throughput, one change a rung."""
+    bars = []
+    for row, rung in enumerate(ladder["rungs"]):
+        where = "" if rung["batch"] is None else f", batch {rung['batch']:g}{unit}"
+        words = f"{rung['relative']:.2f} ×  ({compact(rung['samples_per_s'])} /s{where})"
+        look = {"color": BLUE, "alpha": 0.45 + 0.55 * row / (len(ladder["rungs"]) - 1)}
+        name = ("" if row == 0 else "+ ") + rung["added"]
+        bars.append(Bar(name, rung["status"], rung["relative"], rung["low"], rung["high"], words, look))
+    title = _title("Ladder: one change a rung, against the first that ran", ladder["label"])
+    figure = _draw_bars(title, "times as fast", bars, 0.34)
+    figure.axes[0].axvline(1, color=LINE, linewidth=1, zorder=0)
+    return figure
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with its spread as a thin line, and words beside it."""
+
+    name: str
+    status: str
+    value: float
+    low: float
+    high: float
+    words: str
+    look: dict[str, Any]
+
+
+def _draw_bars(title: str, axis: str, bars: Sequence[Bar], each: float = 0.27) -> Figure:
+    """Draw bars, the first on top; what was not measured is named in place of its bar."""
+    figure, (ax,) = make_panels(title, _height(bars, each))
+    gap = 0.01 * max(max(bar.value, bar.high) for bar in bars if bar.status == "ok")
+    for row, bar in enumerate(bars):
+        x, words, colour = max(bar.value, bar.high) + gap, bar.words, FAINT
+        if bar.status == "ok":
+            ax.barh(row, bar.value, height=0.64, linewidth=0, **bar.look)
+            ax.plot([bar.low, bar.high], [row, row], color=INK, linewidth=1.2)
         else:
-            _write_broken(ax, 0.01 * top, row, cell.status)
-    name_bars(ax, [study.describe(cell, work=False, batch=True) for cell in chosen])
-    ax.set_xlabel("samples/s")
+            marker, colour = BROKEN[bar.status]
+            ax.plot(gap, row, marker, color=colour, markersize=6, markeredgewidth=1.6)
+            x, words = 2.5 * gap, WORDS[bar.status]
+        ax.text(x, row, words, va="center", fontsize=FONT - 1, color=colour, parse_math=False)
+    name_bars(ax, [bar.name for bar in bars])
+    ax.set_xlabel(axis)
     fit_values(figure, ax)
     return figure
 
@@ -169,7 +207,7 @@ def draw_split(study: Study, cells: Sequence[Cell], work: str) -> Figure | None:
         return None
     from matplotlib.patches import Patch
 
-    figure, (ax,) = make_panels("Where a step goes" + (f": {work}" if work else ""), _height(chosen) + 0.3)
+    figure, (ax,) = make_panels(_title("Where a step goes", work), _height(chosen) + 0.3)
     talks = [cell.number("split", "communication") for cell in chosen]
     for row, cell in enumerate(chosen):
         start = 0.0
@@ -259,42 +297,12 @@ def draw_interactions(found: Sequence[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def draw_ladder(ladder: dict[str, Any], unit: str) -> Figure | None:
-    """Draw relative throughput, one change a rung."""
-    rungs = ladder["rungs"]
-    title = "Ladder: one change a rung, against the first that ran" + (
-        f": {ladder['label']}" if ladder["label"] else ""
-    )
-    figure, (ax,) = make_panels(title, _height(rungs, 0.34))
-    top = max(max(rung["relative"], rung["high"]) for rung in rungs if rung["status"] == "ok")
-    for row, rung in enumerate(rungs):
-        if rung["status"] != "ok":
-            _write_broken(ax, 0.01 * top, row, rung["status"])
-            continue
-        ax.barh(row, rung["relative"], height=0.62, color=BLUE, alpha=0.45 + 0.55 * row / (len(rungs) - 1), linewidth=0)
-        ax.plot([rung["low"], rung["high"]], [row, row], color=INK, linewidth=1.2)
-        where = "" if rung["batch"] is None else f", batch {rung['batch']:g}{unit}"
-        words = f"{rung['relative']:.2f} ×  ({compact(rung['samples_per_s'])} /s{where})"
-        _write(ax, max(rung["relative"], rung["high"]) + 0.01 * top, row, words, FAINT)
-    name_bars(ax, [("" if row == 0 else "+ ") + rung["added"] for row, rung in enumerate(rungs)])
-    ax.axvline(1, color=LINE, linewidth=1, zorder=0)
-    ax.set_xlabel("times as fast")
-    fit_values(figure, ax)
-    return figure
-
-
 def _height(rows: Sequence[Any], each: float = 0.27) -> float:
     return 1.0 + each * max(len(rows), 2)
 
 
-def _write(ax: Axes, x: float, row: float, words: str, colour: str) -> None:
-    ax.text(x, row, words, va="center", fontsize=FONT - 1, color=colour, parse_math=False)
-
-
-def _write_broken(ax: Axes, x: float, row: int, status: str) -> None:
-    marker, colour = BROKEN[status]
-    ax.plot(x, row, marker, color=colour, markersize=6, markeredgewidth=1.6)
-    _write(ax, 2.5 * x, row, WORDS[status], colour)
+def _title(words: str, more: str) -> str:
+    return f"{words}: {more}" if more else words
 
 
 Line = dict[str, Any]
@@ -307,27 +315,20 @@ def draw_scaling(lines: Sequence[Line], kind: str) -> Figure | None:
     if not lines:
         return None
     figure, (speed, share, memory) = make_panels(f"{kind.capitalize()} scaling", 3.6, (1.15, 1, 1))
+    points = [point for line in lines for point in line["points"]]
     first = max((line["points"][0] for line in lines), key=lambda point: point["samples_per_s"] / point["gpus"])
-    counts = [point["gpus"] for line in lines for point in line["points"] + line["broken"]]
+    counts = [point["gpus"] for point in [*points, *(one for line in lines for one in line["broken"])]]
     ends = [min(counts), max(counts)]
     ideal = [first["samples_per_s"] / first["gpus"] * count for count in ends]
     speed.plot(ends, ideal, "--", color=FAINT, linewidth=1.2, label="ideal")
     share.axhline(100, linestyle="--", color=FAINT, linewidth=1.2)
-    for place, line in enumerate(lines):
-        style = _style(place)
-        x = [point["gpus"] for point in line["points"]]
-        _plot_spread(speed, x, line["points"], "samples_per_s", style | _CAPS | {"label": line["label"]})
-        share.plot(x, [100 * point["efficiency"] for point in line["points"]], **style)
-        memory.plot(x, [point["memory_gib"] for point in line["points"]], **style)
-        _mark_broken(memory, line["broken"], "gpus", place, style["color"])
-    points = [point for line in lines for point in line["points"]]
+    _draw_lines(speed, "samples/s", lines, ("gpus", "ranks"), "samples_per_s", label="label", marks=False)
+    _draw_lines(share, "efficiency, % of ideal", lines, ("gpus", "ranks"), "efficiency", factor=100, marks=False)
+    _draw_lines(memory, "peak memory of a rank, GiB", lines, ("gpus", "ranks"), "memory_gib")
     rates = [point[name] for point in points for name in ("samples_per_s", "low", "high")] + ideal
     scale_log(speed, rates)
     speed.set_ylim(min(rates) / 1.3, max(rates) * 1.3)
-    for ax, name in ((speed, "samples/s"), (share, "efficiency, % of ideal"), (memory, "peak memory of a rank, GiB")):
-        name_panel(ax, name)
-        scale_counts(ax, counts, "ranks")
-    share.set_ylim(0, max(110, *(105 * point["efficiency"] for line in lines for point in line["points"])))
+    share.set_ylim(0, max(110, *(105 * point["efficiency"] for point in points)))
     _from_zero(memory)
     _finish(figure, speed, lines)
     return figure
@@ -341,28 +342,47 @@ def draw_batches(lines: Sequence[Line], work: str, unit: str) -> Figure | None:
     known = any(math.isfinite(number_of(point["mfu"])) for line in lines for point in line["points"])
     panels = [("samples_per_s", "samples/s", 1.0), ("mfu", "MFU, %", 100.0), ("memory_gib", "peak memory, GiB", 1.0)]
     panels = [panel for panel in panels if known or panel[0] != "mfu"]
-    title = f"Throughput{', MFU' if known else ''} and memory against the batch" + (f": {work}" if work else "")
+    title = _title(f"Throughput{', MFU' if known else ''} and memory against the batch", work)
     figure, axes = make_panels(title, 3.7, [1] * len(panels))
-    sizes = [point["batch"] for line in lines for point in line["points"] + line["broken"]]
     for ax, (field, name, factor) in zip(axes, panels, strict=True):
-        falls: list[tuple[float, float]] = []
-        for place, line in enumerate(lines):
-            style = _style(place)
-            x = [point["batch"] for point in line["points"]]
-            if field == "samples_per_s":
-                _plot_spread(ax, x, line["points"], field, style | _CAPS | {"label": line["short"]})
-                falls += [(p["batch"], p["samples_per_s"]) for p in line["points"] if p["falls"]]
-            else:
-                ax.plot(x, [factor * number_of(point[field]) for point in line["points"]], **style)
-            _mark_broken(ax, line["broken"], "batch", place, style["color"])
-        if falls:
-            name_falls = "falls, outside the spread"
-            ax.plot(*zip(*falls, strict=True), "o", color=RED, fillstyle="none", markersize=11, label=name_falls)
-        name_panel(ax, name)
-        scale_counts(ax, sizes, f"batch{unit}")
+        label = "short" if field == "samples_per_s" else None
+        _draw_lines(ax, name, lines, ("batch", f"batch{unit}"), field, label=label, factor=factor)
+    if falls := [(p["batch"], p["samples_per_s"]) for line in lines for p in line["points"] if p["falls"]]:
+        style: Any = {"color": RED, "fillstyle": "none", "markersize": 11, "label": "falls, outside the spread"}
+        axes[0].plot(*zip(*falls, strict=True), "o", **style)
+    for ax in axes:
         _from_zero(ax)
     _finish(figure, axes[0], lines)
     return figure
+
+
+def _draw_lines(
+    ax: Axes,
+    name: str,
+    lines: Sequence[Line],
+    along: tuple[str, str],
+    field: str,
+    *,
+    label: str | None = None,
+    factor: float = 1.0,
+    marks: bool = True,
+) -> None:
+    """Draw a field of all lines; with a label also its spread, and with `marks` what was not measured, at the foot."""
+    axis, words = along
+    for place, line in enumerate(lines):
+        style: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place], "linewidth": 1.5, "markersize": 4.5}
+        style["linestyle"] = ("-", (0, (5, 1.5)))[place % 2]
+        x = [point[axis] for point in line["points"]]
+        if label:
+            _plot_spread(ax, x, line["points"], field, style | _CAPS | {"label": line[label]})
+        else:
+            ax.plot(x, [factor * number_of(point[field]) for point in line["points"]], **style)
+        for one in line["broken"] if marks else ():
+            look: Any = {"color": COLOURS[place], "markersize": 6, "markeredgewidth": 1.6}
+            foot = 0.04 + 0.045 * place  # a row for each line
+            ax.plot(one[axis], foot, BROKEN[one["status"]][0], transform=ax.get_xaxis_transform(), **look)
+    name_panel(ax, name)
+    scale_counts(ax, [point[axis] for line in lines for point in line["points"] + line["broken"]], words)
 
 
 def _choose(lines: Sequence[Line]) -> list[Line]:
@@ -380,16 +400,6 @@ def _choose(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if id(line) in kept]
 
 
-def _style(place: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[place],
-        "marker": MARKERS[place],
-        "linestyle": ("-", (0, (5, 1.5)))[place % 2],
-        "linewidth": 1.5,
-        "markersize": 4.5,
-    }
-
-
 def _plot_spread(ax: Axes, x: Sequence[float], points: Sequence[Line], field: str, style: dict[str, Any]) -> None:
     """Draw a line with the spread of each point, where it is known."""
     y = [point[field] for point in points]
@@ -399,13 +409,6 @@ def _plot_spread(ax: Axes, x: Sequence[float], points: Sequence[Line], field: st
     below = [max(0.0, v - low) for v, (low, _) in zip(y, ends, strict=True)]
     above = [max(0.0, high - v) for v, (_, high) in zip(y, ends, strict=True)]
     ax.errorbar(x, y, yerr=[below, above], **style)
-
-
-def _mark_broken(ax: Axes, broken: Sequence[Line], axis: str, place: int, colour: str) -> None:
-    """Mark what was not measured at the foot of the panel, one row a line."""
-    for one in broken:
-        style: Any = {"color": colour, "markersize": 6, "markeredgewidth": 1.6, "transform": ax.get_xaxis_transform()}
-        ax.plot(one[axis], 0.04 + 0.045 * place, BROKEN[one["status"]][0], **style)
 
 
 def _from_zero(ax: Axes) -> None:
@@ -446,17 +449,13 @@ _CAPTIONS = {
 
 
 def draw_all(facts: dict[str, Any], studies: Sequence[Study], notes: list[str]) -> list[Picture]:
-    """Draw every picture that the cells allow; one that cannot be drawn must not cost the reader the page."""
+    """Draw every picture that the cells allow."""
     pictures: list[Picture] = []
     taken: set[str] = set()
     for study in studies:
         where = f" ({study.device}, {study.mode})" if len(studies) > 1 else ""
         for kind, title, caption, draw in _list_drawings(facts, study):
-            try:
-                figure = draw()
-            except Exception as error:  # whatever the drawing library raises
-                notes.append(f"The picture {kind!r} could not be drawn: {error}.")
-                continue
+            figure = try_to_draw(f"picture {kind!r}", draw, notes)
             if figure is not None:
                 pictures.append(Picture(_name_file(f"{kind}{where}", taken), title + where, caption, figure))
     return pictures
@@ -471,28 +470,29 @@ def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:
         lines = [line for line in mine("scaling") if line["kind"] == kind]
         caption = f"{_CAPTIONS[kind]} {spread}" + _left_out(len(lines))
         yield f"{kind}-scaling", f"{kind.capitalize()} scaling", caption, partial(draw_scaling, lines, kind)
-    works: dict[str, list[Cell]] = {}
-    for cell in study.cells:
-        works.setdefault(study.work(cell), []).append(cell)
+    works = group_by(study.cells, study.work)
     for work, cells in works.items():
         kept, left = choose_bars(cells)
         best = f" {len(kept)} of {len(cells)} cells, each configuration at its fastest batch. The table holds all."
         yield (
             f"configurations {work}",
-            "Configurations",
+            _title("Configurations", work),
             spread + best * bool(left),
             partial(draw_bars, study, cells, work),
         )
     yield "effects", "Factor effects", _CAPTIONS["effects"], partial(draw_effects, mine("effects"))
     yield "interactions", "Interactions", _CAPTIONS["interactions"], partial(draw_interactions, mine("interactions"))
     for ladder in mine("ladders"):
-        yield f"ladder {ladder['label']}", "Ladder", _CAPTIONS["ladder"], partial(draw_ladder, ladder, study.unit)
+        title = _title("Ladder", ladder["label"])
+        yield f"ladder {ladder['label']}", title, _CAPTIONS["ladder"], partial(draw_ladder, ladder, study.unit)
     for work in works:
         lines = [line for line in mine("batches") if line["work"] == work]
         caption = f"{spread} {_CAPTIONS['batch']}" + _left_out(len(lines))
-        yield f"batch {work}", "Against the batch", caption, partial(draw_batches, lines, work, study.unit)
+        title = _title("Against the batch", work)
+        yield f"batch {work}", title, caption, partial(draw_batches, lines, work, study.unit)
     for work, cells in works.items():
-        yield f"step {work}", "Parts of the step", _CAPTIONS["step"], partial(draw_split, study, cells, work)
+        title = _title("Parts of the step", work)
+        yield f"step {work}", title, _CAPTIONS["step"], partial(draw_split, study, cells, work)
 
 
 def _left_out(lines: int) -> str:

@@ -30,7 +30,7 @@ from vitrail.report.units import compact, count, number_of, percent, plain
 _QUIET = 300.0  # seconds without a line after which a run without an end is taken for dead
 _SPEEDS = ("step_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "hfu", "data_wait")
 MOST_LINES = 50_000  # of training that a summary is made from; a longer log is thinned
-_SLOW_DATA = 0.2  # share of the step spent waiting for data from which a warning is due
+SLOW_DATA = 0.2  # share of the step spent waiting for data from which a warning is due
 
 
 def summary(run_dir: str | Path, *, now: float | None = None) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _find_warnings(facts: dict[str, Any], lines: Sequence[Line]) -> list[str]:
     if broken:
         found.append(f"The loss was not finite in {broken} of {len(train)} logged windows.")
     wait = number_of(facts["speed"]["data_wait"])
-    if wait >= _SLOW_DATA:
+    if wait >= SLOW_DATA:
         found.append(
             f"{percent(wait)} of the step time went into waiting for data; "
             "raise data.workers, data.prefetch or data.reuse, or store the data in larger chunks."

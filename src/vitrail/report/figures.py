@@ -14,10 +14,10 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vitrail.disk import check_output, mark, write_whole
 from vitrail.errors import UserError
@@ -40,6 +40,7 @@ _MOST_BYTES = 400_000  # of the PNG of a sheet
 _LOCK = threading.Lock()  # matplotlib's settings are global while an SVG is written
 
 Colour = tuple[float, ...]
+Drawn = TypeVar("Drawn")
 
 
 def shorten(text: str, most: int) -> str:
@@ -177,6 +178,15 @@ def embed_image(content: bytes, kind: str = "image/svg+xml") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
+def try_to_draw(name: str, draw: Callable[[], Drawn | None], notes: list[str]) -> Drawn | None:
+    """Draw; what cannot be drawn is noted, and must not cost the reader the page."""
+    try:
+        return draw()
+    except Exception as error:  # whatever the drawing library raises
+        notes.append(f"The {name} could not be drawn: {error}.")
+        return None
+
+
 # ---------------------------------------------------------------- sheets
 
 
@@ -242,10 +252,10 @@ class Sheet:
         """Write at a place."""
         self.figure.text(x / self.wide, 1 - y / self.high, words, fontsize=size, va=va, **(WORDS | style))
 
-    def frame(self, title: str, caption: str, *, left: float = 0.15, most: int = 10**6, size: float = 11) -> None:
+    def frame(self, title: str, caption: str, *, left: float = 0.15, most: int = 10**6) -> None:
         """Write the title into the upper left corner and the caption into the lower left one."""
         if title:
-            self.text(left, 0.2, shorten(title, most), size=size, weight="bold")
+            self.text(left, 0.2, shorten(title, most), size=11, weight="bold")
         if caption:
             self.text(left, self.high - 0.08, caption, va="bottom", color=SOFT)
 

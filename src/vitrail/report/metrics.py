@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -76,11 +76,7 @@ def read_lines(run_dir: str | Path, *, most: int | None = None) -> tuple[list[Li
                 stretch = math.ceil(2 * sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b"")) / most)
                 file.seek(0)
             keep = _Thinned(stretch)
-            for raw in iter(lambda: file.readline(_LONGEST), b""):
-                raw = raw.strip(b"\x00\r\n\t ")  # a power cut can leave zeros where the line was to be
-                if not raw:
-                    continue
-                line, whole = parse_line(raw.decode("utf-8", errors="replace"))
+            for line, whole in parse_lines(iter(lambda: file.readline(_LONGEST), b"")):
                 torn += not whole
                 if line is not None:
                     keep.add(line)
@@ -123,11 +119,21 @@ class _Thinned:
         return [self.kept[place] for place in sorted(self.kept)]
 
 
-def parse_line(raw: str, *, first: str = "event", named: str = "event") -> tuple[Line | None, bool]:
-    """Return the object of a line, and whether the line was whole; behind a torn half a complete one may follow.
+def parse_lines(
+    raws: Iterable[bytes], *, first: str = "event", named: str = "event"
+) -> Iterator[tuple[Line | None, bool]]:
+    """Yield the object of each line, and whether the line was whole.
 
     `first` is the key that objects begin with, `named` the one that none may lack.
     """
+    for raw in raws:
+        raw = raw.strip(b"\x00\r\n\t ")  # a power cut can leave zeros where the line was to be
+        if raw:
+            yield _parse_line(raw.decode("utf-8", errors="replace"), first, named)
+
+
+def _parse_line(raw: str, first: str, named: str) -> tuple[Line | None, bool]:
+    """Parse a line; behind a torn half a complete one may follow."""
     start = 0
     for _ in range(_MOST_HALVES):
         try:

@@ -10,9 +10,10 @@ import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NOTHING
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
 from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
-from vitrail.report.figures import embed_image
+from vitrail.report.figures import embed_image, try_to_draw
 from vitrail.report.metrics import (
     Line,
     find_inside,
@@ -249,21 +250,12 @@ def list_environment(tree: Any) -> list[Row]:
     return rows
 
 
-def list_data(card: Any) -> list[dict[str, Any]]:
-    """List one card per source of `data.json`: a dictionary, a list of them, or named ones."""
-    if isinstance(card, dict) and card and all(isinstance(inner, dict | list) for inner in card.values()):
-        named = [(str(k), c) for k, inner in card.items() for c in (inner if isinstance(inner, list) else [inner])]
-        if any(isinstance(c, dict) and "shape" in c for _, c in named):
-            return [_describe_data(c, name) for name, c in named if isinstance(c, dict)]
-    cards = card if isinstance(card, list) else [card]
-    return [_describe_data(c, "") for c in cards if isinstance(c, dict) and c]
-
-
-def _describe_data(card: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return rows and histogram of one source."""
+def list_data(card: Any) -> list[Row]:
+    """List what the source said of itself in `data.json`, the grid first."""
+    if not isinstance(card, dict):
+        return []
     rest = dict(card)
-    axes, shape, spacing = rest.pop("axes", None), rest.pop("shape", None), rest.pop("spacing", None)
-    unit, picture = rest.pop("unit", None), rest.pop("histogram", None)
+    axes, shape, spacing, unit, dtype = (rest.pop(key, None) for key in ("axes", "shape", "spacing", "unit", "dtype"))
     rows: list[Row] = []
     if isinstance(shape, list):
         rows.append(("shape", " × ".join(count(s) for s in shape)))
@@ -272,29 +264,9 @@ def _describe_data(card: dict[str, Any], name: str) -> dict[str, Any]:
     if isinstance(spacing, list):
         unit_text = f" {unit}" if unit else " (no unit given)"
         rows.append(("voxel size", " × ".join(plain(s) for s in spacing) + unit_text))
-    for key in ("dtype", "min", "max", "mean", "std"):
-        if key in rest:
-            rows.append((key, _show(rest.pop(key))))
-    title = str(rest.pop("name", "") or name)
-    rows += [(str(key), _show(value)) for key, value in rest.items()]
-    return {"title": title, "rows": rows, "picture": _draw_histogram(picture, card)}
-
-
-def _draw_histogram(found: Any, card: dict[str, Any]) -> str | None:
-    """Draw a histogram given as {counts, edges} or as counts between the card's min and max."""
-    counts, edges = (found.get("counts"), found.get("edges")) if isinstance(found, dict) else (found, None)
-    if not isinstance(counts, list) or not counts or not all(math.isfinite(number_of(c)) for c in counts):
-        return None
-    if not isinstance(edges, list):
-        low, high = number_of(card.get("min")), number_of(card.get("max"))
-        edges = [low + (high - low) * i / len(counts) for i in range(len(counts) + 1)]
-    if not all(math.isfinite(number_of(e)) for e in edges):
-        return None
-    try:
-        svg = plots.histogram(counts, edges)
-    except Exception:  # whatever the drawing library raises: the numbers beside it tell the same
-        return None
-    return embed_image(svg.encode()) if svg else None
+    if dtype is not None:
+        rows.append(("dtype", _show(dtype)))
+    return rows + [(str(key), _show(value)) for key, value in rest.items()]
 
 
 def _show(value: Any) -> str:
@@ -377,20 +349,22 @@ def _show_value(value: Any) -> str:
 def write_report(run_dir: str | Path, *, now: float | None = None) -> Path:
     """Write `report.html` into a run folder, whatever state the run is in, and return its path."""
     run = open_run(run_dir)
-    html = render_report(run, now=time.time() if now is None else now)
+    html = load_template("page.html").render(_gather(run, time.time() if now is None else now))
     path = run / "report.html"
     sweep(run)
-    try:
+    with writing(path):
         # A page of somebody else's folder is replaced only if it is vitrail's.
         write = write_own if is_begun(run) else write_output
         return write(path, html.encode("utf-8", errors="replace"))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what to do where a page, or what lies beside it, cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; make the run folder writable.") from error
-
-
-def render_report(run: Path, *, now: float) -> str:
-    """Return the page as text."""
-    return load_template("page.html").render(_gather(run, now))
+        raise UserError(f"{path} cannot be written: {error.strerror}; make the folder writable.") from error
 
 
 @lru_cache
@@ -417,6 +391,11 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
     pictures = list_pictures(run, facts, notes)
     return {
         "facts": facts,
+        "name": facts["run"],
+        "status": facts["status"],
+        "pill": facts["status"],
+        "headline": facts["verdict"],
+        "dir": facts["dir"],
         "written": describe_time(now),
         "eval_step": count((facts["eval"] or {}).get("step")),
         "tiles": list_tiles(facts),
@@ -441,17 +420,9 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
 
 
 def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, str]]:
-    """Draw every curve that has points; one that cannot be drawn must not cost the reader the page."""
-    curves = []
-    for name, draw in plots.CURVES.items():
-        try:
-            svg = draw(lines)
-        except Exception as error:  # whatever the drawing library raises
-            notes.append(f"The curve {name!r} could not be drawn: {error}.")
-            continue
-        if svg:
-            curves.append({"name": name, "uri": embed_image(svg.encode())})
-    return curves
+    """Draw every curve that has points."""
+    drawn = {name: try_to_draw(f"curve {name!r}", partial(draw, lines), notes) for name, draw in plots.CURVES.items()}
+    return [{"name": name, "uri": embed_image(svg.encode())} for name, svg in drawn.items() if svg]
 
 
 def _list_commands(run: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ All pictures of a panel share one range of values; of a volume the middle planes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,27 +20,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.report.figures import EDGE, SOFT, WORDS, Colour, Sheet, shorten
-from vitrail.report.views import VIEW, cuts_of, draw_grid, hold_span, lay_out, pad
+from vitrail.report.views import (
+    BROKEN,
+    HIDDEN,
+    NOT_SCORED,
+    VIEW,
+    Cut,
+    cuts_of,
+    draw_grid,
+    draw_lines,
+    find_range,
+    hold_span,
+    label_colour,
+    lay_out,
+    overlay,
+    pad,
+    paint,
+)
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from vitrail.layers.trees import Tree
 
-HIDDEN = (0.16, 0.38, 0.62)  # flat blue: hidden from the model
-BROKEN = (0.90, 0.10, 0.45)  # flat pink: not a finite number
-NOT_SCORED = (0.93, 0.94, 0.95)  # error column, where the model was shown the answer
-LINES = (0.98, 0.62, 0.12)  # amber, which no grey value has: borders of leaves and tokens
 RIGHT, WRONG = (0.13, 0.47, 0.27), (0.75, 0.16, 0.18)
-LABEL_COLOURS = (  # of classes 1, 2, ...
-    (0.90, 0.62, 0.00),
-    (0.34, 0.71, 0.91),
-    (0.00, 0.62, 0.45),
-    (0.84, 0.37, 0.00),
-    (0.80, 0.47, 0.65),
-    (0.94, 0.89, 0.26),
-    (0.00, 0.45, 0.70),
-)
 _COLUMNS = ("target", "shown to the model", "prediction", "absolute error")
 _MOST_ROWS = 8
 _MOST_IMAGES = 48  # of a classification
@@ -51,84 +51,37 @@ _TILE = 1.9  # inches of a reconstruction's picture
 _TREE_TILE = 3.4  # inches along the longer side of a picture
 
 
-# ---------------------------------------------------------------- values as colours
-
-
-def find_range(targets: Sequence[np.ndarray], given: tuple[float, float] | None) -> tuple[float, float]:
-    """Return the range of values to show: the given one, or percentiles 0.5 and 99.5 of the targets."""
-    if given is not None:
-        lo, hi = float(given[0]), float(given[1])
-    else:
-        # A panel needs no exact percentile: a sixteenth of a large volume tells it.
-        values = np.concatenate([t.ravel()[:: 16 if t.size > 2**20 else 1] for t in targets])
-        values = values[np.isfinite(values)]
-        lo, hi = (float(v) for v in np.percentile(values, (0.5, 99.5))) if values.size else (0.0, 1.0)
-    return (lo, hi) if math.isfinite(hi - lo) and hi > lo else (lo if math.isfinite(lo) else 0.0, lo + 1.0)
-
-
-def paint(image: np.ndarray, value_range: tuple[float, float]) -> np.ndarray:
-    """Return [C, H, W] values as [H, W, 3] colours; what is not finite gets its own colour."""
-    lo, hi = value_range
-    unit = np.clip((image - lo) / (hi - lo), 0, 1)
-    bad = ~np.isfinite(unit).all(0)
-    colours = np.moveaxis(np.broadcast_to(unit, (3, *unit.shape[1:])), 0, -1).copy()
-    colours[bad] = BROKEN
-    return colours
-
-
-def label_colour(number: int) -> np.ndarray:
-    """Return colours that most eyes can tell apart (Okabe and Ito's) for the first classes, then hues spread evenly."""
-    from matplotlib.colors import hsv_to_rgb
-
-    if number <= len(LABEL_COLOURS):
-        return np.array(LABEL_COLOURS[number - 1] if number else (0.0, 0.0, 0.0))
-    return np.array(hsv_to_rgb((number * 0.618 % 1, 0.75, 0.95 - 0.3 * (number % 2))))
-
-
-def overlay(grey: np.ndarray, labels: np.ndarray, colours: np.ndarray, ignore: int | None) -> np.ndarray:
-    """Put labels in colour over the image, which still shows through; class 0 leaves it as it is."""
-    known = (labels > 0) & (labels < len(colours))
-    # Over a lightened image: dark structures would blacken their colours.
-    mixed = np.where(known[..., None], 0.28 * (0.3 + 0.7 * grey) + 0.72 * colours[np.where(known, labels, 0)], grey)
-    if ignore is not None:
-        mixed[labels == ignore] = NOT_SCORED
-    return mixed
-
-
 def _shown(image: np.ndarray) -> np.ndarray:
     """Return three variables as colours, of any other number the first."""
     return image[: 3 if len(image) == 3 else 1].astype(np.float32)
 
 
-# ---------------------------------------------------------------- reconstruction
+def _begin(
+    images: Sequence[np.ndarray], slices: int, value_range: tuple[float, float] | None = None
+) -> tuple[tuple[float, float], list[Cut]]:
+    """Return the range of values that all pictures of a panel share, and what is shown of each of its images."""
+    if not images:
+        raise ValueError("a panel needs at least one row")
+    return find_range(images, value_range), cuts_of(images[0].shape[1:], slices)
+
+
+# ---------------------------------------------------------------- grids of pictures
 
 
 def reconstruction_panel(
-    path: str | Path,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    title: str = "",
-    caption: str = "",
-    value_range: tuple[float, float] | None = None,
-    slices: int = 8,
-    aspect: float = 1.0,
-    ndim: int | None = None,
+    path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "", caption: str = "", slices: int = 8
 ) -> Path:
-    """Draw rows of {target, prediction, hidden, name?} to a PNG and return its path.
+    """Draw rows of {target, prediction, hidden} to a PNG and return its path.
 
-    `target` and `prediction` are [spatial] or [C, spatial] (three variables are colours, of any other number the first
-    is shown); `hidden` is a boolean [spatial] array, true where the model saw nothing (the key `masked` holds the same
-    where `hidden` is absent). Volumes show the middle plane across each axis and `slices` slices along the first.
-    `value_range` None takes the targets' percentiles 0.5 and 99.5; `aspect` is the physical height of a pixel over its
-    width; `ndim` settles what the arrays leave open.
+    All are [C, spatial] (three variables are colours, of any other number the first is shown); `hidden` is true where
+    the model saw nothing. Volumes show the middle plane across each axis and `slices` slices along the first.
     """
     from matplotlib import colormaps
 
-    samples = [_read_row(row, ndim) for row in rows[:_MOST_ROWS]]
-    if not samples:
-        raise ValueError("a panel needs at least one row")
-    span, cuts = find_range([target for target, _, _, _ in samples], value_range), cuts_of(samples[0][2].shape, slices)
-    tiles = [[(t[at], p[at], h[at]) for _, at in cuts] for t, p, h, _ in samples]
+    rows = rows[:_MOST_ROWS]
+    samples = [(_shown(row["target"]), _shown(row["prediction"]), row["hidden"].any(0)) for row in rows]
+    span, cuts = _begin([target for target, _, _ in samples], slices)
+    tiles = [[(t[at], p[at], h[at]) for _, at in cuts] for t, p, h in samples]
     # The worst hundredth of the voxels may saturate, so that a few outliers do not blacken the rest.
     errors = np.concatenate([np.abs(p - t).mean(0)[h].ravel() for sample in tiles for t, p, h in sample])
     errors = errors[np.isfinite(errors)]
@@ -149,33 +102,9 @@ def reconstruction_panel(
     if any(not (np.isfinite(t).all() and np.isfinite(p).all()) for sample in tiles for t, p, _ in sample):
         keys.append(("not a finite number", BROKEN))
     bars = [("value", *span, "gray"), ("absolute error", 0.0, top, "magma")]
-    look = {"tile": _TILE} | lay_out(views, [name for *_, name in samples], _COLUMNS, cuts)
-    sheet = draw_grid(title=title, caption=caption, keys=keys, bars=bars, aspect=aspect, **look)
-    return sheet.put(path, grey=all(target.shape[0] == 1 for target, _, _, _ in samples))
-
-
-def _read_row(row: Mapping[str, Any], ndim: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-    """Return target and prediction as float32 [C, spatial], hidden as bool [spatial], and the name."""
-    target, prediction = (np.asarray(row[key], dtype=np.float32) for key in ("target", "prediction"))
-    hidden: Any = np.asarray(row["hidden"] if row.get("hidden") is not None else row["masked"])
-    if hidden.dtype != np.bool_:
-        hidden = ~np.isfinite(hidden) if np.issubdtype(hidden.dtype, np.floating) else hidden.astype(bool)
-    if target.shape != prediction.shape:
-        raise ValueError(f"target {target.shape} and prediction {prediction.shape} must have one shape")
-    if ndim is None:
-        ndim = 3 if target.ndim == 4 else hidden.ndim if hidden.ndim in (target.ndim, target.ndim - 1) else target.ndim
-    if target.ndim == ndim:
-        target, prediction = target[None], prediction[None]
-    if hidden.ndim == ndim + 1:
-        hidden = hidden.any(0)
-    if ndim not in (2, 3) or target.ndim != ndim + 1 or hidden.shape != target.shape[1:]:
-        raise ValueError(
-            f"a panel needs 2-D or 3-D arrays, with or without channels, got {target.shape}, hidden {hidden.shape}"
-        )
-    return _shown(target), _shown(prediction), hidden, str(row.get("name") or "")
-
-
-# ---------------------------------------------------------------- grids of pictures
+    look = {"tile": _TILE} | lay_out(views, _COLUMNS, cuts)
+    sheet = draw_grid(title=title, caption=caption, keys=keys, bars=bars, **look)
+    return sheet.put(path, grey=all(target.shape[0] == 1 for target, _, _ in samples))
 
 
 def segmentation_panel(
@@ -186,31 +115,20 @@ def segmentation_panel(
     ignore: int | None = None,
     title: str = "",
     caption: str = "",
-    value_range: tuple[float, float] | None = None,
     slices: int = 8,
-    aspect: float = 1.0,
 ) -> Path:
-    """Draw rows of {image, truth, prediction, name?} to a PNG and return its path.
+    """Draw rows of {image, truth, prediction} to a PNG and return its path.
 
     `image` is [C, spatial] (the first variable is shown, or three as colours), `truth` and `prediction` are numbers of
     classes [spatial]; volumes show planes and slices. Voxels of label `ignore` are not scored.
     """
-    if not rows:
-        raise ValueError("a panel needs at least one row")
-    tiles = []
-    for row in rows[:_MOST_ROWS]:
-        image, truth, guess = (np.asarray(row[key]) for key in ("image", "truth", "prediction"))
-        if truth.ndim not in (2, 3) or guess.shape != truth.shape or image.shape[1:] != truth.shape:
-            raise ValueError(
-                f"a panel needs an image [C, spatial] and labels [spatial] of 2 or 3 axes, got {image.shape}, "
-                f"{truth.shape} and {guess.shape}"
-            )
-        tiles.append((_shown(image), truth, guess, str(row.get("name") or "")))
-    span, cuts = find_range([image for image, _, _, _ in tiles], value_range), cuts_of(tiles[0][1].shape, slices)
+    rows = rows[:_MOST_ROWS]
+    images = [_shown(row["image"]) for row in rows]
+    span, cuts = _begin(images, slices)
     colours = np.stack([label_colour(number) for number in range(len(names))])
     views, seen = [], set()
-    for image, truth, guess, _ in tiles:
-        greys, both = [paint(image[at], span) for _, at in cuts], ((truth, ignore), (guess, None))
+    for image, row in zip(images, rows, strict=True):
+        greys, both = [paint(image[at], span) for _, at in cuts], ((row["truth"], ignore), (row["prediction"], None))
         labelled = [
             [overlay(grey, labels[at], colours, unscored) for grey, (_, at) in zip(greys, cuts, strict=True)]
             for labels, unscored in both
@@ -221,29 +139,21 @@ def segmentation_panel(
     keys: list[tuple[str, Colour]] = [(shorten(names[number], 24), tuple(colours[number])) for number in shown]
     if ignore is not None and ignore in seen:
         keys.append(("not scored", NOT_SCORED))
-    look = lay_out(views, [name for *_, name in tiles], ("image", "true labels", "prediction"), cuts)
-    return draw_grid(title=title, caption=caption, keys=keys, aspect=aspect, **look).put(path)
+    look = lay_out(views, ("image", "true labels", "prediction"), cuts)
+    return draw_grid(title=title, caption=caption, keys=keys, **look).put(path)
 
 
 def classification_panel(
-    path: str | Path,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    title: str = "",
-    caption: str = "",
-    value_range: tuple[float, float] | None = None,
-    aspect: float = 1.0,
+    path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "", caption: str = ""
 ) -> Path:
     """Draw {image, truth, prediction, likelihood, right} as a grid of images to a PNG and return its path.
 
     `image` is [C, spatial] (the first variable is shown, or three as colours; of a volume the middle planes, side by
     side), `truth` and `prediction` are names, `likelihood` is the model's own for its prediction.
     """
-    if not rows:
-        raise ValueError("a panel needs at least one image")
     rows = rows[:_MOST_IMAGES]
-    images = [_shown(np.asarray(row["image"])) for row in rows]
-    span, cuts = find_range(images, value_range), cuts_of(images[0].shape[1:], 0)
+    images = [_shown(row["image"]) for row in rows]
+    span, cuts = _begin(images, 0)
     cells = []
     for image, row in zip(images, rows, strict=True):
         views = pad([paint(image[at], span) for _, at in cuts])
@@ -257,7 +167,7 @@ def classification_panel(
     keys = [("right", RIGHT), ("wrong", WRONG)]
     columns = 3 if len(cuts) > 1 else 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4
     look: Any = {"columns": min(len(cells), columns), "tile": 1.15 if len(cuts) == 1 else 3 * VIEW}
-    return draw_grid(cells, title, caption, marks=marks, keys=keys, aspect=aspect, **look).put(path)
+    return draw_grid(cells, title, caption, marks=marks, keys=keys, **look).put(path)
 
 
 def pairs_panel(
@@ -273,15 +183,13 @@ def pairs_panel(
     Three variables are colours, of any other number the first is shown. Differences are grey where there are none, and
     share the range of the originals.
     """
-    if not pairs:
-        raise ValueError("a panel needs at least one pair")
     shown = [[_shown(each) for each in pair] for pair in pairs[:_MOST_ROWS]]
-    (low, high), cuts = find_range([original for original, _ in shown], None), cuts_of(shown[0][0].shape[1:], slices)
+    (low, high), cuts = _begin([original for original, _ in shown], slices)
     views = []
     for original, again in shown:
         kinds = (original, again, again - original + (low + high) / 2)
         views.append([[paint(values[at], (low, high)) for _, at in cuts] for values in kinds])
-    look = lay_out(views, [""] * len(views), ("original", "reconstruction", "difference"), cuts)
+    look = lay_out(views, ("original", "reconstruction", "difference"), cuts)
     sheet = draw_grid(title=title, caption=caption, **look)
     return sheet.put(path, grey=all(original.shape[0] == 1 for original, _ in shown))
 
@@ -305,13 +213,13 @@ def sample_grid(
     Without classes, rows are just filled; volumes have a row of planes and slices each. Of more than three channels the
     first three are shown.
     """
-    span, cuts = find_range([colours_of(image) for image in real], value_range), cuts_of(real[0].shape[1:], slices)
-    own = span if alike or given is None else find_range([colours_of(image) for image in given], None)
+    span, cuts = _begin([colours_of(image) for image in real], slices, value_range)
+    own = span if alike or given is None else find_range([colours_of(image) for image in given])
     kinds = ([("given", given, own)] if given is not None else []) + [("sample", made, span), ("data", real, span)]
     views = [[[paint(colours_of(each[i][at]), r) for _, at in cuts] for _, each, r in kinds] for i in range(len(made))]
     heads = [kind for kind, _, _ in kinds]
     if len(cuts) > 1:
-        look = lay_out(views, names or [""] * len(made), heads, cuts)
+        look = lay_out(views, heads, cuts, names)
         return draw_grid(title=title, caption=caption, **look).put(path)
     if given is not None:
         return _draw_blocks([("", sample) for sample in views], heads, title, caption).put(path)
@@ -329,11 +237,6 @@ def sample_grid(
 def colours_of(image: np.ndarray) -> np.ndarray:
     """Return the first three channels of an image or volume, or the first."""
     return image[: 3 if len(image) >= 3 else 1].astype(np.float32)
-
-
-def flat(image: np.ndarray) -> np.ndarray:
-    """Return an image, or the middle slice of a volume, with one channel or three."""
-    return colours_of(image if image.ndim == 3 else image[:, image.shape[1] // 2])
 
 
 def _draw_blocks(
@@ -412,7 +315,7 @@ def tree_picture(
             pick = slice(None)
         boxes = np.stack([corner[shown, rows], corner[shown, columns], side[shown]], axis=1)
         views.append((name, pixels[pick], held[pick], boxes, scale[rows] / scale[columns]))
-    return _draw_tree(views, find_range([pixels], None), title, _describe(tree, side)).put(path)
+    return _draw_tree(views, find_range([pixels]), title, _describe(tree, side)).put(path)
 
 
 def _describe(tree: Tree, side: np.ndarray) -> str:
@@ -469,12 +372,3 @@ def _draw_tree(views: list[tuple[Any, ...]], span: tuple[float, float], title: s
         sheet.text(left, 0.22, title, size=11, weight="bold")
     sheet.text(left, sheet.high - 0.1, caption, va="bottom", color=SOFT)
     return sheet
-
-
-def draw_lines(axes: Axes, lines: np.ndarray, thick: float, high: int, wide: int) -> None:
-    """Draw lines [N, 2, 2] over an image of such a size."""
-    from matplotlib.collections import LineCollection
-
-    axes.add_collection(LineCollection(list(lines), colors=[LINES], linewidths=thick))
-    axes.set_xlim(0, wide)
-    axes.set_ylim(high, 0)

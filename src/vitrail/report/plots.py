@@ -66,24 +66,15 @@ def loss_curve(lines: Sequence[Line]) -> str | None:
 
 def eval_against_mean(lines: Sequence[Line]) -> str | None:
     """Draw the squared error on hidden voxels beside their variance, which is the error of predicting the mean."""
-    evals = select(lines, "eval")
+    steps, variances = series(_unfold(select(lines, "eval")), "variance")
     figure, ax = _make_axes("Evaluation: error on hidden voxels", lines)
-    values: list[float] = []
-    for weights, colour in (("ema", BLUE), ("raw", GREEN)):
-        some = _unfold([line for line in evals if (line.get("weights") or "raw") == weights])
-        steps, errors = series(some, "mse")
-        if steps:
-            name = "averaged weights" if weights == "ema" else "weights"
-            label = f"mean squared error, {name}"
-            ax.plot(*_thin(steps, errors), "o-", color=colour, markersize=3.5, linewidth=1.6, label=label)
-            values += errors
-    steps, variances = series(_unfold(evals), "variance")
-    if not values or not steps:
+    errors = [value for _, value in _plot_evals(ax, lines, "mse", "mean squared error, {}")]
+    if not errors or not steps:
         return None
     ax.plot(*_thin(steps, variances), "--", color=FAINT, linewidth=1.3, label="predicting the mean (variance)")
     if len(steps) == 1:
         ax.axhline(variances[0], linestyle="--", color=FAINT, linewidth=1.3)
-    ax.set_ylim(0, 1.45 * max(values + variances, default=1.0) or 1.0)
+    ax.set_ylim(0, 1.45 * max(errors + variances, default=1.0) or 1.0)
     ax.set_ylabel("squared value")
     put_legend(ax)
     return save_svg(figure)
@@ -91,19 +82,14 @@ def eval_against_mean(lines: Sequence[Line]) -> str | None:
 
 def score(lines: Sequence[Line]) -> str | None:
     """Draw the metric that chooses the best checkpoint, and where it was best; losses have curves of their own."""
-    name, larger = _best_metric(lines)
-    evals = select(lines, "eval")
-    if name in (None, "loss") or any("mse_over_variance" in row for row in _unfold(evals)):
+    start: Line = (select(lines, "start") or [{}])[-1]
+    name, larger = start.get("best_metric"), start.get("larger_is_better") is True
+    rows = _unfold(select(lines, "eval"))
+    if not isinstance(name, str) or name == "loss" or any("mse_over_variance" in row for row in rows):
         return None
     label = name_metric(name)
     figure, ax = _make_axes(f"Evaluation: {label}", lines)
-    points: list[tuple[float, float]] = []
-    for weights, colour in (("raw", GREEN), ("ema", BLUE)):
-        steps, values = series(_unfold([e for e in evals if (e.get("weights") or "raw") == weights]), name)
-        if steps:
-            kind = "averaged weights" if weights == "ema" else "weights"
-            ax.plot(*_thin(steps, values), "o-", color=colour, markersize=3.5, linewidth=1.6, label=kind)
-            points += zip(steps, values, strict=True)
+    points = _plot_evals(ax, lines, name, "{}")
     if not points:
         return None
     step, value = (max if larger else min)(points, key=lambda point: point[1])
@@ -114,12 +100,25 @@ def score(lines: Sequence[Line]) -> str | None:
     return save_svg(figure)
 
 
+def _plot_evals(ax: Axes, lines: Sequence[Line], name: str, label: str) -> list[tuple[float, float]]:
+    """Draw a metric of the weights and of their average, and return its points."""
+    points: list[tuple[float, float]] = []
+    for weights, words, colour in (("raw", "weights", GREEN), ("ema", "averaged weights", BLUE)):
+        evals = [line for line in select(lines, "eval") if (line.get("weights") or "raw") == weights]
+        steps, values = series(_unfold(evals), name)
+        if steps:
+            style: Any = {"color": colour, "markersize": 3.5, "linewidth": 1.6, "label": label.format(words)}
+            ax.plot(*_thin(steps, values), "o-", **style)
+            points += zip(steps, values, strict=True)
+    return points
+
+
 def class_scores(lines: Sequence[Line]) -> str | None:
     """Draw Dice of each class, a thin line each; of many classes those that end lowest stand out."""
     evals = select(lines, "eval")
     rows = _unfold([e for e in evals if e.get("weights") == "ema"] or evals)
-    found = {name: series(rows, name) for name in dict.fromkeys(n for row in rows for n in row if _is_class(n))}
-    found = {name: points for name, points in found.items() if points[0]}
+    names = dict.fromkeys(name for row in rows for name in row if str(name).startswith("dice_"))
+    found = {name: points for name in names if (points := series(rows, name))[0]}
     if not found:
         return None
     figure, ax = _make_axes("Evaluation: Dice of each class", lines)
@@ -136,19 +135,6 @@ def class_scores(lines: Sequence[Line]) -> str | None:
     ax.set_ylabel("Dice")
     put_legend(ax, columns=2, size=7, place="best")
     return save_svg(figure)
-
-
-def learning_rate(lines: Sequence[Line]) -> str | None:
-    return _draw_field(lines, "lr", "Learning rate", "", BLUE)
-
-
-def gradient_norm(lines: Sequence[Line]) -> str | None:
-    """Draw the gradient norm before clipping; the axis is logarithmic, because spikes matter."""
-    return _draw_field(lines, "grad_norm", "Gradient norm", "", GREEN, log=True)
-
-
-def memory(lines: Sequence[Line]) -> str | None:
-    return _draw_field(lines, "memory_gib", "Memory", "GiB", ORANGE, from_zero=True)
 
 
 def throughput(lines: Sequence[Line]) -> str | None:
@@ -196,46 +182,25 @@ def activations(lines: Sequence[Line]) -> str | None:
     return save_svg(figure)
 
 
-def histogram(counts: Sequence[float], edges: Sequence[float]) -> str | None:
-    """Draw the distribution of the data's values; `edges` has one entry more than `counts`."""
-    if not counts or len(edges) != len(counts) + 1:
-        return None
-    from matplotlib.ticker import MaxNLocator
-
-    figure, ax = _make_axes("Values", [])
-    ax.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    total = sum(counts) or 1
-    ax.stairs([100 * c / total for c in counts], list(edges), fill=True, color=PALE)
-    ax.stairs([100 * c / total for c in counts], list(edges), color=BLUE, linewidth=1)
-    ax.set_xlabel("value", labelpad=1)
-    ax.set_ylabel("share of voxels, %")
-    return save_svg(figure)
-
-
 # The curves of the page, in reading order: name, and what makes the picture.
 CURVES: dict[str, Callable[[Sequence[Line]], str | None]] = {
     "Loss over the steps": loss_curve,
     "Evaluation against predicting the mean": eval_against_mean,
     "Score over the steps": score,
     "Dice of each class": class_scores,
-    "Learning rate": learning_rate,
-    "Gradient norm": gradient_norm,
+    "Learning rate": lambda lines: _draw_field(lines, "lr", "Learning rate", BLUE),
+    # Before clipping; on a logarithmic axis, because spikes matter.
+    "Gradient norm": lambda lines: _draw_field(lines, "grad_norm", "Gradient norm", GREEN, log=True),
     "Throughput and data wait": throughput,
-    "Memory": memory,
+    "Memory": lambda lines: _draw_field(lines, "memory_gib", "Memory", ORANGE, unit="GiB"),
     "Activation size by layer": activations,
 }
 
 
 def _draw_field(
-    lines: Sequence[Line],
-    name: str,
-    title: str,
-    unit: str,
-    colour: str,
-    *,
-    log: bool = False,
-    from_zero: bool = False,
+    lines: Sequence[Line], name: str, title: str, colour: str, *, unit: str = "", log: bool = False
 ) -> str | None:
+    """Draw a field of the training lines; with a unit from 0 on."""
     steps, values = series(select(lines, "train"), name)
     if not steps:
         return None
@@ -244,7 +209,7 @@ def _draw_field(
     ax.set_ylabel(unit or title.lower())
     if log:
         _scale_losses(ax, values)
-    if from_zero:
+    if unit:
         ax.set_ylim(0, 1.15 * max(values) or 1.0)
     return save_svg(figure)
 
@@ -298,17 +263,6 @@ def _scale_losses(ax: Axes, values: Sequence[float]) -> None:
     """Make the axis logarithmic when the values span more than a factor of ten and are all positive."""
     if values and min(values) > 0 and max(values) > 10 * min(values):
         scale_log(ax, values)
-
-
-def _best_metric(lines: Sequence[Line]) -> tuple[Any, bool]:
-    """Return the metric that chooses the best checkpoint, None where the run does not say, and whether it grows."""
-    start: Line = (select(lines, "start") or [{}])[-1]
-    name = start.get("best_metric")
-    return (name if isinstance(name, str) else None), start.get("larger_is_better") is True
-
-
-def _is_class(name: Any) -> bool:
-    return isinstance(name, str) and name.startswith("dice_")
 
 
 def _unfold(evals: Sequence[Line]) -> list[Line]:

@@ -14,7 +14,7 @@ import numpy as np
 from vitrail.data.source import Item, Source, class_names, label_dtype, label_names
 
 if TYPE_CHECKING:
-    from vitrail.report.pages import Panel
+    from vitrail.report.views import Panel
 
 
 SHOWN = {2: 1024, 3: 512}  # voxels of an axis that are shown at most, from the middle
@@ -35,8 +35,8 @@ UNITS = {
 def picture(source: Source, path: str | Path, *, images: int = 8, facts: dict[str, Any] | None = None) -> Path:
     """Save a PNG page; charts and words come from the `facts` of inspect(), where they are given."""
     from vitrail.report.figures import check_picture
-    from vitrail.report.pages import Chart, draw_page, label_key
     from vitrail.report.units import plain
+    from vitrail.report.views import Chart, draw_page, label_key
 
     path = check_picture(path)
     facts = facts or source.describe()
@@ -86,7 +86,7 @@ def caption(source: Source, facts: dict[str, Any]) -> str:
 
 def _volume_rows(source: Source) -> "list[list[Panel]]":
     """One row a variable (or one for colours), one column an axis; then labels over the first."""
-    from vitrail.report.pages import Panel, colour_labels
+    from vitrail.report.views import Panel, colour_labels
 
     item = source.items[0]
     middle, groups = _middle(item.shape), variable_groups(source.variables)
@@ -111,7 +111,7 @@ def _volume_rows(source: Source) -> "list[list[Panel]]":
 
 def _image_rows(source: Source, count: int) -> "list[list[Panel]]":
     """Images in rows of four; with several variables or labels one row an image."""
-    from vitrail.report.pages import Panel, colour_labels
+    from vitrail.report.views import Panel, colour_labels
 
     groups = variable_groups(source.variables)
     several = len(groups) > 1 or has_labels(source)
@@ -167,7 +167,7 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def _shade(values: np.ndarray) -> np.ndarray:
-    from vitrail.report.pages import shade
+    from vitrail.report.views import shade
 
     return shade(values)
 

@@ -32,7 +32,7 @@ from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dt
 from vitrail.draws import Draws
 
 if TYPE_CHECKING:
-    from vitrail.report.pages import Panel
+    from vitrail.report.views import Panel
 
 
 PARTS = ("choose samples", "read and decode", "cut and copy", "to the device", "augment")
@@ -60,8 +60,7 @@ def preview(
 ) -> dict[str, Any]:
     """Draw samples of the first steps of a run, whose batches are so large, to a PNG; returns what they are."""
     from vitrail.report.figures import check_picture
-    from vitrail.report.pages import draw_page, label_key
-    from vitrail.report.panels import HIDDEN
+    from vitrail.report.views import HIDDEN, draw_page, label_key
 
     path = check_picture(path)
     rows: list[list[Panel]] = []
@@ -121,8 +120,7 @@ def _panels(
     seen: np.ndarray | None,
     fact: dict[str, Any],
 ) -> "list[Panel]":
-    from vitrail.report.pages import Panel, colour_labels, shade
-    from vitrail.report.panels import HIDDEN
+    from vitrail.report.views import HIDDEN, Panel, colour_labels, shade
 
     variables = variable_groups(batch.variables or source.variables)[0][1]
     spacing = [s for axis, s in enumerate(item.spacing) if axis != item.slices]
