@@ -256,18 +256,9 @@ def _trace(model: Any, objective: Any, samples: int, options: _Options) -> Work:
             return built.loss(targets.lists.join([output] * parts), targets.targets).sum
         return built.loss(output, targets).sum
 
-    return trace_model(
-        model,
-        inputs,
-        loss,
-        samples=samples,
-        options=options,
-        flops=built.flops,
-        tokens=built.tokens_per_sample(),
-        held=bytes_of(targets),
-        raw=raw.whole,
-        slabs=raw.slabs,
-    )
+    work = trace_model(model, inputs, loss, samples=samples, flops=built.flops, **vars(options))
+    whole = work.inputs + bytes_of(targets) + raw.whole
+    return replace(work, inputs=whole, raw=raw.whole, slabs=raw.slabs, tokens=built.tokens_per_sample())
 
 
 def trace_model(
@@ -276,34 +267,27 @@ def trace_model(
     loss: Callable[[Tensor], Tensor],
     *,
     samples: int,
-    options: _Options | None = None,
     flops: Callable[[Any], Flops] | None = None,
-    tokens: int = 0,
-    held: int = 0,
-    raw: int = 0,
-    slabs: int = 0,
     **settings: Any,
 ) -> Work:
-    """Trace a model on these inputs, which are on the meta device; `held` and `raw` are bytes beside them."""
-    c = options or _Options(**settings)
+    """Trace a model alone on these inputs, which are on the meta device; `settings` are those of _Options."""
+    c = _Options(**settings)
     with torch.device("meta"):
         model = config.build()
     count = model.flops() if flops is None else flops(model)
     kept = _prepare(model, c)
     side = model.derive({name: value for name, value in inputs.items() if name != "x"})
-    held += bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
+    held = bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
     segments, output = _segments(model, inputs["x"], side, kept)
     last = record(loss, output.shape, output.dtype)
     return Work(
         segments=tuple(segments),
-        inputs=held + raw,
+        inputs=held,
         loss=(*last.forward, *last.backward),
         loss_peak=last.saved + max(last.peak, last.forward_peak),
         samples=samples,
         flops=count,
-        tokens=tokens,
-        raw=raw,
-        slabs=slabs,
+        tokens=0,
     )
 
 
