@@ -109,10 +109,6 @@ class Progressed:
     save: bool = False  # whether a checkpoint is due by the clock
 
 
-class TooManySkips(UserError):
-    pass
-
-
 class Trainer:
     """The state of a run and how one step changes it; knows nothing of folders, logs or pictures."""
 
@@ -301,7 +297,7 @@ class Trainer:
         """End the run after too many skipped steps in a row."""
         limit = self.recipe.run.stop_after_skips
         if self.skipped_in_a_row >= limit:
-            raise TooManySkips(
+            raise UserError(
                 f"loss or gradient was not finite in {limit} steps in a row, up to step {self.done}; "
                 "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
             )
@@ -310,7 +306,7 @@ class Trainer:
         """Refuse to end a run whose last steps were skipped: what it ends with may be of no use."""
         if self.skipped_in_a_row:
             number = "step was" if self.skipped_in_a_row == 1 else f"{self.skipped_in_a_row} steps were"
-            raise TooManySkips(
+            raise UserError(
                 f"the last {number} skipped, up to the end at step {self.done}, since loss or gradient was not finite, "
                 "and nothing was saved after them; look at these samples (metrics.jsonl, event 'skip'), go past them "
                 f"with run.steps={self.done + 1} or more, lower optimizer.lr or use precision.compute=fp32"
