@@ -18,9 +18,9 @@ from vitrail.errors import UserError
 from vitrail.layers.init import Constant, Normal, init_rules, initialise
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
 from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from vitrail.cost.work import FORMULAS, training_flops
-from vitrail.layers.masks import RandomMask
 from vitrail.models import DecoderConfig, DiTConfig, EncoderConfig, MAEConfig, StudyViTConfig, ViTConfig
+from vitrail.models.mae import RandomMask
 
 TOKENS = 64**3  # of a volume of 512^3 voxels in patches of 8^3
 GH200 = 990.0e12

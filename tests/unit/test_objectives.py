@@ -15,7 +15,7 @@ from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.mae import MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig

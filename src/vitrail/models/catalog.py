@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from vitrail.errors import UserError
-from vitrail.layers.masks import RandomMask
 from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
-from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import StudyViTConfig, ViTConfig

@@ -16,9 +16,9 @@ from vitrail.layers.block import TimeEmbed, check_times
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.decoder import DecodedModel, DecoderBlocks, TokenDecoder
+from vitrail.models.config import DecoderBlocks, EncoderConfig
 from vitrail.models.dit import DenoiserConfig
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.encoder import DecodedModel, TokenDecoder
 from vitrail.models.model import Side, Stage
 from vitrail.recipe import config, must
 

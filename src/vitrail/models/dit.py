@@ -29,7 +29,8 @@ from vitrail.layers.block import (
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.config import EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
 from vitrail.recipe import config, must
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig
+from vitrail.models.config import EncoderConfig, ModelConfig
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
 from vitrail.recipe import config, must
 

@@ -33,7 +33,8 @@ from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import grid_of
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig
+from vitrail.models.config import EncoderConfig, ModelConfig
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
 from vitrail.recipe import config, must
 

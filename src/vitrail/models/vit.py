@@ -19,7 +19,8 @@ from vitrail.layers.attention import CrossAttention, mask_of
 from vitrail.layers.block import BlockConfig
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import Normal, initialise_here, mark
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions
+from vitrail.models.config import EncoderConfig, ModelConfig, Positions
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
 from vitrail.recipe import config, must
 

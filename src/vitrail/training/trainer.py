@@ -214,8 +214,7 @@ class Trainer:
         return factor, finite.logical_not().float()
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        number = len(range(0, len(batch), self._micro(batch)))
-        return self.flow.forward_backward(self._prepared(batch), number, self.judge)
+        return self.flow.forward_backward(self._prepared(batch), len(self._micro_batches(batch)), self.judge)
 
     def _prepared(self, batch: Batch) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield the inputs and targets of micro-batches, none of which is kept here."""
@@ -224,8 +223,8 @@ class Trainer:
         del ahead
         self._seed("step", self.done)
         yield first.pop()
-        for start in range(self._micro(batch), len(batch), self._micro(batch)):
-            yield self.prepare(self._narrow(batch, start))
+        for micro in self._micro_batches(batch)[1:]:
+            yield self.prepare(micro)
 
     @contextmanager
     def expecting(self, coming: Callable[[], Batch | None]) -> Iterator[None]:
@@ -249,7 +248,7 @@ class Trainer:
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
         """Prepare the first micro-batch of a step, the same at whatever time."""
         self._seed("prepare", number)
-        return self.prepare(self._narrow(batch, 0))
+        return self.prepare(self._micro_batches(batch)[0])
 
     def _seed(self, purpose: str, number: int) -> None:
         """Seed PyTorch's generator, which only a user's own model draws from; it then resumes exactly, too."""
@@ -257,16 +256,21 @@ class Trainer:
         for generator in self._generators:  # torch.manual_seed() looks for all kinds of devices first
             generator.manual_seed(seed)
 
-    def _micro(self, batch: Batch) -> int:
-        return self.recipe.data.micro_batch or len(batch)
-
-    def _narrow(self, batch: Batch, start: int) -> Batch:
-        return batch.narrow(start, min(start + self._micro(batch), len(batch)))
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """Return what goes through the model at once, views of the batch; the batch itself where that is all of it."""
+        number, size = len(batch.counters), self.recipe.data.micro_batch
+        if size is None or size >= number:
+            return [batch]
+        return [batch.narrow(start, min(start + size, number)) for start in range(0, number, size)]
 
     def prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
         """Return inputs of the model and targets for judge(), this rank's part of them."""
         draws = Draws(self.recipe.run.seed, micro.counters)
-        inputs, targets = self.flow.split.prepare(self.objective, micro, draws)
+        split = self.flow.split
+        if split.alone:
+            inputs, targets = self.objective.prepare(micro, draws)
+        else:
+            inputs, targets = split.prepare(self.objective, micro, draws)
         drop_path = drop_path_table(draws, self.drop_path_rates)
         if drop_path is not None:
             inputs["drop_path"] = sent(drop_path, self.place.device)
@@ -274,7 +278,10 @@ class Trainer:
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
         """Return the loss of a micro-batch."""
-        return self.flow.split.judge(self.objective.loss, output, targets)
+        split = self.flow.split
+        return (
+            self.objective.loss(output, targets) if split.alone else split.judge(self.objective.loss, output, targets)
+        )
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
