@@ -106,13 +106,9 @@ def measure(entry: Entry) -> dict[str, Any]:
         "size": entry.size,
         "parameters": sum(p.numel() for p in model.parameters()),
         "flops": round(model.flops().forward),
-        "input": _input(entry.config),
+        "input": " x ".join(map(str, (*entry.config.extent, entry.config.channels))),
         "origin": entry.origin,
     }
-
-
-def _input(config: Any) -> str:
-    return " x ".join(map(str, (*config.extent, config.channels)))
 
 
 def find(name: str) -> list[Entry]:

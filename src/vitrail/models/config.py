@@ -12,7 +12,7 @@ from vitrail.layers.patches import grid_of, per_axis
 from vitrail.layers.tokens import AdaptiveTokens, TokensConfig, UniformTokens, pairs_per_axis
 from vitrail.layers.variables import VariablesConfig
 from vitrail.models.model import encoder_of
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 Positions = Literal["sincos", "learned", "rope", "none"]
 
@@ -84,25 +84,16 @@ class EncoderConfig:
         if placed:  # learned positions of a size have no table for trees
             sizes = {name: {key: one for key, one in s.items() if one != "learned"} for name, s in sizes.items()}
         fill_size(self, sizes, known)
-        check_heads(self.width, self.heads, self.kv_heads)
-        check_mlp(self.width, self.mlp_ratio, self.hidden)
-        check_drop_path(self.drop_path)
-        assert self.depth is not None
+        check_blocks(self)
+        must("be at least 1", depth=self.depth)
         assert self.patch is not None
-        if self.depth < 1:
-            raise ValueError(f"depth {self.depth} must be at least 1")
         if min((self.patch,) if isinstance(self.patch, int) else self.patch, default=0) < 1:
             raise ValueError(f"patch {self.patch} must be at least 1 voxel along every axis")
-        if self.eps < 0:
-            raise ValueError(f"eps {self.eps} must not be negative")
-        if self.theta <= 0:
-            raise ValueError(f"theta {self.theta} must be above 0")
-        if not self.rope_scale > 0:
-            raise ValueError(f"rope_scale {self.rope_scale} must be above 0")
+        must("not be negative", eps=self.eps)
+        must("be above 0", rope_scale=self.rope_scale)
         if self.rope == "superposed" and self.positions != "rope":
             raise ValueError(f"rope: superposed belongs to positions: rope, not {self.positions}")
-        if self.registers < 0:
-            raise ValueError(f"registers {self.registers} must be at least 0")
+        must("be at least 0", registers=self.registers)
         if placed and self.positions == "learned":
             raise ValueError(
                 "positions: learned has no table for the places of adaptive tokens; use sincos or rope, or set "
@@ -197,8 +188,7 @@ class ModelConfig:
 
     def settle(self) -> None:
         """Refuse axes and channels that make no sense; named variables say how many channels there are."""
-        if self.ndim < 1:
-            raise ValueError(f"ndim {self.ndim} must be at least 1")
+        must("be at least 1", ndim=self.ndim)
         known = encoder_of(self).variables
         if known is not None and self.channels not in (None, len(known.known)):
             raise ValueError(
@@ -206,8 +196,7 @@ class ModelConfig:
             )
         if known is not None:
             object.__setattr__(self, "channels", len(known.known))
-        if self.channels is not None and self.channels < 1:
-            raise ValueError(f"channels {self.channels} must be at least 1")
+        must("be at least 1", channels=self.channels)
 
     @property
     def channels_in(self) -> int | None:
@@ -232,23 +221,18 @@ def hidden_width(width: int, mlp: str, ratio: float | None, hidden: int | None) 
     return 4 * width if mlp == "gelu" else swiglu_hidden(width)
 
 
-def check_heads(width: Any, heads: Any, kv_heads: Any = None) -> None:
+def check_blocks(c: Any) -> None:
+    """Refuse numbers of a stack of blocks that make no sense."""
+    width, heads, kv_heads, ratio = c.width, c.heads, c.kv_heads, c.mlp_ratio
     if min(width, heads) < 1 or width % heads:
         raise ValueError(f"width {width} must be a multiple of heads {heads}")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}")
-
-
-def check_mlp(width: Any, ratio: float | None, hidden: int | None) -> None:
-    if hidden is not None and hidden < 1:
-        raise ValueError(f"hidden {hidden} must be at least 1")
+    must("be at least 1", hidden=c.hidden)
     if ratio is not None and int(width * ratio) < 1:
         raise ValueError(f"mlp_ratio {ratio} must be above 0, and give a width of {width} at least one hidden channel")
-
-
-def check_drop_path(rate: float) -> None:
-    if not 0 <= rate < 1:
-        raise ValueError(f"drop_path {rate} must be at least 0 and below 1")
+    must("be above 0", theta=c.theta)
+    must("be at least 0 and below 1", drop_path=c.drop_path)
 
 
 @config
@@ -265,11 +249,7 @@ class DecoderBlocks:
     drop_path: float = 0.0
 
     def __post_init__(self) -> None:
-        check_heads(self.width, self.heads, self.kv_heads)
-        if self.theta is not None and self.theta <= 0:
-            raise ValueError(f"theta {self.theta} must be above 0")
-        check_mlp(self.width, self.mlp_ratio, self.hidden)
-        check_drop_path(self.drop_path)
+        check_blocks(self)
         if self.depth < 1:
             raise ValueError(f"depth {self.depth} must be at least 1; for a decoder without blocks use kind: linear")
 

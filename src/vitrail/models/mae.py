@@ -31,7 +31,7 @@ from vitrail.layers.variables import VariableHead, pick
 from vitrail.models.config import DecoderBlocks, EncoderConfig, ModelConfig
 from vitrail.models.encoder import DecodedModel, Encoder, TokenDecoder
 from vitrail.models.model import Side, make_inputs
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 
 class Mask(NamedTuple):
@@ -129,8 +129,7 @@ class StratifiedMask(_MaskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slabs < 1:
-            raise ValueError(f"slabs {self.slabs} must be at least 1")
+        must("be at least 1", slabs=self.slabs)
 
     @property
     def strata(self) -> int:

@@ -36,7 +36,7 @@ from vitrail.layers.tokens import UniformTokens
 from vitrail.models.config import EncoderConfig, ModelConfig
 from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 STEPS = 4
 _INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -63,10 +63,7 @@ class UNETRConfig(ModelConfig):
     def __post_init__(self) -> None:
         if self.ndim not in _INTERPOLATION:
             raise ValueError(f"ndim {self.ndim} must be 1, 2 or 3: there are no other convolutions")
-        if self.features < 1:
-            raise ValueError(f"features {self.features} must be at least 1")
-        if self.classes is not None and self.classes < 1:
-            raise ValueError(f"classes {self.classes} must be at least 1")
+        must("be at least 1", features=self.features, classes=self.classes)
         self.settle()
         if self.decoder == "linear":
             return

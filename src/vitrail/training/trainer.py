@@ -12,6 +12,7 @@ The weights of a step stay as they are until the next update, so that the averag
 `owe` says that it is behind, `settle` (or whoever asks for it) brings it up to date.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -106,10 +107,6 @@ class Progressed:
     activation_rms: dict[str, float] | None
     bad: tuple[int, int] = (0, 0)  # samples skipped and chunks filled so far, over all ranks
     save: bool = False  # whether a checkpoint is due by the clock
-
-
-class TooManySkips(UserError):
-    pass
 
 
 class Trainer:
@@ -307,7 +304,7 @@ class Trainer:
         """End the run after too many skipped steps in a row."""
         limit = self.recipe.run.stop_after_skips
         if self.skipped_in_a_row >= limit:
-            raise TooManySkips(
+            raise UserError(
                 f"loss or gradient was not finite in {limit} steps in a row, up to step {self.done}; "
                 "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
             )
@@ -316,7 +313,7 @@ class Trainer:
         """Refuse to end a run whose last steps were skipped: what it ends with may be of no use."""
         if self.skipped_in_a_row:
             number = "step was" if self.skipped_in_a_row == 1 else f"{self.skipped_in_a_row} steps were"
-            raise TooManySkips(
+            raise UserError(
                 f"the last {number} skipped, up to the end at step {self.done}, since loss or gradient was not finite, "
                 "and nothing was saved after them; look at these samples (metrics.jsonl, event 'skip'), go past them "
                 f"with run.steps={self.done + 1} or more, lower optimizer.lr or use precision.compute=fp32"
@@ -383,6 +380,35 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
         checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+
+
+COLLECT_EVERY = 50  # steps
+
+
+class Garbage:
+    """Inside, Python's garbage is collected between steps, by all ranks at the same ones: `between(step)` does so.
+
+    Python collects whenever it has made so many objects: in the middle of a step, on another rank each time, and all
+    wait for that one. What is there at the start of the loop is not looked at again, so that a collection takes a
+    moment.
+    """
+
+    def __enter__(self) -> "Garbage":
+        self.enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def between(self, step: int) -> None:
+        """Collect, if it is time to."""
+        if step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self.enabled:
+            gc.enable()
 
 
 class Timed:
