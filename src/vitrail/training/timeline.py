@@ -141,8 +141,9 @@ def device_works(events: Sequence[Event]) -> list[Work]:
     works = []
     for event in events:
         if event.get("cat") in DEVICE:
-            begin, number = event["ts"], event.get("args", {}).get("correlation")
-            works.append(Work(event["name"], begin, begin + event["dur"], launches.get(number, begin)))
+            begin: float = event["ts"]
+            launched: float = launches.get(event.get("args", {}).get("correlation", ""), begin)
+            works.append(Work(event["name"], begin, begin + event["dur"], launched))
     return sorted(works, key=lambda work: work.launched)
 
 
