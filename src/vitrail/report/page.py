@@ -206,6 +206,8 @@ def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
         there = is_there(find_inside(run, point["path"]))
         if there or place < _MOST_ROWS:
             kept = "yes" if there else "no"
+            if point["step"] == (facts["best_eval"] or {}).get("step"):
+                kept += ", the best"
             rows.append(
                 (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
             )
