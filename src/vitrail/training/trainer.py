@@ -146,6 +146,11 @@ class Trainer:
         """Learning rate of the step to come."""
         return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
 
+    @property
+    def sample_share(self) -> float:
+        """Share of the ranks that have samples of their own: those that share samples count the same bad ones."""
+        return self.flow.layout.data / self.place.world.size
+
     # ------------------------------------------------------------ one step
 
     def step(
@@ -198,8 +203,7 @@ class Trainer:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         sizes = None if rms is None else self.flow.merge({name: float(value) for name, value in rms.items()})
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
-        share = self.flow.layout.data / self.place.world.size  # ranks that share samples count the same ones
-        all_bad = (round(skipped * share), round(filled * share))
+        all_bad = (round(skipped * self.sample_share), round(filled * self.sample_share))
         loss = loss_sum_all / count_all if count_all else math.nan
         return Progressed(loss, norm, finite, stop, sizes, all_bad, bool(save))
 
@@ -374,8 +378,9 @@ class Trainer:
         restore_state(self.optimizer, moments, manifest["optimizer_steps"])
         check_tensors(stored, self.tensors())
 
-    def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
-        checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+    def save(self, checkpoints: Checkpoints, more: dict[str, Any], metric: float | None) -> None:
+        """Save the state of this training, with more that the manifest is to hold."""
+        checkpoints.save(self.done, self.tensors(), self.numbers() | more, metric)
 
 
 class Timed:
