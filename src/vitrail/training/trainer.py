@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from vitrail.training.optimizers.optimizer import (
     step,
 )
 from vitrail.training.private import foreach_lerp_, foreach_mul_
+from vitrail.training.schedule import in_steps
 from vitrail.training.setup import DataParts, Parts, Place
 from vitrail.weights.runs import BadCheckpoint, check_tensors, read_tensors, stored_tensors
 
@@ -122,7 +124,9 @@ class Trainer:
         self.epoch = epoch
         planned = recipe.schedule.steps
         self.planned = self.total if planned is None else self.steps(planned)  # steps that the schedule is for
-        self.warmup = steps_of(recipe.schedule.warmup, total=self.planned, batch=data.batch, epoch=epoch)
+        count = partial(steps_of, total=self.planned, batch=data.batch, epoch=epoch)
+        self.schedule = in_steps(recipe.schedule, count)
+        self.warmup = count(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
@@ -144,7 +148,7 @@ class Trainer:
     @property
     def rate(self) -> float:
         """Learning rate of the step to come."""
-        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+        return self.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
 
     @property
     def sample_share(self) -> float:
