@@ -1,6 +1,7 @@
-"""One sitting of a run: everything around the training loop, from the recipe to the last line of the log.
+"""One sitting of a run: the training loop and everything around it, from the recipe to the last line of the log.
 
-The trainer knows one step. The session knows the folder, pictures, validation, checkpoints, signals and the end.
+The loop takes batches and gives each to the trainer, which knows one step. The session knows the folder, pictures,
+validation, checkpoints, signals and the end.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from vitrail import disk
 from vitrail.contents import FORMAT, check_name
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import check_mixing
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import BadData, RunFailed, UserError
 from vitrail.parallel.agree import on_chief, on_chief_for_long, share_json, together
@@ -155,7 +156,7 @@ class Session:
 
     def stage(self, recipe: Recipe) -> None:
         for configs in (recipe.data.train, recipe.data.valid):
-            as_opened(recipe.data, configs, tick=partial(self.watchdog.beat, 0, "staging"))
+            configs_to_open(recipe.data, configs, tick=partial(self.watchdog.beat, 0, "staging"))
 
     def know_data(self) -> dict[str, Any]:
         datasets = {"train": self.data.train, "valid": self.data.valid}

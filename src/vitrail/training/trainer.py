@@ -1,4 +1,4 @@
-"""The one training loop.
+"""One step of a training, and the state that it changes; the loop is `Session.loop` (session.py).
 
 A step: this rank's slice of the batch, in micro-batches; sums of losses backward; one small all-reduce of loss, count,
 gradient norm and stop wishes; then every rank takes the same decision (step, skip, stop) from the same numbers.
@@ -285,7 +285,7 @@ class Trainer:
         return inputs, targets
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
-        """Return the loss of a micro-batch."""
+        """Return the objective's loss of a micro-batch, of this rank's part by way of `split.judge`."""
         split = self.flow.split
         return (
             self.objective.loss(output, targets) if split.alone else split.judge(self.objective.loss, output, targets)

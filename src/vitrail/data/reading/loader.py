@@ -31,7 +31,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Order, Sample, choose
 from vitrail.data.reading.pool import PATIENCE, Buffers, Job, Policy, Pool, Several, Skip, SlowRead, Stopped, Tally
-from vitrail.data.reading.reader import Layout, Place, Reader
+from vitrail.data.reading.reader import Destination, Reader, WindowLayout
 from vitrail.draws import sent
 from vitrail.errors import BadData
 from vitrail.layers.patches import Slab
@@ -315,7 +315,7 @@ class Loader:
             batch.span = self.known.span(sources, pending.variables, statistics, self.device)
         return batch
 
-    def _are_crops(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> bool:
+    def _are_crops(self, samples: Sequence[Sample], layouts: Sequence[WindowLayout]) -> bool:
         """Tell whether samples are what the objective is to see as they were read, neither turned nor resampled."""
         if self.augmenter.resamples or self.room != self.reader.crop or any(s.orientation for s in samples):
             return False
@@ -374,16 +374,16 @@ class _Read:
                 self.skips.append((item.name, str(error)))
                 self.sample = loader.sampler(self.counter, self.sample.attempt + 1)
 
-    def place(self) -> Place:
+    def place(self) -> Destination:
         """Return where the sample goes, and what of it."""
         sample, whole = self.sample, self.sample.window or self.loader.reader.crop
         if self.slab is not None:
             region = window(sample.orientation, self.slab)
             out = self.out.reshape(len(self.out), *(r.stop - r.start for r in region))
-            return Place(sample, region, out, self.labels)
+            return Destination(sample, region, out, self.labels)
         inside = tuple(slice(0, n) for n in self.loader.reader.size_of(sample.source, sample.item, whole))
         labels = None if self.labels is None else self.labels[inside]
-        return Place(sample, tuple(slice(0, n) for n in whole), self.out[(slice(None), *inside)], labels)
+        return Destination(sample, tuple(slice(0, n) for n in whole), self.out[(slice(None), *inside)], labels)
 
     def _touched(self, spans: Sequence[np.ndarray]) -> np.ndarray | None:
         """Tell which boxes of its window the sample is made of; None for all."""
