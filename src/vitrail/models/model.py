@@ -85,8 +85,8 @@ def make_inputs(
 ) -> tuple[dict[str, Any], Tokens]:
     """Keyword inputs of a model for normalised images [B, C, *S], and their tokens (the way back to voxels).
 
-    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read, in which
-    the values in `span` are black and white) and vary with `draws`.
+    `variables` names the channels in order; adaptive trees grow on `scored` (the data, not normalised,
+    in which the values in `span` are black and white) and vary with `draws`.
     Where the images are a `slab` of larger ones, the inputs are of the larger ones, with Rows in the place of values.
     """
     if images.ndim != config.ndim + 2:

@@ -145,7 +145,7 @@ class VoxelObjective(Objective):
         """Return those sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
 
 
-def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
+def labels_wanted(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
     """Return what an objective learns the classes of, by its config and that of its model."""
     if hasattr(objective, "labels_with"):
         return objective.labels_with(model)

@@ -1,6 +1,7 @@
 """Name the class of each voxel: Dice, cross-entropy and their kin.
 
-- labels are volumes beside the images, or inside the same file; model.classes follows from their names
+- labels are volumes beside the images, or inside the same file; model.classes follows from their names. Formats that
+  name no classes, such as plain NIfTI, need objective.names or model.classes
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
 - `dice_bce` and `focal` judge each class by itself, by the sigmoid of its logit: soft Dice plus binary cross-entropy,
