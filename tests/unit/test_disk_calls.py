@@ -32,6 +32,8 @@ ALLOWED = {
     ("data/latents/store.py", "save_file"): "into a draft of disk.new_folder",
     ("data/latents/store.py", "zarr.open_group"): "of a draft of disk.new_folder",
     ("data/formats/ngff.py", "metadata.write_text"): "in a draft of disk.new_folder",
+    ("exports/export.py", "save_file"): "into a draft of disk.new_folder",
+    ("exports/export.py", "torch.export.save"): "into memory",
     ("infer/features.py", "torch.save"): "into memory",
     ("infer/folder.py", "Image.fromarray(pixels).save"): "into memory",
     ("infer/folder.py", "np.save"): "into memory",
