@@ -382,7 +382,8 @@ NORMALIZE = {
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @torch.no_grad()
 def test_a_program_takes_raw_values_of_any_number(place: Path, tmp_path: Path, normalize: str) -> None:
-    run = of_images(place, f"torch-{normalize}", data__normalize=NORMALIZE[normalize])
+    changes = {"model__kv_heads": 2, "model__positions": "rope", "data__normalize": NORMALIZE[normalize]}
+    run = of_images(place, f"torch-{normalize}", **changes)
     made = vitrail.export(run, out=tmp_path / "vit.pt2", to="torch")
     assert made["difference"] < 1e-5
     assert made["values"] == ["batch", 3, 32, 32]
