@@ -35,7 +35,7 @@ from vitrail.recipe.durations import clock_of
 from vitrail.recipe.load import as_meant
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.checkpoint import Checkpoints, check_space
-from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
+from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.garbage import Garbage
 from vitrail.training.journal import Journal, Progress
@@ -431,7 +431,7 @@ class Session:
 
         with trainer.ema.swapped() if trainer.ema else ExitStack():
             if measure and self.data.valid is not None:
-                metrics = self.evaluator.metrics(trainer.flow, tick=tick)
+                metrics = led_by(self.metric_name, self.evaluator.metrics(trainer.flow, tick=tick))
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
