@@ -24,7 +24,7 @@ from vitrail.credentials import strip
 from vitrail.errors import UserError, printable, some
 
 INTERRUPTED = 130  # by the keyboard, twice in a training
-MOST_LINES, MOST_BLOCKS = 48, 12  # of a table of values, and of one of tables, that are printed for people
+MOST_LINES, MOST_BLOCKS = 48, 8  # of a table of values, and of one of tables, that are printed for people
 FIRST_SPEAKS = 30  # seconds in which the first rank should meet the trouble of another: starts differ under load
 
 

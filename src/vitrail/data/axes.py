@@ -87,7 +87,5 @@ def items_along(entries: Sequence[Entry], axes: str | None) -> Sequence[Entry]:
                 f"{next(count for count in counts if count != counts[0])}; give each item its own"
             )
         width = len(str(max(0, counts[0] - 1)))
-        found += [
-            replace(entry, name=f"{entry.name}[{number:0{width}}]", moment=number) for number in range(counts[0])
-        ]
+        found += [replace(entry, name=f"{entry.name}[{number:0{width}}]", moment=number) for number in range(counts[0])]
     return found

@@ -434,8 +434,7 @@ class GridSource:
             return tuple(given), places
         if unknown and any(s.channels for s in self.entries[0].images):
             raise UserError(
-                f"variables = {given}: {path} has no {unknown[0]!r}; "
-                f"choose from {some(names)}, or rename all {count}"
+                f"variables = {given}: {path} has no {unknown[0]!r}; choose from {some(names)}, or rename all {count}"
             )
         if unknown:
             what = f"{count} unnamed channels; name each" if count > 1 else "no channel axis; give one name"

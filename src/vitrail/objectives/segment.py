@@ -28,7 +28,6 @@ from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import Loss, VoxelObjective, by_slabs, check_labels, check_names, inputs_of
 from vitrail.recipe import config
 
-
 UNNAMED = ("background", "class 0", "class0", "none", "nothing", "other", "rest", "unlabelled", "unlabeled", "0")
 
 
