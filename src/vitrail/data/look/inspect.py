@@ -182,15 +182,20 @@ def look(
 ) -> tuple[Source, dict[str, Any]]:
     """Open the source at a path; return it with all that inspect() finds, with its labels, and advice."""
     config, source = open_source(path, kind=kind, settings=settings)
-    if getattr(config, "nodata", None) == "error":
-        source = LetThrough(source, config)
-    shape = source.items[0].shape
-    voxels = math.prod(min(n, SAMPLE[min(len(shape), 3)]) for n in shape)
-    facts = inspect(source, samples=min(MOST_SAMPLES, max(8, VOXELS // voxels)))
+    source, facts = look_at(config, source)
     crop = suggest_crop(source)
     facts["warnings"] = warn(source, facts, crop)
     facts["recipe"] = suggest_recipe(source, config, crop, facts)
     return source, facts
+
+
+def look_at(config: Any, source: Source) -> tuple[Source, dict[str, Any]]:
+    """Return a source that lets places without data through, and all that inspect() finds."""
+    if getattr(config, "nodata", None) == "error":
+        source = LetThrough(source, config)
+    shape = source.items[0].shape
+    voxels = math.prod(min(n, SAMPLE[min(len(shape), 3)]) for n in shape)
+    return source, inspect(source, samples=min(MOST_SAMPLES, max(8, VOXELS // voxels)))
 
 
 class LetThrough:

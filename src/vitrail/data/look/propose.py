@@ -114,9 +114,9 @@ def words_of_labels(facts: dict[str, Any]) -> list[str]:
 
 
 def propose(
-    source: Source, config: Any, crop: tuple[int, ...], facts: dict[str, Any], *, fit: int | None = None
+    source: Source, config: Any, crop: tuple[int, ...], facts: dict[str, Any], *, fit: int | str | None = "suggest"
 ) -> Proposal:
-    """Propose entries and sizes for a source and its config; the crop is 1 across slices."""
+    """Propose entries and sizes for a source and its config; the crop is 1 across slices, and images may be resized."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     entry = {name: values[name] for name, default in _defaults(config).items() if values[name] != default}
     if _needs_kind(config):
@@ -124,7 +124,7 @@ def propose(
     gaps = label_gaps(facts) if "label_map" in values and not values["label_map"] else {}
     if gaps:
         entry["label_map"] = gaps
-    side = suggest_fit(source, facts) if fit is None else fit
+    side = suggest_fit(source, facts) if isinstance(fit, str) else fit
     if side is not None:
         crop = (side, side)
     train, valid, words = _split(source, config, crop)
@@ -195,6 +195,8 @@ def _split(source: Source, config: Any, crop: tuple[int, ...]) -> Split:
         return {}, None, "nothing: a part has been chosen already"
     if part := _held_out_part(config):
         return {}, {"part": part}, f"the part that is called {part}"
+    if beside := _held_out_beside(source, config):
+        return {}, {"path": beside}, f"what lies in {beside}"
     classified = bool(class_names(source))
     if "split" in keys and classified and number < 20:
         return _split_few(source, config)
@@ -260,6 +262,25 @@ def _held_out_part(config: Any) -> str | None:
             return part
         except UserError:  # it has no such part
             continue
+    return None
+
+
+def _held_out_beside(source: Source, config: Any) -> str | None:
+    """Find the folder to hold out beside one that is called train."""
+    from vitrail.data.files.paths import base_name, file_type, is_url, join, parent
+
+    if base_name(config.path).lower() not in ("train", "training") or is_url(config.path):
+        return None
+    if file_type(config.path) != "folder" or any(getattr(config, key, None) for key in ("labels", "class_table")):
+        return None
+    for name in HELD_OUT:
+        path = join(parent(config.path), name).removeprefix("./")
+        try:
+            other = dataclasses.replace(config, path=path).open()
+        except (OSError, UserError):
+            continue
+        if other.variables == source.variables and set(class_names(other)) <= set(class_names(source)):
+            return path
     return None
 
 
