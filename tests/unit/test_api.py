@@ -18,7 +18,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.patches import grid_coordinates, patchify
+from vitrail.layers.tokens import grid_coordinates, patchify
 from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.training.run import Outcome

@@ -5,13 +5,11 @@ import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.layers.masks import RandomMask
-from vitrail.layers.patches import rope_table
 from vitrail.layers.scores import GradientScore
-from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.tokens import AdaptiveTokens, rope_table
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig, hidden_width
-from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
+from vitrail.models.config import EncoderConfig, hidden_width
+from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask, hide, split_tokens
 from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig

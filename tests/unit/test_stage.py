@@ -27,6 +27,7 @@ from vitrail.data.files.paths import local_copy
 from vitrail.data.files.stage import LOCK, as_opened, stage
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.reading import pool
+from vitrail.data.source import ReadArray, Reads
 from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.items import DummyConfig
@@ -86,8 +87,8 @@ def test_a_file_with_a_key_and_labels_beside_it(data: Path, tmp_path: Path, monk
     given = FileConfig(path=f"{data}/f0.bin::raw/em", labels=str(data / "f2.bin"))
     more = {"f0.bin": (f"{data}/f4.bin",), "f2.bin": ()}  # an array may be read from several files
     arrays = [SimpleNamespace(name=f"{data}/{name}::key", files=f, chunk_reader=None) for name, f in more.items()]
-    entry = SimpleNamespace(images=arrays[:1], labels=arrays[1])
-    monkeypatch.setattr(FileConfig, "open", lambda self: SimpleNamespace(entries=[entry]))
+    read = Reads(arrays=[ReadArray(array, array is arrays[1], lambda: None) for array in arrays])
+    monkeypatch.setattr(FileConfig, "open", lambda self: SimpleNamespace(reads=lambda: read))
     (data / "f0.json").write_text("{}")
     (staged,) = stage([given], tmp_path / "fast", MIB)
     below = (tmp_path / "fast").joinpath(*data.parts[1:])

@@ -21,8 +21,8 @@ from vitrail.diffusion import SamplingConfig
 from vitrail.errors import UserError
 from vitrail.layers.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.masks import RandomMask
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
+from vitrail.models.mae import RandomMask
 from vitrail.models.model import Model
 from vitrail.objectives.classify import ClassifyConfig
 from vitrail.objectives.denoise import DenoiseConfig

@@ -11,6 +11,7 @@ A format's config inherits `GridConfig`, lists its items as entries of stored ar
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,13 +20,13 @@ from vitrail.data.axes import items_along, note_of_axes
 from vitrail.data.source import (
     Item,
     ItemsConfig,
+    ReadArray,
+    Reads,
     check_label_map,
     fits,
     keep_share,
     map_labels,
-    normalize_window,
     refuse_mixed_names,
-    resolve_region,
 )
 from vitrail.data.stored import (
     TOLERANCE,
@@ -34,9 +35,11 @@ from vitrail.data.stored import (
     Window,
     by,
     choose_level,
+    normalize_window,
     plain_unit,
     pool_factors,
     pooled,
+    resolve_region,
     scale_of,
     split_axes,
     with_given,
@@ -162,9 +165,7 @@ class GridSource:
         self.notes = list(notes)
         entries = items_along(entries, settings.axes)
         kept = self._keep_split(entries)
-        # For staging: arrays of all items, as shares count those that are there, and whether they are labels.
-        every = ((stored, stored is entry.labels) for entry in entries for stored in (*entry.images, entry.labels))
-        self.listed = list({id(one[0]): one for one in every if one[0] is not None}.values())
+        self._listed = entries
         # Moments of one file are items that share its arrays, which are prepared once.
         known: dict[tuple[int, int], tuple[Entry, Entry]] = {}
         self.entries: list[Entry] = []
@@ -247,15 +248,16 @@ class GridSource:
         values = np.ascontiguousarray(self._fetch(entry, labels, window, slice(0, 1))[0], self.label_dtype)
         return map_labels(values, self.config.label_map)
 
-    def prefetch(self, item: int, region: Window) -> None:
-        """Start to decode a window, where the format can."""
-        entry, window = self.entries[item], self._shift(item, region)
-        for n, wanted in self._needed.items():
-            stored = entry.images[n]
-            if stored.prefetch is not None:
-                stored.prefetch(self._full_window(entry, stored, window, wanted))
+    def reads(self) -> Reads:
+        """Tell the arrays that items read; and those of all items, as shares of a copy count those that are there."""
+        listed = {id(stored): ReadArray(stored, labels, None) for _, stored, labels in _arrays(self._listed)}
+        own = [
+            ReadArray(stored, labels, partial(self._stored_window, number, stored))
+            for number, stored, labels in _arrays(self.entries)
+        ]
+        return Reads(arrays=[*own, *listed.values()], settings=self.config)
 
-    def stored_window(self, item: int, stored: Stored) -> Window | None:
+    def _stored_window(self, item: int, stored: Stored) -> Window | None:
         """Return what reads may touch of one of an item's arrays, one slice for every axis; None: nothing of it."""
         entry, region = self.entries[item], self._regions[item]
         if stored is entry.labels:
@@ -474,6 +476,14 @@ class GridSource:
             values = values.take(0, axis=stored.axes.index("t"))
         rest = [name for name in stored.axes if name != "t"]
         return np.moveaxis(values, rest.index("c"), 0) if "c" in rest else values[None]
+
+
+def _arrays(entries: Sequence[Entry]) -> Iterator[tuple[int, Stored, bool]]:
+    """List the arrays of items, each with the number of its item, and whether it holds labels."""
+    for number, entry in enumerate(entries):
+        yield from ((number, stored, False) for stored in entry.images)
+        if entry.labels is not None:
+            yield number, entry.labels, True
 
 
 def _label_dtype(labels: Sequence[Stored]) -> np.dtype:

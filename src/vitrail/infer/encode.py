@@ -27,13 +27,14 @@ from vitrail.data.reading.pool import Policy
 from vitrail.data.source import class_names as source_classes
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
+from vitrail.models.model import sizes_of
 from vitrail.parallel.agree import on_chief, on_chief_for_long, together
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel, Precision
 from vitrail.training.journal import Progress
 from vitrail.training.run import joined
-from vitrail.training.setup import Place, check_data, reading_threads, sizes_of, use_cache
+from vitrail.training.setup import Place, check_data, reading_threads, use_cache
 from vitrail.weights.runs import list_checkpoints
 
 Split = Literal["train", "valid"]

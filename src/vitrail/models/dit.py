@@ -29,9 +29,10 @@ from vitrail.layers.block import (
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.config import EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 # What the sizes are made of, where the recipe does not say.
 DIT: dict[str, Any] = {
@@ -76,10 +77,8 @@ class DenoiserConfig(ModelConfig):
 
     def settle(self) -> None:
         super().settle()
-        if not self.time_scale > 0:
-            raise ValueError(f"time_scale {self.time_scale} must be above 0")
-        if self.condition_channels < 0:
-            raise ValueError(f"condition_channels {self.condition_channels} must be at least 0")
+        must("be above 0", time_scale=self.time_scale)
+        must("be at least 0", condition_channels=self.condition_channels)
 
     @property
     def channels_in(self) -> int | None:

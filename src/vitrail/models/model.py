@@ -45,6 +45,14 @@ def filled(config: Any, facts: dict[str, Any]) -> Any:
     return config
 
 
+def sizes_of(recipe: Any, name: str) -> tuple[int, ...]:
+    """Return data.crop or data.block, one number for each axis of the model."""
+    try:
+        return per_axis(getattr(recipe.data, name), recipe.model.ndim)
+    except ValueError as error:
+        raise UserError(f"data.{name}: {error}; model.ndim is {recipe.model.ndim}") from None
+
+
 def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tuple[int, ...] | None:
     """Return the places of a batch's variables among those that the model knows; None where it knows no names."""
     known = known_variables(config)

@@ -111,11 +111,7 @@ class Segment(VoxelObjective):
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
-        c = self.config
-        logits = self.logits(output, targets)
-        each = segmentation_loss(
-            logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, gamma=c.gamma, ignore=c.ignore
-        )
+        each = segmentation_loss(self.logits(output, targets), targets.labels, self.config)
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
@@ -174,18 +170,10 @@ class Segment(VoxelObjective):
         return caption
 
 
-def segmentation_loss(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    kind: str = "dice_ce",
-    squared: bool = True,
-    smooth: tuple[float, float] = (0.0, 1e-6),
-    gamma: float = 2.0,
-    ignore: int | None = None,
-) -> Tensor:
+def segmentation_loss(logits: Tensor, labels: Tensor, c: SegmentConfig) -> Tensor:
     """Return the loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
-    scored = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore  # [B, *S]
+    kind, smooth = c.loss, c.smooth
+    scored = torch.ones_like(labels, dtype=torch.bool) if c.ignore is None else labels != c.ignore  # [B, *S]
     labels = labels.where(scored, 0)
     voxels = scored.flatten(1).sum(dim=1).clamp(min=1)
     apart = kind in ("dice_bce", "focal")  # each class by itself, by a sigmoid
@@ -196,14 +184,14 @@ def segmentation_loss(
     if kind in ("dice", "dice_ce", "dice_bce"):
         share = logs.exp() * scored.unsqueeze(1)
         both = (share * true).flatten(2).sum(dim=2)  # B C
-        predicted = (share.square() if squared else share).flatten(2).sum(dim=2)
+        predicted = (share.square() if c.squared else share).flatten(2).sum(dim=2)
         dice = (2 * both + smooth[0]) / (predicted + true.flatten(2).sum(dim=2) + smooth[1])
         # A sample without any scored voxel has nothing to learn from, but still counts as one.
         each = each + (1 - dice).mean(dim=1) * scored.flatten(1).any(dim=1)
     if apart:
         wrong = functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mul(scored.unsqueeze(1))
         if kind == "focal":  # by how unlikely what is true still is
-            wrong = wrong * (gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
+            wrong = wrong * (c.gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
         each = each + wrong.mean(dim=1).flatten(1).sum(dim=1) / voxels
     if kind in ("ce", "dice_ce"):
         surprise = -logs.gather(1, labels.unsqueeze(1)).squeeze(1) * scored  # [B, *S]

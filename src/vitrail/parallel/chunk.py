@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.errors import UserError
 from vitrail.layers.block import MLP, SwiGLU, join_condition, split_condition
 from vitrail.layers.variables import VariableHead
-from vitrail.models.decoder import TokenDecoder
 from vitrail.models.dit import DiT, Final
+from vitrail.models.encoder import TokenDecoder
 from vitrail.models.model import Model, Side
 from vitrail.models.sap import SAP
 from vitrail.recipe.sections import Chunk

@@ -24,19 +24,8 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws
-from vitrail.layers.patches import (
-    WHOLE,
-    Part,
-    Slab,
-    cut,
-    gather_tokens,
-    join,
-    mark_copies,
-    part_size,
-    per_axis,
-    real_rows,
-)
-from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens
+from vitrail.layers.patches import WHOLE, Part, Slab, cut, join, mark_copies, part_size, per_axis, real_rows
+from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens, gather_tokens
 from vitrail.models.model import encoder_of
 from vitrail.parallel.agree import Group
 from vitrail.parallel.mesh import Layout, gather

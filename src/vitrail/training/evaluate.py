@@ -257,6 +257,6 @@ def memory_gib(device: torch.device) -> float:
     """Largest memory so far: of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
+    from vitrail.data.look.preview import peak_rss
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_rss()

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 from vitrail.recipe.durations import Duration, RunLength
 
 
@@ -20,9 +20,7 @@ class ScheduleConfig:
     end: float = 0.0  # rate that the steps run towards: that of a step after the last; nothing where it is constant
 
     def __post_init__(self) -> None:
-        for name, value in (("start", self.start), ("end", self.end)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name} {value} must not be negative")
+        must("not be negative", start=self.start, end=self.end)
 
     def rate(self, step: int, *, base: float, warmup: int, total: int) -> float:
         """Return the rate of a step (counted from 0) out of `total`, of which `warmup` rise to `base`."""

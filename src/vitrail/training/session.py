@@ -37,7 +37,6 @@ from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.checkpoint import Checkpoints, check_space
 from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
-from vitrail.training.garbage import Garbage
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
 from vitrail.training.pictures import Pictures
@@ -52,7 +51,7 @@ from vitrail.training.setup import (
     normalised,
     open_parts,
 )
-from vitrail.training.trainer import Progressed, Timed, Trainer
+from vitrail.training.trainer import Garbage, Progressed, Timed, Trainer
 from vitrail.weights import Report, load_initial
 from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
 
@@ -96,7 +95,7 @@ class Session:
         on_chief(lambda: self.opened.extend(open_loggers(recipe)), place.control)
         self.run_dir = Path(on_chief(lambda: str(choose_folder(recipe, place, fresh)), place.control))
         # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
-        known = on_chief(lambda: find_statistics(self.run_dir), place.control)
+        known = on_chief(lambda: (newest_manifest(self.run_dir) or {}).get("statistics"), place.control)
         if recipe.data.stage is not None:  # before the data are opened, since it may take long
             together(lambda: self.stage(recipe), place.control)
         statistics = None if known is None else stored_statistics(known)
@@ -540,12 +539,6 @@ def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
         except (BadCheckpoint, AttributeError, KeyError, TypeError, ValueError):
             continue
     return None
-
-
-def find_statistics(run_dir: Path) -> dict[str, Any] | None:
-    """Return mean and std that a run to be continued was normalised with, and those of its entries."""
-    manifest = newest_manifest(run_dir)
-    return None if manifest is None else manifest["statistics"]
 
 
 def refuse_changes(run_dir: Path, recipe: Recipe) -> None:

@@ -34,7 +34,7 @@ from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of, filled, known_variables
+from vitrail.models.model import Model, encoder_of, filled, known_variables, sizes_of
 from vitrail.objectives.generate import range_of
 from vitrail.objectives.objective import Objective, check_prepare, labels_of
 from vitrail.parallel.agree import Group, on_chief, on_chief_for_long, together
@@ -123,14 +123,6 @@ class DataParts:
     train_entries: list[Statistics] | None = None  # of each entry, where they differ
     valid_entries: list[Statistics] | None = None
     facts: dict[str, Any] | None = None  # by which a run that goes on knows its data again
-
-
-def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
-    """Return data.crop or data.block, one number an axis."""
-    try:
-        return per_axis(getattr(recipe.data, name), recipe.model.ndim)
-    except ValueError as error:
-        raise UserError(f"data.{name}: {error}; model.ndim is {recipe.model.ndim}") from None
 
 
 def open_data(

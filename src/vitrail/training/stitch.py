@@ -21,6 +21,7 @@ from vitrail.data.order.mixture import Groups
 from vitrail.data.order.sampler import Extent, Order, Sample, choose
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
+from vitrail.data.source import without
 
 Blend = Literal["gaussian", "constant"]
 SIGMA, LEAST = 0.125, 1e-3  # of a window; the weight of its corners at least: those of MONAI
@@ -170,14 +171,14 @@ def in_voxels(loader: Loader, tile: Sample, logits: Tensor, labels: Tensor) -> V
     """Bring logits [K, *S] and labels [*S] of a tile's sample to the voxels of its window: [K, *window], [*window]."""
     reader, across = loader.reader, loader.reader.item(tile.source, tile.item).slices
     (layout,) = reader.layouts([tile])
-    kept = reader.kept(tile.source, tile.item, tile.window)
+    kept = without(tile.window, across)
     if kept == reader.crop and set(layout.scale) == {1.0}:
         return (
             Voxels(logits, labels) if across is None else Voxels(logits.unsqueeze(across + 1), labels.unsqueeze(across))
         )
     each = ([0], [layout.size], [layout.spacing], [layout.scale], [0])
     move = loader.augmenter.geometry.draw_many(*each)[0]  # voxel o of the crop lies at origin + matrix o
-    factors = reader.kept(tile.source, tile.item, reader.factors(tile.source, tile.item, tile.window))
+    factors = without(reader.factors(tile.source, tile.item, tile.window), across)
     for axis, (size, factor) in enumerate(zip(kept, factors, strict=True)):
         places = (torch.arange(size) + 0.5) / factor - 0.5
         places = ((places - move.origin[axis]) / move.matrix[axis, axis]).clamp(0, logits.shape[axis + 1] - 1).float()

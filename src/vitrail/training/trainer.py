@@ -12,6 +12,7 @@ The weights of a step stay as they are until the next update, so that the averag
 `owe` says that it is behind, `settle` (or whoever asks for it) brings it up to date.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -106,10 +107,6 @@ class Progressed:
     activation_rms: dict[str, float] | None
     bad: tuple[int, int] = (0, 0)  # samples skipped and chunks filled so far, over all ranks
     save: bool = False  # whether a checkpoint is due by the clock
-
-
-class TooManySkips(UserError):
-    pass
 
 
 class Trainer:
@@ -217,8 +214,7 @@ class Trainer:
         return factor, finite.logical_not().float()
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        number = len(range(0, len(batch), self._micro(batch)))
-        return self.flow.forward_backward(self._prepared(batch), number, self.judge)
+        return self.flow.forward_backward(self._prepared(batch), len(self._micro_batches(batch)), self.judge)
 
     def _prepared(self, batch: Batch) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield the inputs and targets of micro-batches, none of which is kept here."""
@@ -227,8 +223,8 @@ class Trainer:
         del ahead
         self._seed("step", self.done)
         yield first.pop()
-        for start in range(self._micro(batch), len(batch), self._micro(batch)):
-            yield self.prepare(self._narrow(batch, start))
+        for micro in self._micro_batches(batch)[1:]:
+            yield self.prepare(micro)
 
     @contextmanager
     def expecting(self, coming: Callable[[], Batch | None]) -> Iterator[None]:
@@ -252,7 +248,7 @@ class Trainer:
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
         """Prepare the first micro-batch of a step, the same at whatever time."""
         self._seed("prepare", number)
-        return self.prepare(self._narrow(batch, 0))
+        return self.prepare(self._micro_batches(batch)[0])
 
     def _seed(self, purpose: str, number: int) -> None:
         """Seed PyTorch's generator, which only a user's own model draws from; it then resumes exactly, too."""
@@ -260,16 +256,21 @@ class Trainer:
         for generator in self._generators:  # torch.manual_seed() looks for all kinds of devices first
             generator.manual_seed(seed)
 
-    def _micro(self, batch: Batch) -> int:
-        return self.recipe.data.micro_batch or len(batch)
-
-    def _narrow(self, batch: Batch, start: int) -> Batch:
-        return batch.narrow(start, min(start + self._micro(batch), len(batch)))
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """Return what goes through the model at once, views of the batch; the batch itself where that is all of it."""
+        number, size = len(batch.counters), self.recipe.data.micro_batch
+        if size is None or size >= number:
+            return [batch]
+        return [batch.narrow(start, min(start + size, number)) for start in range(0, number, size)]
 
     def prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
         """Return inputs of the model and targets for judge(), this rank's part of them."""
         draws = Draws(self.recipe.run.seed, micro.counters)
-        inputs, targets = self.flow.split.prepare(self.objective, micro, draws)
+        split = self.flow.split
+        if split.alone:
+            inputs, targets = self.objective.prepare(micro, draws)
+        else:
+            inputs, targets = split.prepare(self.objective, micro, draws)
         drop_path = drop_path_table(draws, self.drop_path_rates)
         if drop_path is not None:
             inputs["drop_path"] = sent(drop_path, self.place.device)
@@ -277,7 +278,10 @@ class Trainer:
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
         """Return the loss of a micro-batch."""
-        return self.flow.split.judge(self.objective.loss, output, targets)
+        split = self.flow.split
+        return (
+            self.objective.loss(output, targets) if split.alone else split.judge(self.objective.loss, output, targets)
+        )
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
@@ -300,7 +304,7 @@ class Trainer:
         """End the run after too many skipped steps in a row."""
         limit = self.recipe.run.stop_after_skips
         if self.skipped_in_a_row >= limit:
-            raise TooManySkips(
+            raise UserError(
                 f"loss or gradient was not finite in {limit} steps in a row, up to step {self.done}; "
                 "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
             )
@@ -309,7 +313,7 @@ class Trainer:
         """Refuse to end a run whose last steps were skipped: what it ends with may be of no use."""
         if self.skipped_in_a_row:
             number = "step was" if self.skipped_in_a_row == 1 else f"{self.skipped_in_a_row} steps were"
-            raise TooManySkips(
+            raise UserError(
                 f"the last {number} skipped, up to the end at step {self.done}, since loss or gradient was not finite, "
                 "and nothing was saved after them; look at these samples (metrics.jsonl, event 'skip'), go past them "
                 f"with run.steps={self.done + 1} or more, lower optimizer.lr or use precision.compute=fp32"
@@ -376,6 +380,35 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
         checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+
+
+COLLECT_EVERY = 50  # steps
+
+
+class Garbage:
+    """Inside, Python's garbage is collected between steps, by all ranks at the same ones: `between(step)` does so.
+
+    Python collects whenever it has made so many objects: in the middle of a step, on another rank each time, and all
+    wait for that one. What is there at the start of the loop is not looked at again, so that a collection takes a
+    moment.
+    """
+
+    def __enter__(self) -> "Garbage":
+        self.enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def between(self, step: int) -> None:
+        """Collect, if it is time to."""
+        if step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self.enabled:
+            gc.enable()
 
 
 class Timed:

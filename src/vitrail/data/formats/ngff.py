@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vitrail import disk, foreign
-from vitrail.data.files.places import Place, find_folders, find_place, read_facts
+from vitrail.data.files.places import Place, find_folders, find_place, read_object
 from vitrail.disk import Tell, new_folder, told
 from vitrail.errors import UserError
 from vitrail.foreign import check_plain
@@ -91,7 +91,7 @@ def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
     """Read ("group" or "array", attributes) of a zarr node of either format; None where there are no metadata."""
     try:
         if _is_there(node / "zarr.json"):
-            document = _load_json(node / "zarr.json")
+            document = read_object(node / "zarr.json")
             attributes = document.get("attributes") or {}
             if not isinstance(attributes, dict):
                 raise UserError(f"{node / 'zarr.json'} has attributes that are no JSON object; rewrite the file")
@@ -99,9 +99,9 @@ def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
         for name, kind in ((".zgroup", "group"), (".zarray", "array")):
             if _is_there(node / name):
                 beside = node / ".zattrs"
-                return kind, _load_json(beside) if _is_there(beside) else {}
+                return kind, read_object(beside) if _is_there(beside) else {}
         if _is_there(node / ".zattrs"):  # some writers leave .zgroup out
-            return "group", _load_json(node / ".zattrs")
+            return "group", read_object(node / ".zattrs")
     except OSError as error:
         raise UserError(
             f"the zarr metadata of {node} cannot be read ({error.strerror}); check its permissions"
@@ -114,18 +114,6 @@ def _is_there(file: Place) -> bool:
     if isinstance(file, Path):
         check_plain(file)
     return file.is_file()
-
-
-def _load_json(path: Place) -> dict[str, Any]:
-    try:
-        document = read_facts(path)
-    except UserError:
-        raise
-    except ValueError as error:  # broken JSON, or bytes that are not text
-        raise UserError(f"{path} is not valid JSON ({error}); restore or rewrite the file") from error
-    if not isinstance(document, dict):
-        raise UserError(f"{path} must hold a JSON object; restore or rewrite the file")
-    return document
 
 
 def read_multiscale(path: str | Place) -> Multiscale:

@@ -31,7 +31,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Order, Sample, choose
 from vitrail.data.reading.pool import PATIENCE, Buffers, Job, Policy, Pool, Several, SlowRead, Stopped, Tally
-from vitrail.data.reading.reader import Place, Reader
+from vitrail.data.reading.reader import Layout, Place, Reader
 from vitrail.draws import sent
 from vitrail.errors import BadData
 from vitrail.layers.patches import Slab
@@ -284,26 +284,35 @@ class Loader:
             mean, std = (sent(torch.stack(part)[rows], self.device) for part in zip(*each, strict=True))
             statistics = (mean, std)
         values = sent(pending.host, self.device)
-        if self.known is not None:
+        if self.known is not None and any(self.known.changing):
             values = self.known.change(values, pending.variables, statistics)
         layouts = reader.layouts(samples)
-        raw = Raw(
-            counters=pending.counters,
-            values=values,
-            labels=labels,
-            sizes=[layout.size for layout in layouts],
-            scales=[layout.scale for layout in layouts],
-            spacings=[layout.spacing for layout in layouts],
-            orientations=[sample.orientation for sample in samples],
-            sources=sources,
-            variables=pending.variables,
-            slab=pending.slab,
-            statistics=statistics,
-        )
-        batch = self.augmenter(raw)
+        if pending.slab is None and self._are_crops(samples, layouts):
+            batch = Batch(pending.counters, values, labels, pending.variables, None, statistics)
+        else:
+            raw = Raw(
+                counters=pending.counters,
+                values=values,
+                labels=labels,
+                sizes=[layout.size for layout in layouts],
+                scales=[layout.scale for layout in layouts],
+                spacings=[layout.spacing for layout in layouts],
+                orientations=[sample.orientation for sample in samples],
+                sources=sources,
+                variables=pending.variables,
+                slab=pending.slab,
+                statistics=statistics,
+            )
+            batch = self.augmenter(raw)
         if self.known is not None and self.known.scored:
             batch.span = self.known.span(sources, pending.variables, statistics, self.device)
         return batch
+
+    def _are_crops(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> bool:
+        """Tell whether samples are what the objective is to see as they were read, neither turned nor resampled."""
+        if self.augmenter.resamples or self.room != self.reader.crop or any(s.orientation for s in samples):
+            return False
+        return all(layout.size == self.room and set(layout.scale) <= {1.0} for layout in layouts)
 
 
 def count_bad(*loaders: Loader) -> tuple[int, int]:
@@ -346,7 +355,8 @@ class _Read:
         while True:
             try:
                 place = self.place()
-                reader.read_into(place.out, place.sample, place.labels, place.window, self._touched)
+                touched = self._touched if loader.augmenter.resamples else None
+                reader.read_into(place.out, place.sample, place.labels, place.window, touched)
                 return self.sample
             except BadData as error:
                 if not loader.policy.skips(error):

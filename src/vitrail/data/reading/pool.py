@@ -64,6 +64,18 @@ class Policy:
     def skips(self, error: BadData) -> bool:
         return self.on_bad == "skip" and not (self.shared and isinstance(error, FailedRead))
 
+    def or_none(self, call: Callable[[], T], told: set[str], warn: Callable[[BadData], None]) -> T | None:
+        """Return what a read gives; None where its data are bad and may be left out, which is told once."""
+        try:
+            return call()
+        except BadData as error:
+            if not self.skips(error):
+                raise
+            if str(error) not in told:
+                told.add(str(error))
+                warn(error)
+        return None
+
 
 @dataclass
 class Tally:

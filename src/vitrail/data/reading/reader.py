@@ -5,7 +5,7 @@ There are three ways, for images and labels alike:
 - many whole items at once, of sources whose items are small and alike
 - straight: sources of chunks (data/sources/zarr.py) keep decoded chunks themselves and put a window into its place in
   the batch. Windows that are known all at once, of one much larger than the cache, are read together, layer by layer,
-  with nothing kept between (data/chunks/decoded.py)
+  with nothing kept between (data/chunks/layers.py)
 - by blocks: of any other source the block that holds all crops of a visit is read once, kept, and shared by all
   threads. Room for it is made before it is read, so that the limit of memory holds. Where there is none, because other
   threads are filling it, just the window is read; so it is where a block has bad data, which the window may not touch
@@ -26,10 +26,21 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.data.batch import Labelling
-from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, Layer, copy_part, find_layers
+from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, copy_part
+from vitrail.data.chunks.layers import Layer, find_layers
 from vitrail.data.order.sampler import Sample
 from vitrail.data.reading.pool import ShortRead, read_again
-from vitrail.data.source import Item, LabelledSource, ManySource, Source, class_names, keeps_chunks, label_dtype
+from vitrail.data.source import (
+    Item,
+    LabelledSource,
+    ManySource,
+    Source,
+    class_names,
+    keeps_chunks,
+    label_dtype,
+    without,
+)
+from vitrail.data.stored import shrink
 from vitrail.errors import BadData, UserError
 
 ENOUGH = 1.5
@@ -61,11 +72,7 @@ def pool(values: np.ndarray, factors: Sequence[int], *, labels: bool = False) ->
     # A window thinner than a box is one box.
     factors = [min(factor, size) for factor, size in zip(factors, values.shape[1:], strict=True)]
     whole = values[(slice(None), *(slice(0, n // f * f) for n, f in zip(values.shape[1:], factors, strict=True)))]
-    if labels:
-        return whole[(slice(None), *(slice(None, None, f) for f in factors))]
-    boxes = whole.reshape(len(whole), *(n for s, f in zip(whole.shape[1:], factors, strict=True) for n in (s // f, f)))
-    mean = boxes.mean(axis=tuple(range(2, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
-    return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
+    return shrink(whole, (1, *factors), labels=labels)
 
 
 def fit_image(
@@ -176,18 +183,14 @@ class Reader:
         if self.fit is not None:
             return self.crop
         factors = self.factors(source, item, window)
-        return self.kept(source, item, [max(1, size // f) for size, f in zip(window, factors, strict=True)])
+        sizes = [max(1, size // f) for size, f in zip(window, factors, strict=True)]
+        return without(sizes, self.item(source, item).slices)
 
     def factors(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
         """Return by how much a window of an item is pooled, along each axis of the item."""
         if self.whole_images:
             return whole_image_factors(window, self.crop)
         return pool_factors(self.item(source, item))
-
-    def kept(self, source: int, item: int, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what belongs to the axes of a sample, out of one value an axis of its item."""
-        across = self.item(source, item).slices
-        return tuple(value for axis, value in enumerate(values) if axis != across)
 
     def layouts(self, samples: Sequence[Sample]) -> list[Layout]:
         """Find what the windows of samples become, once for all that are alike."""
@@ -202,7 +205,7 @@ class Reader:
                 window = s.window or self.crop
                 factors = self.factors(s.source, s.item, window)
                 scale, spacing = (
-                    self.kept(s.source, s.item, values)
+                    without(values, item.slices)
                     for values in (
                         [each / f for each, f in zip(item.scale, factors, strict=True)],
                         [each * f for each, f in zip(item.spacing, factors, strict=True)],
@@ -371,7 +374,7 @@ class Reader:
     def voxel_bytes(self, source: Source) -> int:
         """Return the bytes of one voxel of a source with all that is read of it."""
         labels = 0 if self.label_dtype is None else _label_dtype(source).itemsize
-        return _value_bytes(source) + labels
+        return len(source.variables) * source.dtype.itemsize + labels
 
     # ------------------------------------------------------------ from the source, or from a block of it
 
@@ -430,7 +433,7 @@ class Reader:
 
     def _shrink(self, values: np.ndarray, factors: Sequence[int], across: int | None, *, labels: bool) -> np.ndarray:
         if across is not None:
-            values, factors = values.squeeze(across + 1), [f for axis, f in enumerate(factors) if axis != across]
+            values, factors = values.squeeze(across + 1), without(factors, across)
         if self.fit is not None:
             return fit_image(values, self.fit, self.crop, labels=labels)
         return pool(values, factors, labels=labels)
@@ -480,10 +483,6 @@ def _alike(source: Source) -> Item | None:
                 "mend `alike`, or leave it out"
             )
     return told
-
-
-def _value_bytes(source: Source) -> int:
-    return len(source.variables) * source.dtype.itemsize
 
 
 class StraightSource(Source, Protocol):

@@ -17,6 +17,7 @@ from typing import Any
 
 from vitrail.data.files.paths import base_name, file_type, is_url, join, list_files, parent, read_json
 from vitrail.data.files.patterns import Match, fill_stars, find_matches, has_stars
+from vitrail.data.files.places import read_object
 from vitrail.data.grid import GridSource
 from vitrail.data.stored import Stored
 from vitrail.errors import UserError
@@ -301,17 +302,7 @@ def read_layout(path: str, suffixes: Sequence[str], *, labels: str | None = None
 
 def _describe(path: str) -> dict[str, Any]:
     place = join(path, "dataset.json")
-    if file_type(place) is None:
-        return {}
-    try:
-        found = read_json(place)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{place} is not valid JSON ({error}); restore or rewrite the file") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{place} must hold a JSON object; restore or rewrite the file")
-    return found
+    return {} if file_type(place) is None else read_object(place, read_json)
 
 
 def _in_order(names: Any) -> tuple[str, ...] | None:
