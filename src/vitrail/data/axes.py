@@ -47,25 +47,25 @@ def likely_axes(shape: Sequence[int]) -> str | None:
 WORDS = {"n": "items", "c": "channels"}
 
 
-def note_of_axes(stored: Stored) -> str | None:
-    """Say which axes to write, where those of an array are a guess that its sizes speak against."""
-    likely = likely_axes(stored.shape) if stored.guessed else None
+def note_of_axes(stored: Stored) -> list[str]:
+    """Say which axes to write, where the sizes of an array speak against those that are guessed."""
+    likely = likely_axes(stored.shape)
     if likely is None:
-        return None
+        return []
     usual = "".join(stored.axes)
     counts = [f"{size} {WORDS[name]}" for name, size in zip(likely, stored.shape, strict=True) if name in WORDS]
     line = f"`axes: {likely}`"
     if likely.startswith("z"):
         line += " (`nyxc` where the first counts images, `xyzc` where x comes first)"
-    return (
+    return [
         f"{stored.name} does not name its axes, and {by(stored.shape)} is read as {usual}; if these are "
         f"{' and '.join(counts)}, write {line}, and if not, `axes: {usual}`"
-    )
+    ]
 
 
-def items_along(entries: Sequence[Entry], axes: str | None) -> Sequence[Entry]:
+def items_along(entries: Sequence[Entry], axes: str) -> Sequence[Entry]:
     """Return an entry for each slice along the axis n, if `axes` has one; they share their arrays."""
-    names = () if axes is None else split_axes(axes)
+    names = split_axes(axes)
     if ITEMS not in names:
         return entries
     if "t" in names:

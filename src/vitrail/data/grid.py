@@ -163,7 +163,8 @@ class GridSource:
     ) -> None:
         self.config, self.kind, self.class_names = settings, kind, tuple(class_names)
         self.notes = list(notes)
-        entries = items_along(entries, settings.axes)
+        if settings.axes is not None:
+            entries = items_along(entries, settings.axes)
         kept = self._keep_split(entries)
         self._listed = entries
         # Moments of one file are items that share its arrays, which are prepared once.
@@ -179,8 +180,8 @@ class GridSource:
         self._given = known[id(kept[0].images), id(kept[0].labels)][0]
         self._different = [made for _, made in known.values()]
         first = self.entries[0].images[0]
-        if settings.axes is None and (doubt := note_of_axes(self._given.images[0])) is not None:
-            self.notes.append(doubt)
+        if settings.axes is None and self._given.images[0].guessed:
+            self.notes += note_of_axes(self._given.images[0])
         self.axes = first.grid
         self.dtype = self._common_dtype()
         if settings.nodata == "fill" and not fits(settings.fill_value, self.dtype):

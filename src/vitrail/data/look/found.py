@@ -76,15 +76,15 @@ def with_axes(config: Any, source: Source) -> tuple[Any, Source]:
     if not entries or getattr(config, "axes", "") is not None:
         return config, source
     first = entries[0].images[0]
-    likely = likely_axes(first.shape)
-    if likely is None or note_of_axes(first) is None:
+    likely = likely_axes(first.shape) if first.guessed else None
+    if likely is None:
         return config, source
     made = dataclasses.replace(config, axes=likely)
     try:
         opened: Source = made.open()
     except UserError:
         return config, source
-    _note(opened, [f"{note_of_axes(first)}; here it is looked at as {likely}"])
+    _note(opened, [f"{note}; here it is looked at as {likely}" for note in note_of_axes(first)])
     return made, opened
 
 
