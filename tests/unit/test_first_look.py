@@ -70,6 +70,14 @@ def test_axes_that_no_file_names_are_told_with_the_line_to_write(tmp_path: Path)
     assert any("`axes: nyxc`" in told for told in facts["warnings"])
 
 
+def test_a_deep_volume_is_not_taken_for_images(tmp_path: Path) -> None:
+    for number, items in ((200, 1), (400, 400)):
+        np.save(tmp_path / "a.npy", noise(number, 40, 40))
+        _, facts = look(str(tmp_path / "a.npy"))
+        assert facts["items"] == items
+        assert any("write `axes: nyx`, and if not, `axes: zyx`" in told for told in facts["warnings"])
+
+
 def test_axes_that_a_file_names_are_taken(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     from vitrail.data.sources.hdf5 import Hdf5Config

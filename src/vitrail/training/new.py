@@ -361,9 +361,9 @@ def model_lines(c: Chosen) -> list[str]:
         decoder = "width: 96, depth: 1, heads: 4" if small else "width: 192, depth: 2, heads: 3"
         mask = "  mask: {kind: random, ratio: 0.75} # the share of the patches that is hidden"
         return ["model:", "  kind: mae", ndim, encoder, mask, f"  decoder: {{kind: cross, {decoder}}}"]
-    size = ["  width: 96", "  depth: 4", "  heads: 4"] if small else ["  size: S"]
+    sizes = ["  width: 96", "  depth: 4", "  heads: 4"] if small else ["  size: S"]
     kind = "vit" if c.task == "classify" else "dit"
-    lines = ["model:", f"  kind: {kind}", ndim, *size, f"  {patch}"]
+    lines = ["model:", f"  kind: {kind}", ndim, *sizes, f"  {patch}"]
     if c.task == "classify":
         return [*lines, "  positions: learned"]
     classes = len(class_names(c.source))

@@ -16,6 +16,7 @@ from vitrail.errors import UserError
 
 PARTS = {"train", "training", "valid", "validation", "val", "test", "testing", "images", "image", "imgs", "img", "data"}
 MOST_TABLES = 8  # that are tried
+SURELY = 10  # times as many as pixels on a side: then slices are images, and no volume
 
 
 def with_table(config: Any, source: Source) -> tuple[Any, Source]:
@@ -77,8 +78,8 @@ def with_axes(config: Any, source: Source) -> tuple[Any, Source]:
         return config, source
     first = entries[0].images[0]
     likely = likely_axes(first.shape) if first.guessed else None
-    if likely is None:
-        return config, source
+    if likely is None or (likely == "nyx" and first.shape[0] < SURELY * max(first.shape[1:])):
+        return config, source  # which may be a deep volume
     made = dataclasses.replace(config, axes=likely)
     try:
         opened: Source = made.open()

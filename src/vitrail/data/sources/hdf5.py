@@ -147,8 +147,8 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
             return dataset[window]
 
     files_of = tuple(dict.fromkeys([str(place), *(str(part.file) for part in outside)])) if outside else ()
-    known = {"filling": filling, "files": files_of, "guessed": told is None}
-    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, **known)
+    more: dict[str, Any] = {"filling": filling, "files": files_of, "guessed": told is None}
+    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, **more)
 
 
 def _axes(node: Any) -> tuple[str, ...] | None:
