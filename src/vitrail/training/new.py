@@ -43,6 +43,7 @@ CROPS = {  # voxels along an axis at most: on a CPU, and on a GPU
     ("classify", 2): (64, 224), ("classify", 3): (32, 64), ("generate", 2): (32, 64), ("generate", 3): (16, 32),
 }  # fmt: skip
 TOKENS = {2: 256, 3: 512}  # of a sample at most
+FEW_TOKENS = 64  # of an image that a CPU sees whole: many short steps teach more than few long ones
 BATCHES = {  # samples of a step, on a CPU and on a GPU
     ("segment", 2): (8, 32), ("segment", 3): (4, 8), ("pretrain", 2): (16, 128), ("pretrain", 3): (16, 32),
     ("classify", 2): (64, 256), ("classify", 3): (8, 16), ("generate", 2): (64, 256), ("generate", 3): (16, 32),
@@ -127,7 +128,8 @@ def new_recipe(
     if (task, ndim) not in CROPS:
         raise UserError(f"{path} has {ndim} axes; recipes are written for images and volumes")
     on_gpu = machine.device == "cuda"
-    found, patch = choose_sizes(config, source, facts, task, CROPS[task, ndim][on_gpu], TOKENS[ndim])
+    tokens = FEW_TOKENS if not on_gpu and ndim == 2 and task in ("classify", "generate") else TOKENS[ndim]
+    found, patch = choose_sizes(config, source, facts, task, CROPS[task, ndim][on_gpu], tokens)
     found = for_task(found, source, facts, task)
     batch = choose_batch(found, source, BATCHES[task, ndim][on_gpu])
     low, high = STEPS[machine.device]
@@ -321,7 +323,8 @@ def one_or_each(sizes: tuple[int, ...]) -> str:
 def heading(c: Chosen) -> list[str]:
     """Write what the recipe is, how to use it, and which part is held out."""
     items, cut = c.source.items, c.source.items[0].slices
-    data = f"{'items' if len(items) > 1 else 'an item'} of {by(items[0].shape)}" + (" and so on" * (len(items) > 1))
+    data = f"{len(items):,} items of {by(items[0].shape)}" if len(items) > 1 else f"an item of {by(items[0].shape)}"
+    data += ", and other sizes" if c.facts.get("smallest") else ""
     data = data if cut is None else f"slices across {c.source.axes[cut]} of {data}"
     held = f"Held out, and never trained on: {c.found.held_out}."
     if c.found.valid is None:
@@ -386,7 +389,9 @@ def data_lines(c: Chosen) -> list[str]:
         f"  batch: {c.batch} # samples of a step, over all devices",
         "  normalize: fit # mean 0 and variance 1 of each variable, measured on the training part",
     ]
-    if len(found.crop) == 3 or c.task in ("segment", "pretrain"):
+    # Neither maps nor photographs can be turned at will.
+    turns = set(c.source.axes) <= set("xyz") and "red" not in c.source.variables
+    if turns and (len(found.crop) == 3 or c.task in ("segment", "pretrain")):
         lines.append("  augment: {orientations: true} # all flips and turns; leave it out where up means something")
     return lines
 
