@@ -19,6 +19,7 @@ from vitrail.parallel import check, float8
 from vitrail.recipe import load_recipe
 from vitrail.recipe.sections import Recompute
 from vitrail.report.bench_cells import spread
+from vitrail.training import diagnose
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
 MAE = {
@@ -66,6 +67,17 @@ def test_the_numbers_of_a_result_belong_together(tmp_path, monkeypatch):
     assert found["memory"]["per_rank"] == [found["memory"]["allocated_gib"]]
     assert found["loss"] > 0
     assert {"device", "torch", "python", "vitrail", "commit"} <= set(found["environment"])
+
+
+@pytest.mark.parametrize("module", [measuring, diagnose])
+def test_the_schedule_of_a_measurement_never_ends(module, monkeypatch):
+    def seen(recipe, *_):
+        raise InterruptedError(recipe.run.steps, recipe.schedule.steps)
+
+    monkeypatch.setattr(module, "opened_as_is", seen)
+    with pytest.raises(InterruptedError) as caught:
+        (bench if module is measuring else diagnose.bench)(TOY, overrides=["schedule.steps=20"])
+    assert caught.value.args == (diagnose.LONG, None)
 
 
 def test_tokens_that_are_hidden_are_counted_apart_and_volumes_are_no_images():

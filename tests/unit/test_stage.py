@@ -24,7 +24,7 @@ from vitrail.data.files import stage as staging
 from vitrail.data.files.cache import keep
 from vitrail.data.files.fingerprint import data_state
 from vitrail.data.files.paths import local_copy
-from vitrail.data.files.stage import LOCK, as_opened, stage
+from vitrail.data.files.stage import LOCK, configs_to_open, stage
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.reading import pool
 from vitrail.data.source import ReadArray, Reads
@@ -523,17 +523,17 @@ def test_a_copy_that_stands_still_ends(data: Path, tmp_path: Path, monkeypatch: 
 def test_the_recipe_decides(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [FileConfig(path=str(data)), SimpleNamespace(path="x")]
     plain = SimpleNamespace(bad="error", stage=None)
-    assert as_opened(plain, given) == given
-    (filled, other) = as_opened(SimpleNamespace(bad="fill", stage=None), given)
+    assert configs_to_open(plain, given) == given
+    (filled, other) = configs_to_open(SimpleNamespace(bad="fill", stage=None), given)
     assert filled.missing == "fill"
     assert other is given[1]
     monkeypatch.setenv("FAST_DISK", str(tmp_path / "fast"))
     section = SimpleNamespace(bad="error", stage=Stage(dir="$FAST_DISK/vitrail", limit_gib=1))
-    (staged, _) = as_opened(section, given, tell=lambda line: None)
+    (staged, _) = configs_to_open(section, given, tell=lambda line: None)
     assert staged.path.startswith(str(tmp_path / "fast" / "vitrail"))
     monkeypatch.delenv("FAST_DISK")
     with pytest.raises(UserError, match=r"data\.stage\.dir: '\$FAST_DISK/vitrail' names a variable that is not set"):
-        as_opened(section, given)
+        configs_to_open(section, given)
     assert json.loads(section.stage.model_dump_json()) == {"dir": "$FAST_DISK/vitrail", "limit_gib": 1.0}
 
 

@@ -42,7 +42,7 @@ def test_saves_by_the_clock_are_all_kept_and_garbage_waits_for_the_end_of_steps(
     tree = tiny_recipe(volume, tmp_path / "run", **changes, eval__samples=1, data__batch=2)
     tree["schedule"] = {"kind": "linear", "steps": 5, "warmup": "20%"}
     assert vitrail.train(tree, quiet=True).code == 0
-    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step-*")) == [
         "step-00000004",
         "step-00000008",
         "step-00000010",

@@ -51,7 +51,7 @@ from vitrail.recipe.load import Given, find_recipe
 from vitrail.report.bench_cells import spread
 from vitrail.report.facts import strict
 from vitrail.report.modes import UNSTEADY
-from vitrail.training.diagnose import LONG, Opened, opened_as_is
+from vitrail.training.diagnose import ENDLESS, LONG, Opened, opened_as_is
 from vitrail.training.evaluate import memory_gib
 from vitrail.training.setup import Place
 from vitrail.training.trainer import Timed, Trainer
@@ -338,7 +338,7 @@ def measure(
     if mode == "compute" and find_world().size > 1:
         raise UserError("mode compute: it is measured on one rank alone; start one process, or use mode syn")
     began = time.monotonic()
-    with opened_as_is(find_recipe(recipe, [*overrides, f"run.steps={LONG}"])) as (parts, watchdog):
+    with opened_as_is(find_recipe(recipe, [*overrides, *ENDLESS])) as (parts, watchdog):
         device = parts.place.device
         energy, retries = Energy(device), retries_of(device)
         work = _Work(parts, mode)

@@ -31,7 +31,7 @@ from vitrail.cost.trace import Compute, trace, whole_matrix
 from vitrail.cost.work import Key, Work, cached, divided, places, stage_of
 from vitrail.errors import UserError
 from vitrail.models.model import Model, filled, known_variables, sizes_of
-from vitrail.objectives.objective import labels_of
+from vitrail.objectives.objective import labels_wanted
 from vitrail.parallel import recompute
 from vitrail.parallel import shard as solo
 from vitrail.parallel.mesh import Layout, layout_of
@@ -59,7 +59,7 @@ def complete(recipe: Recipe) -> Recipe:
         names = (*condition, *(f"variable{number}" for number in range(channels)))
         objective, model = dataclasses.replace(objective, variables=None).fit(model, names, recipe.data)
     update: dict[str, Any] = {"channels": channels, "shape": crop}
-    labels = labels_of(objective, model)
+    labels = labels_wanted(objective, model)
     if labels is not None and hasattr(model, "classes"):
         names = objective.names or ()
         classes = model.classes or len(names) or _needed("model.classes", entry.classes(labels), entry)

@@ -128,13 +128,13 @@ def build_objective(objective: Any, model: Any) -> Any:
 def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) -> tuple[dict[str, Any], Any, Raw]:
     """Make inputs and targets of one rank by the objective's own prepare(); last the bytes of the batch itself."""
     from vitrail.data.batch import Batch
-    from vitrail.objectives.objective import drop_path_table, labels_of
+    from vitrail.objectives.objective import drop_path_table, labels_wanted
 
     adaptive = isinstance(getattr(encoder_of(model), "tokens", None), AdaptiveTokens)
     # Trees grow on values: they are made for one sample, on the host, and stand for all.
     number, device = (1, "cpu") if adaptive else (samples, "meta")
     size = per_axis(model.shape, model.ndim)
-    of = labels_of(objective, model)
+    of = labels_wanted(objective, model)
     wanted = of == "voxel" or (of == "item" and getattr(model, "classes", None))
     labels = torch.zeros(number, *(size if of == "voxel" else ()), dtype=torch.long, device=device) if wanted else None
     known = known_variables(model)

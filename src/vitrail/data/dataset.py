@@ -285,6 +285,10 @@ class Dataset:
             found.append(extent._replace(window=known[alike]))
         return found
 
+    def windows(self) -> list[Extent]:
+        """Return the extents with the voxels that one sample is cut from, as nothing changes it."""
+        return self._with_windows(self.extents, None)
+
     def tiled(self, tiles: TilesSection) -> "Dataset":
         """Return the same data in tiles; weights, mixing and balance, which are for training, do not count."""
         other = copy.copy(self)

@@ -10,6 +10,8 @@ A format's config inherits `GridConfig`, lists its items as entries of stored ar
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import field, replace
 from functools import partial
 from typing import Any, Literal
@@ -126,6 +128,17 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_alone: ContextVar[bool] = ContextVar("_alone", default=False)
+
+
+@contextmanager
+def without_labels() -> Iterator[None]:
+    """Open sources without labels inside, also where some are found beside the images: these cover all of them then."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 @config
@@ -163,6 +176,8 @@ class GridSource:
     ) -> None:
         self.config, self.kind, self.class_names = settings, kind, tuple(class_names)
         self.notes = list(notes)
+        if _alone.get():
+            entries, self.notes = [replace(entry, labels=None) for entry in entries], []
         if settings.axes is not None:
             entries = items_along(entries, settings.axes)
         kept = self._keep_split(entries)
@@ -170,6 +185,7 @@ class GridSource:
         # Moments of one file are items that share its arrays, which are prepared once.
         known: dict[tuple[int, int], tuple[Entry, Entry]] = {}
         self.entries: list[Entry] = []
+        self._pooled: list[tuple[float, ...]] = []  # voxels of the file to one of each item, along its axes
         for entry in kept:
             mark = (id(entry.images), id(entry.labels))
             if mark not in known:
@@ -177,6 +193,8 @@ class GridSource:
                 known[mark] = (given, self._prepare(given))
             made = known[mark][1]
             self.entries.append(replace(entry, images=made.images, labels=made.labels))
+            sizes = (stored.voxel() for stored in (made.images[0], known[mark][0].images[0]))
+            self._pooled.append(tuple(now / before for now, before in zip(*sizes, strict=True)))
         self._given = known[id(kept[0].images), id(kept[0].labels)][0]
         self._different = [made for _, made in known.values()]
         first = self.entries[0].images[0]
@@ -265,6 +283,25 @@ class GridSource:
             return self._full_window(entry, stored, self._on_labels(item, region), slice(0, 1))
         number = next(n for n, image in enumerate(entry.images) if image is stored)
         return self._full_window(entry, stored, region, self._needed[number]) if number in self._needed else None
+
+    def origin_of(self, item: int) -> tuple[float, ...] | None:
+        """Return where the centre of an item's first voxel lies in the world; None where its file does not tell."""
+        first, spacing = self.entries[item].images[0], self.items[item].spacing
+        if not set(self.axes) <= set(first.origin):
+            return None
+        starts = [window.start for window in self._regions[item]]
+        return tuple(first.origin[n] + s * size for n, s, size in zip(self.axes, starts, spacing, strict=True))
+
+    def affine_of(self, item: int) -> np.ndarray | None:
+        """Return the affine of NIfTI from places x, y, z of an item's voxels to the world; None of other files."""
+        affine = self.entries[item].facts.get("affine")
+        if affine is None or sorted(self.axes) != ["x", "y", "z"][: len(self.axes)]:
+            return None
+        move = np.eye(4)  # from voxels of the item to those of the file
+        for n, factor, window in zip(self.axes, self._pooled[item], self._regions[item], strict=True):
+            at = "xyz".index(n)
+            move[at, at], move[at, 3] = factor, factor * window.start + (factor - 1) / 2
+        return np.asarray(affine, np.float64) @ move
 
     def describe(self) -> dict[str, Any]:
         item, entry, given = self.items[0], self.entries[0], self._given.images[0]

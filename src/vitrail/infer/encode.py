@@ -19,7 +19,7 @@ from vitrail.codecs import Codec, Range, open_codec
 from vitrail.data.batch import Labelling
 from vitrail.data.dataset import Dataset, InOrder, open_in_order
 from vitrail.data.files.fingerprint import data_states
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.latents.shards import ShardedLatents
 from vitrail.data.latents.store import Rows
 from vitrail.data.reading.loader import Loader
@@ -103,7 +103,7 @@ def codec_of(recipe: Recipe, overrides: Sequence[str] = ()) -> Any:
 
 
 def open_split(recipe: Recipe, name: Split, tick: Callable[[], None]) -> tuple[Dataset, InOrder]:
-    configs = as_opened(recipe.data, getattr(recipe.data, name), tick=tick)
+    configs = configs_to_open(recipe.data, getattr(recipe.data, name), tick=tick)
     for number, c in enumerate(configs):
         if getattr(c, "kind", None) == "latents":
             raise UserError(

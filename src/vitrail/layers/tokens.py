@@ -265,9 +265,9 @@ def tokenize(
 ) -> Tokens:
     """Tokens of images [B, C, *S].
 
-    Trees grow on `scored` (the data as they were read, default the images themselves), of which the values in `span`
-    are black and white; `draws` vary them. Where the images are a slab of larger ones (or of as large ones, that are
-    shared), there are coordinates of all tokens.
+    Trees grow on `scored` (the data before they are normalised, default the images themselves), of which the values
+    in `span` are black and white; `draws` vary them. Where the images are a slab of larger ones (or of as large ones,
+    that are shared), there are coordinates of all tokens.
     """
     size, channels = tuple(images.shape[2:]), images.shape[1]
     if slab is not None:

@@ -78,9 +78,9 @@ class DiffusionViT(DecodedModel):
 
     def encoder_stages(self) -> list[Stage]:
         embed, *rest = super().encoder_stages()
-        return [embed.more(self.embed, ("times",), self.time_embed), *rest]
+        return [embed.more(self.begin, ("times",), self.time_embed), *rest]
 
-    def embed(self, x: Tensor, side: Side) -> Tensor:
+    def begin(self, x: Tensor, side: Side) -> Tensor:
         x = self.encoder.embed(x, side)
         times = check_times(side.get("times"), x.shape[0], scale=self.config.time_scale, limit=self.config.time_steps)
         return x + self.time_embed(times).to(x.dtype).unsqueeze(1)

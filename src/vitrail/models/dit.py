@@ -174,12 +174,12 @@ class DiT(EncodedModel):
     def stages(self) -> list[Stage]:
         embed, *blocks = self.encoder_stages()
         return [
-            embed.more(self.embed, ("times", "labels"), self.time_embed, self.label_embed),
+            embed.more(self.begin, ("times", "labels"), self.time_embed, self.label_embed),
             *blocks,
             Stage("final", lambda x, side: self.final(x), uses=(self.final,)),
         ]
 
-    def embed(self, x: Tensor, side: Side) -> Tensor:
+    def begin(self, x: Tensor, side: Side) -> Tensor:
         """[condition; tokens]."""
         x = self.encoder.embed(x, side)
         return join_condition(self.condition(side, x.shape[0]).to(x.dtype), x)

@@ -57,9 +57,9 @@ class SAP(EncodedModel):
         initialise_here(self)
 
     def stages(self) -> list[Stage]:
-        return [*self.encoder_stages(), Stage("head", self.predict, uses=(self.expand, self.head))]
+        return [*self.encoder_stages(), Stage("head", self.name_voxels, uses=(self.expand, self.head))]
 
-    def predict(self, x: Tensor, side: Side) -> Tensor:
+    def name_voxels(self, x: Tensor, side: Side) -> Tensor:
         x = self.expand(x[:, self.encoder.prefix :]).unflatten(-1, (self.voxels, -1))  # B N P F
         return self.head(nn.functional.gelu(x)).flatten(-2)
 

@@ -127,7 +127,8 @@ class UNETRConfig(ModelConfig):
 
 
 class UNETR(EncodedModel):
-    """forward(patches [B, N, P*C], coordinates=[B, N, ndim], image=[B, C, *S]) -> logits [B, classes, *S].
+    """Called (`Model.forward` runs `stages()`) with patches [B, N, P*C], coordinates [B, N, ndim] and image [B, C, *S];
+    gives logits [B, classes, *S].
 
     Without skips, and with the linear decoder, there is no image, and S is the configured shape (or the tree's).
     """

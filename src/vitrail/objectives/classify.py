@@ -50,6 +50,7 @@ class Classify(Objective):
     best_metric = "accuracy"
     larger_is_better = frozenset({"accuracy", "top5"})
     pictured = 24
+    predicts = ("classes",)
 
     def __init__(self, c: ClassifyConfig, model: Any, statistics: Statistics):
         self.config, self.model, self.statistics = c, model, statistics

@@ -1,6 +1,7 @@
 """Name the class of each voxel: Dice, cross-entropy and their kin.
 
-- labels are volumes beside the images, or inside the same file; model.classes follows from their names
+- labels are volumes beside the images, or inside the same file; model.classes follows from their names. Formats that
+  name no classes, such as plain NIfTI, need objective.names or model.classes
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
 - `dice_bce` and `focal` judge each class by itself, by the sigmoid of its logit: soft Dice plus binary cross-entropy,
@@ -28,6 +29,7 @@ from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import Loss, VoxelObjective, by_slabs, check_labels, check_names, inputs_of
 from vitrail.recipe import config
 
+APART = ("dice_bce", "focal")  # losses that judge each class by itself, by a sigmoid
 UNNAMED = ("background", "class 0", "class0", "none", "nothing", "other", "rest", "unlabelled", "unlabeled", "0")
 
 
@@ -110,6 +112,10 @@ class Segment(VoxelObjective):
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
+    def likelihood(self, logits: Tensor) -> Tensor:
+        """Return probabilities [B, classes, *S] of logits: each class by itself where the loss judges it so."""
+        return logits.sigmoid() if self.config.loss in APART else logits.softmax(dim=1)
+
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         each = segmentation_loss(self.logits(output, targets), targets.labels, self.config)
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
@@ -176,7 +182,7 @@ def segmentation_loss(logits: Tensor, labels: Tensor, c: SegmentConfig) -> Tenso
     scored = torch.ones_like(labels, dtype=torch.bool) if c.ignore is None else labels != c.ignore  # [B, *S]
     labels = labels.where(scored, 0)
     voxels = scored.flatten(1).sum(dim=1).clamp(min=1)
-    apart = kind in ("dice_bce", "focal")  # each class by itself, by a sigmoid
+    apart = kind in APART
     logs = functional.logsigmoid(logits) if apart else logits.log_softmax(dim=1)
     if kind != "ce":
         true = torch.zeros_like(logs).scatter_(1, labels.unsqueeze(1), scored.unsqueeze(1).to(logs.dtype))

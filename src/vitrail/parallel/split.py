@@ -117,7 +117,10 @@ class Split:
         return mine, self._targets(objective.axes, targets, lists, made)
 
     def judge(self, judge: Callable[[Tensor, Any], Any], output: Tensor, targets: Any) -> Any:
-        """Call `judge(output, targets)` for what prepare() has given and the model's output for this part."""
+        """Return `judge(output, targets)`, which is the objective's loss, measure or logits, of this part.
+
+        `targets` are what prepare() has given, `output` is the model's.
+        """
         if isinstance(targets, Whole):
             output, targets = targets.lists.join(self._outputs(output)), targets.targets
         return judge(output, targets)

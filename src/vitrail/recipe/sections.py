@@ -304,7 +304,9 @@ class Data(Section):
     bad: Literal["error", "skip", "fill"] = Field(
         default="error", description="what data that cannot be used do: end the run, give way to others, or be filled"
     )
-    most_bad: Annotated[int, Field(ge=0)] = Field(default=100, description="samples a rank may skip, with bad: skip")
+    most_bad: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="samples a rank may skip in a run, with bad: skip"
+    )
     retries: Annotated[int, Field(ge=0)] = Field(default=3, description="times a read that failed is tried again")
     read_limit: Clock = Field(default=120, description="end the run when reading a sample takes longer")
     stage: Stage | None = Field(default=None, description="copy what is read to a disk of the node first")

@@ -22,7 +22,15 @@ from vitrail.contents import is_begun
 from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
-from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
+from vitrail.report.facts import (
+    MOST_LINES,
+    describe_bad,
+    describe_flops,
+    describe_time,
+    explain_no_mfu,
+    summarize,
+    warn_of_torn,
+)
 from vitrail.report.figures import embed_image, try_to_draw
 from vitrail.report.metrics import (
     Line,
@@ -206,6 +214,8 @@ def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
         there = is_there(find_inside(run, point["path"]))
         if there or place < _MOST_ROWS:
             kept = "yes" if there else "no"
+            if point["step"] == (facts["best_eval"] or {}).get("step"):
+                kept += ", the best"
             rows.append(
                 (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
             )
@@ -267,6 +277,12 @@ def list_data(card: Any) -> list[Row]:
     if dtype is not None:
         rows.append(("dtype", _show(dtype)))
     return rows + [(str(key), _show(value)) for key, value in rest.items()]
+
+
+def list_bad(facts: dict[str, Any]) -> list[Row]:
+    """List what was skipped as bad data in all sessions."""
+    bad = describe_bad(facts["bad"])
+    return [("bad data", bad)] if bad else []
 
 
 def _show(value: Any) -> str:
@@ -407,7 +423,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "speed": list_speed(facts),
         "cost": list_cost(facts),
         "groups": list_groups(lines),
-        "data": list_data(data),
+        "data": list_data(data) + list_bad(facts),
         "skips": list_skips(facts),
         "initial": list_initial(facts),
         "sessions": list_sessions(facts),

@@ -40,6 +40,7 @@ from vitrail.weights.runs import (
 )
 from vitrail.weights.safe_dcp import TensorReader, TensorWriter, UnsafeCheckpoint
 
+BEST = "best.json"
 WRITTEN = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|\.manifest\.json\.[0-9a-f]{16}\.part")
 
 
@@ -152,6 +153,7 @@ class Checkpoints:
                     disk.remove(partial, inside=self.folder)
                 else:
                     self._prune(max(2, self.keep))
+                    self._mark_best()
         return size, share_json(errors[0] if errors else None, self.group)
 
     def _make_room(self, step: int, needed: int, best: set[int]) -> tuple[str, str | None]:
@@ -198,6 +200,12 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # a name that is taken: the next save tries again
                     disk.publish(old, doomed)  # so that a kill leaves no half checkpoint under a good name
                     self._discard(doomed)
+
+    def _mark_best(self) -> None:
+        """Tell whoever lists the folder which checkpoint is the best; `--checkpoint best` asks the manifests."""
+        if self.best is not None:
+            told = {"checkpoint": checkpoint_name(self.best[1]), "score": self.best[0]}
+            disk.write_whole(self.folder / BEST, json.dumps(told) + "\n", durable=False)
 
     def tidy(self) -> None:
         """Keep no more than was asked for, at a good end."""

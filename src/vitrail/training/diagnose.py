@@ -54,6 +54,7 @@ Mode = Literal["real", "syn", "io"]
 WARM_UP = 3  # steps that are not counted: compilation, caches
 ROUNDS = 3
 LONG = 10**9  # steps of a run that a measurement never reaches
+ENDLESS = (f"run.steps={LONG}", "schedule.steps=null")  # so that no rate comes to its end
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def bench(
     training = [mode for mode in modes if mode != "io"]
     for place, number in enumerate(workers or (None,)):
         more = [] if number is None else [f"data.workers={number}"]
-        with opened(recipe, [*overrides, f"run.steps={LONG}", *more]) as parts:
+        with opened(recipe, [*overrides, *ENDLESS, *more]) as parts:
             batch = parts.data.batch
             if training and place == 0:  # reading threads are compared by loading alone
                 results += _train(parts, training, seconds)

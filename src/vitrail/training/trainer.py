@@ -1,4 +1,4 @@
-"""The one training loop.
+"""One step of a training, and the state that it changes; the loop is `Session.loop` (session.py).
 
 A step: this rank's slice of the batch, in micro-batches; sums of losses backward; one small all-reduce of loss, count,
 gradient norm and stop wishes; then every rank takes the same decision (step, skip, stop) from the same numbers.
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from vitrail.training.optimizers.optimizer import (
     step,
 )
 from vitrail.training.private import foreach_lerp_, foreach_mul_
+from vitrail.training.schedule import in_steps
 from vitrail.training.setup import DataParts, Parts, Place
 from vitrail.weights.runs import BadCheckpoint, check_tensors, read_tensors, stored_tensors
 
@@ -119,7 +121,9 @@ class Trainer:
         self.epoch = epoch
         planned = recipe.schedule.steps
         self.planned = self.total if planned is None else self.steps(planned)  # steps that the schedule is for
-        self.warmup = steps_of(recipe.schedule.warmup, total=self.planned, batch=data.batch, epoch=epoch)
+        count = partial(steps_of, total=self.planned, batch=data.batch, epoch=epoch)
+        self.schedule = in_steps(recipe.schedule, count)
+        self.warmup = count(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
@@ -141,7 +145,12 @@ class Trainer:
     @property
     def rate(self) -> float:
         """Learning rate of the step to come."""
-        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+        return self.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+
+    @property
+    def sample_share(self) -> float:
+        """Share of the ranks that have samples of their own: those that share samples count the same bad ones."""
+        return self.flow.layout.data / self.place.world.size
 
     # ------------------------------------------------------------ one step
 
@@ -195,8 +204,7 @@ class Trainer:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         sizes = None if rms is None else self.flow.merge({name: float(value) for name, value in rms.items()})
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
-        share = self.flow.layout.data / self.place.world.size  # ranks that share samples count the same ones
-        all_bad = (round(skipped * share), round(filled * share))
+        all_bad = (round(skipped * self.sample_share), round(filled * self.sample_share))
         loss = loss_sum_all / count_all if count_all else math.nan
         return Progressed(loss, norm, finite, stop, sizes, all_bad, bool(save))
 
@@ -277,7 +285,7 @@ class Trainer:
         return inputs, targets
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
-        """Return the loss of a micro-batch."""
+        """Return the objective's loss of a micro-batch, of this rank's part by way of `split.judge`."""
         split = self.flow.split
         return (
             self.objective.loss(output, targets) if split.alone else split.judge(self.objective.loss, output, targets)
@@ -378,8 +386,9 @@ class Trainer:
         restore_state(self.optimizer, moments, manifest["optimizer_steps"])
         check_tensors(stored, self.tensors())
 
-    def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
-        checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+    def save(self, checkpoints: Checkpoints, more: dict[str, Any], metric: float | None) -> None:
+        """Save the state of this training, with more that the manifest is to hold."""
+        checkpoints.save(self.done, self.tensors(), self.numbers() | more, metric)
 
 
 COLLECT_EVERY = 50  # steps

@@ -1,6 +1,6 @@
 """Reads the windows that the sampler names. It is only a cache: it never changes the answer.
 
-There are three ways, for images and labels alike:
+There are three ways, for images and labels of voxels alike, but for the first, which knows labels of items alone:
 
 - many whole items at once, of sources whose items are small and alike
 - straight: sources of chunks (data/sources/zarr.py) keep decoded chunks themselves and put a window into its place in
@@ -46,7 +46,7 @@ from vitrail.errors import BadData, UserError
 ENOUGH = 1.5
 
 
-def pool_factors(item: Item) -> tuple[int, ...]:
+def item_factors(item: Item) -> tuple[int, ...]:
     """Return powers of two by which an item's axes are pooled; 1 along the axis across which it is sliced."""
     if all(scale < 2 for scale in item.scale):
         return (1,) * len(item.shape)
@@ -126,7 +126,7 @@ class Block(NamedTuple):
     labels: np.ndarray | None  # [*S], where voxels have labels; of a larger window, where values are of a slab
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """A window of a sample, and the memory that it goes to."""
 
     sample: Sample
@@ -135,7 +135,7 @@ class Place(NamedTuple):
     labels: np.ndarray | None  # [*S] of the whole crop, where voxels have labels
 
 
-class Layout(NamedTuple):
+class WindowLayout(NamedTuple):
     """The form of a window on the host, along the axes of a sample."""
 
     size: tuple[int, ...]  # voxels
@@ -175,7 +175,7 @@ class Reader:
         # The latest items: some sources make one anew whenever it is asked for, and each is asked for several times.
         self.item = lru_cache(maxsize=MOST_KEPT)(partial(_item, self.sources))
         self._alike = [_alike(source) for source in self.sources]  # an item that is like all of them, or None
-        self._layouts: dict[Any, Layout] = {}
+        self._layouts: dict[Any, WindowLayout] = {}
         self._large: dict[int, bool] = {}  # sources of chunks, by number: whether they are larger than the cache by far
 
     def size_of(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
@@ -190,9 +190,9 @@ class Reader:
         """Return by how much a window of an item is pooled, along each axis of the item."""
         if self.whole_images:
             return whole_image_factors(window, self.crop)
-        return pool_factors(self.item(source, item))
+        return item_factors(self.item(source, item))
 
-    def layouts(self, samples: Sequence[Sample]) -> list[Layout]:
+    def layouts(self, samples: Sequence[Sample]) -> list[WindowLayout]:
         """Find what the windows of samples become, once for all that are alike."""
         found = []
         for s in samples:
@@ -211,7 +211,7 @@ class Reader:
                         [each * f for each, f in zip(item.spacing, factors, strict=True)],
                     )
                 )
-                layout = self._layouts[name] = Layout(self.size_of(s.source, s.item, window), scale, spacing)
+                layout = self._layouts[name] = WindowLayout(self.size_of(s.source, s.item, window), scale, spacing)
             found.append(layout)
         return found
 
@@ -286,7 +286,7 @@ class Reader:
             labels[...] = self._shrink(crop.labels[None], factors, item.slices, labels=True)[0]  # type: ignore[index]
 
     def labels_of(self, sample: Sample) -> np.ndarray:
-        """Read the labels of a sample's window as they are stored, neither sliced nor shrunk."""
+        """Read the labels of a sample's window after `label_map`, neither sliced nor shrunk."""
         found = self._read_labels(sample, _shift(self._whole(sample), sample.start), retries=self.retries)
         assert found is not None
         self._check_labels(found, sample)
@@ -305,7 +305,7 @@ class Reader:
             self._large[number] = size > MUCH_MORE * self.cache_bytes
         return self._large[number]
 
-    def read_together(self, places: Sequence[Place]) -> list[Callable[[], None]]:
+    def read_together(self, places: Sequence[Destination]) -> list[Callable[[], None]]:
         """Return calls, for any threads, that read windows of one block, each chunk once; none where that cannot be.
 
         They try once: after an error of any of them the windows are to be read one by one.
