@@ -110,6 +110,7 @@ def test_the_membranes_of_a_stack_are_what_is_scored(tmp_path: Path) -> None:
     tree = yaml.parse(text, "recipe")
     assert tree["data"]["train"][0]["label_map"] == {"0": 1, "255": 0}
     assert "# Labels as they are stored: background is 255 (80 %); class1 is 0 (20 %)." in text
+    assert f"vitrail predict runs/image-segment {tmp_path / 'image.tif'} --out image-segment-classes.ome.zarr" in text
 
 
 def test_rare_labels_are_named_too(tmp_path: Path) -> None:

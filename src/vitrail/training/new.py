@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import re
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,6 +338,10 @@ def heading(c: Chosen) -> list[str]:
         calls[f"vitrail sample runs/{c.name}"] = "draws samples"
     else:
         calls[f"vitrail eval runs/{c.name}"] = "scores it on the held-out part"
+    if c.task in ("segment", "classify") and set(c.found.entry) <= {"path", "slices", "labels", "label_map"}:
+        ending = ".csv" if c.task == "classify" else "" if len(items) > 1 else ".ome.zarr"
+        made = f"{c.name}-classes{ending}"
+        calls[f"vitrail predict runs/{c.name} {shlex.quote(c.found.entry['path'])} --out {made}"] = "for all of it"
     width = max(map(len, calls))
     return [
         f"# {TITLES[c.task]}: {data}.",
