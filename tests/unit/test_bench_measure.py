@@ -12,7 +12,7 @@ from support import ROOT
 from vitrail.bench import bench, check_mode
 from vitrail.bench import measure as measuring
 from vitrail.bench import measure as splitting
-from vitrail.bench.measure import Marks, covered, is_collective, marked, slowest, used_since
+from vitrail.bench.measure import Marks, marked, slowest, used_since
 from vitrail.bench.runner import alone, describe, name_recompute
 from vitrail.errors import UserError
 from vitrail.parallel import check, float8
@@ -290,11 +290,6 @@ def test_small_sums():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
     assert slowest([[1.0, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
     assert (used_since(2.0, 5.0), used_since(None, 5.0), used_since(2.0, None)) == (3.0, None, None)
-    assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
-    assert covered([]) == 0
-    assert is_collective("ncclDevKernel_AllGather_RING_LL(x)", True)
-    assert not is_collective("nccl:all_gather", True)  # the same again, as its caller sees it
-    assert is_collective("gloo:all_reduce", False)
     assert name_recompute("full") == "full"
     assert name_recompute(Recompute(every=2)) == "every=2"
     assert name_recompute(Recompute(keep=("qkv", "fc1"))) == "keep=qkv+fc1"

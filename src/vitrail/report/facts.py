@@ -93,6 +93,7 @@ def summarize(
             for line in select(lines, "checkpoint")
         ],
         "pictures": [{k: line.get(k) for k in ("step", "path", "caption")} for line in select(lines, "picture")],
+        "profiles": [{k: line.get(k) for k in ("step", "steps", "path")} for line in select(lines, "profile")],
     }
     facts["cost"] = _count_cost(facts, train, start, recipe)
     facts["warnings"] = warnings + _find_warnings(facts, lines)

@@ -45,6 +45,7 @@ from vitrail.report.metrics import (
     read_recipe,
     select,
 )
+from vitrail.report.profiles import Profiled, show_profile
 from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
 if TYPE_CHECKING:
@@ -238,6 +239,19 @@ def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list
     return shown
 
 
+def read_profile(run: Path, facts: dict[str, Any], warnings: list[str]) -> Profiled | None:
+    """Read where the time of the last profiled steps went; what cannot be shown becomes a warning."""
+    if not facts["profiles"]:
+        return None
+    path = find_inside(run, facts["profiles"][-1]["path"])
+    if path is None:
+        warnings.append("The profile was left out: its path does not lead into the run folder.")
+        return None
+    table, complaint = read_json(path)
+    warnings += [complaint] if complaint else []
+    return show_profile(table)
+
+
 def list_skips(facts: dict[str, Any]) -> list[Row]:
     """List the steps whose update was not taken."""
     newest = facts["skipped"][-_MOST_ROWS:]
@@ -423,6 +437,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "speed": list_speed(facts),
         "cost": list_cost(facts),
         "groups": list_groups(lines),
+        "profile": read_profile(run, facts, notes),
         "data": list_data(data) + list_bad(facts),
         "skips": list_skips(facts),
         "initial": list_initial(facts),

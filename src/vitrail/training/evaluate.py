@@ -210,9 +210,10 @@ class Meter:
     seconds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
-    def add(self, seconds: float, wait: float) -> None:
+    def add(self, seconds: float, wait: float, *, slowed: bool = False) -> None:
+        """Note the seconds of a step; those of one that was `slowed` by being looked at do not count."""
         self.steps_seen += 1
-        if self.steps_seen > WARM_UP_STEPS:
+        if self.steps_seen > WARM_UP_STEPS and not slowed:
             self.seconds.append(seconds)
             self.waits.append(wait)
 

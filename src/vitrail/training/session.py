@@ -41,6 +41,7 @@ from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
 from vitrail.training.pictures import Pictures
+from vitrail.training.profiling import FOLDER, Profiling
 from vitrail.training.runfolder import RunFolder, beside
 from vitrail.training.setup import (
     Place,
@@ -296,8 +297,9 @@ class Session:
         loaded = loader.batches(trainer.done, trainer.total)
         batches = Timed(loaded, loader.has_next)
         # The trainer sees the batch to come, if it is here; nothing is read afterwards.
-        with closing(loaded), trainer.expecting(batches.coming), Garbage() as garbage:
-            for batch, wait in batches:
+        profiling = Profiling(recipe.log.profile, trainer, self.run_dir, self.journal, self.watchdog.beat)
+        with closing(loaded), trainer.expecting(batches.coming), profiling, Garbage() as garbage:
+            for batch, wait in profiling.steps(batches):
                 began = time.perf_counter()
                 rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
                 compiling = meter.steps_seen < 2
@@ -305,7 +307,7 @@ class Session:
                 overdue = clock is not None and self.place.world.chief and time.monotonic() - saved >= clock
                 wishes: Any = {"stop_wish": self.stop_wish(), "save_wish": overdue}
                 told = trainer.step(batch, **wishes, watch=watch, bad=self.bad.look(loaders))
-                meter.add(time.perf_counter() - began + wait, wait)
+                meter.add(time.perf_counter() - began + wait, wait, slowed=profiling.slows(trainer.done))
                 garbage.between(trainer.done)
                 rms = told.activation_rms or rms
                 if not told.finite:
@@ -386,7 +388,7 @@ class Session:
         from vitrail.launch.machine import environment
 
         assert self.folder is not None
-        for place in (self.run_dir, self.run_dir / "pictures"):
+        for place in (self.run_dir, self.run_dir / "pictures", self.run_dir / FOLDER):
             disk.sweep(place)
         try:
             self.folder.write("recipe.yaml", self.recipe.to_yaml())
