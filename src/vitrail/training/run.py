@@ -16,6 +16,7 @@ from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
+from vitrail.training.evaluate import led_by
 from vitrail.training.failures import StopRequest, Watchdog
 from vitrail.training.session import Outcome, Session
 from vitrail.training.setup import Place, build_model, find_place, make_evaluator, open_parts
@@ -75,6 +76,7 @@ def evaluate(
             load_weights(flow.model, path, manifest, which, place.saving)
             evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
             metrics = evaluator.metrics(flow, tick=lambda: watchdog.beat(manifest["step"], "validation"))
+            metrics = led_by(recipe.checkpoint.best or objective.best_metric, metrics)
             return {
                 "run": str(run),
                 "step": manifest["step"],

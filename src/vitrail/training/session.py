@@ -36,7 +36,7 @@ from vitrail.recipe.load import as_meant
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.bad import BadSamples, way_on
 from vitrail.training.checkpoint import Checkpoints, check_space
-from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
+from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
@@ -434,7 +434,7 @@ class Session:
 
         with trainer.ema.swapped() if trainer.ema else ExitStack():
             if measure and self.data.valid is not None:
-                metrics = self.evaluator.metrics(trainer.flow, tick=tick)
+                metrics = led_by(self.metric_name, self.evaluator.metrics(trainer.flow, tick=tick))
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
