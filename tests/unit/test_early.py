@@ -30,6 +30,8 @@ CASES = {
     ("data", "encode", "nothing.yaml", "--out", "x"): (2, NOTHING),
     ("eval", "nowhere"): (2, "nowhere: it is not there; give the folder of a run"),
     ("sample", "nowhere"): (2, "nowhere: it is not there; give the folder of a run"),
+    ("predict", "nowhere", "x.tif", "--out", "y.tif"): (2, "nowhere: it is not there; give the folder of a run"),
+    ("export", "nowhere", "--out", "y"): (2, "nowhere: it is not there; give the folder of a run"),
     ("report", "nowhere"): (2, "run folder 'nowhere' does not exist"),
     ("train", DEMO, "steps=5"): (2, "steps: unknown key; did you mean 'run.steps' or 'schedule.steps'?"),
     ("train", DEMO, "lr=1"): (2, "lr: unknown key; did you mean 'optimizer.lr'?"),

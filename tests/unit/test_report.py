@@ -18,7 +18,7 @@ from support import LONG
 from vitrail.disk import write_whole
 from vitrail.errors import UserError
 from vitrail.report import plots, read_metrics, summary, write_report
-from vitrail.report.facts import total_steps
+from vitrail.report.facts import describe_score, total_steps
 from vitrail.report.metrics import read_picture
 from vitrail.report.page import list_checkpoints, list_tiles
 from vitrail.report.panels import reconstruction_panel
@@ -199,6 +199,13 @@ def test_summary_of_a_whole_run(whole_run):
     assert len(facts["skipped"]) == 1
 
 
+def test_the_headline_is_the_metric_that_the_best_checkpoint_is_chosen_by() -> None:
+    """A run whose best is chosen by its loss was headed by its error all the same."""
+    found = {"metrics": {"mse": 12.3, "variance": 34.5, "mse_over_variance": 0.36, "loss": 0.4}}
+    assert describe_score(found, "mse_over_variance").startswith("hidden voxels: mean squared error 12.3")
+    assert describe_score(found, "loss").startswith("loss 0.4, ")
+
+
 def test_speed_leaves_out_the_first_window_of_each_session(tmp_path):
     slow = {"samples_per_s": 1.0, "step_seconds": 9.0, "data_wait": 0.9}
     lines = [START, train_line(10, **slow), train_line(20), START | {"step": 20, "resumed": True}]
@@ -212,12 +219,46 @@ def test_speed_leaves_out_the_first_window_of_each_session(tmp_path):
     [
         (end_line(20, "signal"), "stopped", "Stopped at step 20 of 40 (signal)"),
         (end_line(20, "time limit"), "stopped", "Stopped at step 20 of 40 (time limit)"),
-        (end_line(20, "failed", "the disk is full"), "failed", "Failed at step 20 of 40: the disk is full"),
+        (
+            end_line(20, "failed", "the disk is full"),
+            "failed",
+            "Failed at step 20 of 40, nothing saved: the disk is full",
+        ),
     ],
 )
 def test_verdict_says_how_the_run_ended(tmp_path, end, status, words):
     facts = summary(make_run(tmp_path / "r", [START, train_line(20), end]))
     assert (facts["status"], facts["verdict"]) == (status, words)
+
+
+def test_the_verdict_of_a_failure_says_what_is_saved(tmp_path):
+    saves = [{"event": "checkpoint", "time": 1010.0, "step": step, "path": f"checkpoints/{step}"} for step in (5, 10)]
+    lines = [START, train_line(5), *saves, train_line(20), end_line(20, "failed", "the disk is full")]
+    words = "Failed at step 20 of 40, saved up to step 10: the disk is full"
+    assert summary(make_run(tmp_path / "r", lines))["verdict"] == words
+    again = START | {"step": 10, "resumed": True, "time": 1100.0}
+    facts = summary(make_run(tmp_path / "s", [*lines, again, train_line(15)]), now=9e9)
+    assert facts["verdict"].startswith("Interrupted at step 15 of 40, saved up to step 10: the run fell silent")
+
+
+def bad_line(step, samples, items, **more):
+    return {"event": "bad", "time": 1000.0 + step, "step": step, "samples": samples, "items": items, **more}
+
+
+def test_bad_samples_of_all_sessions_are_one_row(tmp_path):
+    """What a session repeats counts once, and one of before items were written down has a number alone."""
+    lines = [START, bad_line(3, 2, {"a<b>.png": 2}), train_line(10), bad_line(14, 3, {"c.png": 1}), train_line(20)]
+    lines += [START | {"step": 10, "resumed": True}, bad_line(14, 3, {"c.png": 1}), bad_line(30, 4, {"a<b>.png": 1})]
+    run = make_run(tmp_path / "r", [*lines, train_line(40), end_line(40)])
+    facts = summary(run)
+    assert facts["bad"] == {"samples": 4, "items": {"a<b>.png": 3, "c.png": 1}}
+    sentence = "4 samples skipped (a<b>.png 3 times, c.png once)"
+    assert f"Bad data: {sentence}." in facts["warnings"]
+    html = write_report(run).read_text()
+    assert f'<tr><th scope="row">bad data</th><td>{sentence.replace("<b>", "&lt;b&gt;")}</td>' in html
+    old = [START, bad_line(3, 1, None, sentences=["a is cut short"]), train_line(10), end_line(40)]
+    assert "Bad data: 1 sample skipped." in summary(make_run(tmp_path / "s", old))["warnings"]
+    assert summary(make_run(tmp_path / "t", [START, train_line(40)]))["bad"] == {"samples": 0, "items": {}}
 
 
 def test_run_without_an_end_is_running_or_interrupted(tmp_path):

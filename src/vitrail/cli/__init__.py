@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import vitrail
-from vitrail.cli import data, plan, tools, train
+from vitrail.cli import data, export, new, plan, predict, tools, train
 from vitrail.cli import words as streams
 from vitrail.cli.options import COMPLETE, Verbs
 from vitrail.cli.words import coloured, tell
@@ -99,7 +99,7 @@ _SETTINGS: dict[str, Any] = {
 }
 app = Verbs(cls=Group, **_SETTINGS)
 of_data = Verbs(**_SETTINGS)
-for group in (train, tools, plan):
+for group in (new, train, predict, export, tools, plan):
     group.add(app)
 data.add(of_data)
 app.add_typer(of_data, name="data", help="Make a volume to try things on, or look at your own.")
@@ -148,6 +148,7 @@ def vitrail_(
 
     \b
     vitrail data generate data/em.zarr            make a volume to try things on
+    vitrail new data/em.zarr --task segment       write a first recipe for data
     vitrail train configs/demo/mae3d.yaml         train; prints the path of a report
     vitrail VERB --help                           what a verb does, with an example
 

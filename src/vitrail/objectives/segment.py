@@ -1,6 +1,7 @@
 """Name the class of each voxel: Dice, cross-entropy and their kin.
 
-- labels are volumes beside the images, or inside the same file; model.classes follows from their names
+- labels are volumes beside the images, or inside the same file; model.classes follows from their names. Formats that
+  name no classes, such as plain NIfTI, need objective.names or model.classes
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
 - `dice_bce` and `focal` judge each class by itself, by the sigmoid of its logit: soft Dice plus binary cross-entropy,
@@ -8,6 +9,7 @@
 - voxels whose label is `ignore` take no part in loss or metrics; where that is the number of a class, it has no Dice
 - metrics count voxels over all samples that are evaluated: of each class Dice = 2 both / (predicted + true) and
   IoU = both / (predicted or true), and their means
+- class 0 is mostly what surrounds the others, and is in no mean; of two classes with names of their own both are
 """
 
 from dataclasses import dataclass
@@ -27,6 +29,9 @@ from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import Loss, VoxelObjective, by_slabs, check_labels, check_names, inputs_of
 from vitrail.recipe import config
 
+APART = ("dice_bce", "focal")  # losses that judge each class by itself, by a sigmoid
+UNNAMED = ("background", "class 0", "class0", "none", "nothing", "other", "rest", "unlabelled", "unlabeled", "0")
+
 
 @config
 class SegmentConfig:
@@ -37,7 +42,7 @@ class SegmentConfig:
     gamma: float = 2.0  # how far focal looks away from what is easy; at 0 it is binary cross-entropy
     squared: bool = True  # Dice's denominator adds squares of probabilities, not the probabilities
     smooth: tuple[float, float] = (0.0, 1e-6)  # added to Dice's numerator and denominator
-    background: bool = False  # whether class 0 counts in mean_dice and mean_iou
+    background: bool | None = None  # whether class 0 counts in mean_dice and mean_iou; null: if both of two have names
     ignore: int | None = None  # label of voxels that are not scored, 255 for example
     names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
 
@@ -67,7 +72,14 @@ class SegmentConfig:
 
     def counts(self, number: int) -> bool:
         """Say whether a class is part of mean_dice and mean_iou."""
-        return number != self.ignore and (number > 0 or self.background)
+        return number != self.ignore and (number > 0 or self.counts_first)
+
+    @property
+    def counts_first(self) -> bool:
+        """Say whether class 0 counts: as the recipe says, or where it and one other have names, as [membrane, cell]."""
+        if self.background is not None:
+            return self.background
+        return self.names is not None and len(self.names) == 2 and self.names[0].strip().lower() not in UNNAMED
 
 
 @dataclass(frozen=True)
@@ -100,12 +112,12 @@ class Segment(VoxelObjective):
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
+    def likelihood(self, logits: Tensor) -> Tensor:
+        """Return probabilities [B, classes, *S] of logits: each class by itself where the loss judges it so."""
+        return logits.sigmoid() if self.config.loss in APART else logits.softmax(dim=1)
+
     def loss(self, output: Tensor, targets: Targets) -> Loss:
-        c = self.config
-        logits = self.logits(output, targets)
-        each = segmentation_loss(
-            logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, gamma=c.gamma, ignore=c.ignore
-        )
+        each = segmentation_loss(self.logits(output, targets), targets.labels, self.config)
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
@@ -164,21 +176,13 @@ class Segment(VoxelObjective):
         return caption
 
 
-def segmentation_loss(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    kind: str = "dice_ce",
-    squared: bool = True,
-    smooth: tuple[float, float] = (0.0, 1e-6),
-    gamma: float = 2.0,
-    ignore: int | None = None,
-) -> Tensor:
+def segmentation_loss(logits: Tensor, labels: Tensor, c: SegmentConfig) -> Tensor:
     """Return the loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
-    scored = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore  # [B, *S]
+    kind, smooth = c.loss, c.smooth
+    scored = torch.ones_like(labels, dtype=torch.bool) if c.ignore is None else labels != c.ignore  # [B, *S]
     labels = labels.where(scored, 0)
     voxels = scored.flatten(1).sum(dim=1).clamp(min=1)
-    apart = kind in ("dice_bce", "focal")  # each class by itself, by a sigmoid
+    apart = kind in APART
     logs = functional.logsigmoid(logits) if apart else logits.log_softmax(dim=1)
     if kind != "ce":
         true = torch.zeros_like(logs).scatter_(1, labels.unsqueeze(1), scored.unsqueeze(1).to(logs.dtype))
@@ -186,14 +190,14 @@ def segmentation_loss(
     if kind in ("dice", "dice_ce", "dice_bce"):
         share = logs.exp() * scored.unsqueeze(1)
         both = (share * true).flatten(2).sum(dim=2)  # B C
-        predicted = (share.square() if squared else share).flatten(2).sum(dim=2)
+        predicted = (share.square() if c.squared else share).flatten(2).sum(dim=2)
         dice = (2 * both + smooth[0]) / (predicted + true.flatten(2).sum(dim=2) + smooth[1])
         # A sample without any scored voxel has nothing to learn from, but still counts as one.
         each = each + (1 - dice).mean(dim=1) * scored.flatten(1).any(dim=1)
     if apart:
         wrong = functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mul(scored.unsqueeze(1))
         if kind == "focal":  # by how unlikely what is true still is
-            wrong = wrong * (gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
+            wrong = wrong * (c.gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
         each = each + wrong.mean(dim=1).flatten(1).sum(dim=1) / voxels
     if kind in ("ce", "dice_ce"):
         surprise = -logs.gather(1, labels.unsqueeze(1)).squeeze(1) * scored  # [B, *S]

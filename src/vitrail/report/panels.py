@@ -120,7 +120,7 @@ def segmentation_panel(
     """Draw rows of {image, truth, prediction} to a PNG and return its path.
 
     `image` is [C, spatial] (the first variable is shown, or three as colours), `truth` and `prediction` are numbers of
-    classes [spatial]; volumes show planes and slices. Voxels of label `ignore` are not scored.
+    classes [spatial]; volumes show planes and slices. Voxels of label `ignore` are not scored. Rows may lack the truth.
     """
     rows = rows[:_MOST_ROWS]
     images = [_shown(row["image"]) for row in rows]
@@ -128,7 +128,8 @@ def segmentation_panel(
     colours = np.stack([label_colour(number) for number in range(len(names))])
     views, seen = [], set()
     for image, row in zip(images, rows, strict=True):
-        greys, both = [paint(image[at], span) for _, at in cuts], ((row["truth"], ignore), (row["prediction"], None))
+        greys, both = [paint(image[at], span) for _, at in cuts], [(row["truth"], ignore)] if "truth" in row else []
+        both.append((row["prediction"], None))
         labelled = [
             [overlay(grey, labels[at], colours, unscored) for grey, (_, at) in zip(greys, cuts, strict=True)]
             for labels, unscored in both
@@ -139,7 +140,8 @@ def segmentation_panel(
     keys: list[tuple[str, Colour]] = [(shorten(names[number], 24), tuple(colours[number])) for number in shown]
     if ignore is not None and ignore in seen:
         keys.append(("not scored", NOT_SCORED))
-    look = lay_out(views, ("image", "true labels", "prediction"), cuts)
+    columns = ("image", *(("true labels",) if "truth" in rows[0] else ()), "prediction")
+    look = lay_out(views, columns, cuts)
     return draw_grid(title=title, caption=caption, keys=keys, **look).put(path)
 
 

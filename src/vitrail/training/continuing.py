@@ -39,12 +39,6 @@ def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def find_statistics(run_dir: Path) -> dict[str, Any] | None:
-    """Return mean and std that a run to be continued was normalised with, and those of its entries."""
-    manifest = newest_manifest(run_dir)
-    return None if manifest is None else manifest["statistics"]
-
-
 def find_changes(run_dir: Path, recipe: Recipe, *, change: bool = False) -> list[Change]:
     """Return what `change` lets differ from the recipe that a run began with; refuse whatever may not differ.
 

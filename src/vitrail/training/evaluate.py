@@ -40,6 +40,11 @@ def check_metrics(objective: Objective, found: Any) -> None:
         raise UserError(f"{name} gives no {', '.join(missing)}, which its metrics promise; see docs/plugins.md")
 
 
+def led_by(first: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics with the one in front that the best checkpoint is chosen by."""
+    return {first: metrics[first], **metrics}
+
+
 class Evaluator:
     """Measures a model on samples 0..n-1 of the validation data, always the same ones.
 
@@ -274,9 +279,10 @@ class Meter:
     seconds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
-    def add(self, seconds: float, wait: float) -> None:
+    def add(self, seconds: float, wait: float, *, slowed: bool = False) -> None:
+        """Note the seconds of a step; those of one that was `slowed` by being looked at do not count."""
         self.steps_seen += 1
-        if self.steps_seen > WARM_UP_STEPS:
+        if self.steps_seen > WARM_UP_STEPS and not slowed:
             self.seconds.append(seconds)
             self.waits.append(wait)
 
@@ -321,6 +327,6 @@ def memory_gib(device: torch.device) -> float:
     """Largest memory so far: of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
+    from vitrail.data.look.preview import peak_rss
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_rss()

@@ -16,6 +16,7 @@ from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe, plugins
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
+from vitrail.training.evaluate import check_metrics, led_by
 from vitrail.training.failures import StopRequest, Watchdog
 from vitrail.training.session import Outcome, Session
 from vitrail.training.setup import Place, build_model, find_place, make_evaluator, open_parts
@@ -78,6 +79,8 @@ def evaluate(
             load_weights(flow.model, path, manifest, which, place.saving)
             evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
             metrics = evaluator.metrics(flow, tick=lambda: watchdog.beat(manifest["step"], "validation"))
+            check_metrics(objective, metrics)
+            metrics = led_by(recipe.checkpoint.best or objective.best_metric, metrics)
             found = {
                 "run": str(run),
                 "step": manifest["step"],

@@ -4,6 +4,7 @@ Names are brought to one vocabulary, close to timm's, by tables of regular expre
 that only its kind has.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 
@@ -29,15 +30,14 @@ TIMM: Rules = [
     (r"blocks\.\d+\.(\d+\..*)", r"blocks.\1"),  # in chunks, as DINOv2 is trained
     (r"(blocks\.\d+\..*)", r"\1"),
 ]
-MAE: Rules = [
-    *TIMM,
+_DECODER: list[tuple[str, str]] = [  # beside its blocks
     (r"mask_token", "decoder.mask_token"),
     (r"decoder_pos_embed", "decoder.pos_embed"),
     (r"decoder_embed\.(.*)", r"decoder.embed.\1"),
-    (r"decoder_blocks\.(.*)", r"decoder.blocks.\1"),
     (r"decoder_norm\.(.*)", r"decoder.norm.\1"),
     (r"decoder_pred\.(.*)", r"decoder.head.\1"),
 ]
+MAE: Rules = [*TIMM, *_DECODER, (r"decoder_blocks\.(.*)", r"decoder.blocks.\1")]
 _HF_LAYER: list[tuple[str, str]] = [
     (r"(?:attention\.)?attention\.(?:query|q_proj)\.", "attn.q."),
     (r"(?:attention\.)?attention\.(?:key|k_proj)\.", "attn.k."),
@@ -65,12 +65,8 @@ HF: Rules = [
     (_HF_BLOCKS + r"\.(\d+\..*)", r"blocks.\1"),
     (_HF + r"(?:layernorm|norm)\.(.*)", r"norm.\1"),
     (r"classifier\.(.*)", r"head.\1"),
-    (r"decoder\.mask_token", "decoder.mask_token"),
-    (r"decoder\.decoder_pos_embed", "decoder.pos_embed"),
-    (r"decoder\.decoder_embed\.(.*)", r"decoder.embed.\1"),
     (r"decoder\.decoder_(?:layers|encoder\.layer)\.(\d+\..*)", r"decoder.blocks.\1"),
-    (r"decoder\.decoder_norm\.(.*)", r"decoder.norm.\1"),
-    (r"decoder\.decoder_pred\.(.*)", r"decoder.head.\1"),
+    *((r"decoder\." + pattern, to) for pattern, to in _DECODER),
 ]
 DIT: Rules = [
     (r"pos_embed", "pos_embed"),
@@ -151,7 +147,7 @@ MONAI: Rules = [
     (r"(?:vit\.)?(blocks\.\d+)\.mlp\.linear(1|2)" + _END, r"\1.mlp.fc\2.\3"),
     (r"(?:vit\.)?norm" + _END, r"norm.\1"),
     (r"cls_token", "cls_token"),
-    (r"classification_head\.0\.(.*)", r"head.\1"),
+    (r"classification_head(?:\.0)?\.(weight|bias)", r"head.\1"),
     *_UNETR,
 ]
 UCF: Rules = [
@@ -228,6 +224,13 @@ TABLES: dict[str, Rules] = {
     "torchtitan-mae": TORCHTITAN_MAE,
 }
 ADAPTERS = ("vitrail", *TABLES)
+# What blocks call their parts; those of all projects together, as no two of them mean different things by one name.
+INSIDE: dict[str, list[tuple[str, str]]] = {
+    "hf": _HF_LAYER,
+    "torchtitan-mae": _TITAN_LAYER,
+    "diffusers": _DIFFUSERS_LAYER,
+    "timm": _BLOCK,
+}
 
 
 def recognise(names: Iterable[str]) -> list[str]:
@@ -252,7 +255,7 @@ def rename(name: str, rules: Rules) -> str | None:
 
 
 def _rename_inside(name: str) -> str:
-    for pattern, to in (*_HF_LAYER, *_TITAN_LAYER, *_DIFFUSERS_LAYER, *_BLOCK):
+    for pattern, to in itertools.chain(*INSIDE.values()):
         if re.match(pattern, name):
             return re.sub("^" + pattern, to, name)
     return name

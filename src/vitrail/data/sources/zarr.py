@@ -20,21 +20,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.chunks.decoded import ChunkReader, shared, spans_of
-from vitrail.data.chunks.nodes import (
-    attributes_of,
-    list_arrays,
-    lost_array,
-    open_array,
-    shifted_origin,
-    told_axes,
-    told_place,
-)
+from vitrail.data.chunks.decoded import ChunkReader, lost_array, open_array, shared, spans_of
+from vitrail.data.chunks.nodes import attributes_of, list_arrays, shifted_origin, told_axes, told_place
 from vitrail.data.files.patterns import fill_stars, find_volumes, has_stars
 from vitrail.data.files.places import Place, Remote, find_place
 from vitrail.data.formats.ngff import Multiscale, load_attributes, read_multiscale, safe_join
 from vitrail.data.grid import GridConfig, GridSource
-from vitrail.data.source import map_labels
+from vitrail.data.source import Reads, map_labels
 from vitrail.data.stored import Entry, Stored, Window, by
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
@@ -59,6 +51,9 @@ class HierarchySource(GridSource):
             stored is not None and stored.chunk_reader is not None and stored.dtype == self.label_dtype
             for stored in labels
         )
+
+    def reads(self) -> Reads:
+        return super().reads()._replace(hierarchy=True)
 
     def read_into(self, item: int, region: Window, out: np.ndarray, touched: Any = None) -> None:
         """Read as `read` does, into memory that is there: [C, *spatial], of a type that holds the values.
@@ -240,7 +235,8 @@ def _open_alone(place: Place, attributes: dict[str, Any], *, kind: str, fill: bo
             else:
                 shifts = scales[int(number[1])]
         attributes = told | attributes
-    stored = open_array(place, told_axes(place, attributes), fill=fill)
+    axes = told_axes(place, attributes)
+    stored = replace(open_array(place, axes, fill=fill), guessed=axes is None)
     placed = told_place(attributes, stored.axes, reversed_axes=kind == "n5")
     if shifts is not None and placed and not {"transform", "offset"} & set(attributes):
         placed["origin"] = shifted_origin(placed["spacing"], shifts)
