@@ -44,6 +44,7 @@ ALLOWED = {
     ("report/figures.py", "candidate.save"): "into memory",
     ("training/checkpoint.py", "dcp.save"): "into a draft of a checkpoint, which is published when it is whole",
     ("training/journal.py", "line.truncate"): "of a line of text",
+    ("training/profiling.py", "shutil.copyfileobj"): "into a file of disk.replacing",
     ("training/session.py", "self.save"): "of the trainer",
     ("training/session.py", "trainer.save"): "of the trainer",
     ("training/trainer.py", "checkpoints.save"): "of checkpoint.py",
