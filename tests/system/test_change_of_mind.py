@@ -9,11 +9,10 @@ from support import events, losses, parameters, tiny_recipe, write_volume
 
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
-from vitrail.recipe.load import FIXED, why_fixed
 from vitrail.report import write_report
-from vitrail.training.continuing import Patience, tell_rates
+from vitrail.training.continuing import FIXED, Patience, tell_rates, why_fixed
+from vitrail.training.lengths import lay_out
 from vitrail.training.run import train
-from vitrail.training.trainer import lay_out
 
 
 @pytest.fixture(scope="module")

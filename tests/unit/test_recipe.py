@@ -444,7 +444,7 @@ def test_defaults(fakes):
         },
         "precision": {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
         "checkpoint": {"every": "10%", "keep": 2, "best": None, "background": True},
-        "eval": {"every": "10%", "samples": 64, "tiles": None, "blend": "gaussian"},
+        "eval": {"every": "10%", "samples": "auto", "tiles": None, "blend": "gaussian"},
         "log": {
             "every": 10,
             "pictures": "25%",

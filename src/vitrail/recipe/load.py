@@ -159,40 +159,7 @@ SAFE_KEYS = (
     "run.time_limit",
 )
 
-# What a run keeps however it is continued, each with the reason; a key that is longer decides. All else may be changed
-# on purpose: how it learns from here on, from the same samples in the same order.
-FIXED = {
-    "run.seed": "every draw and the order of the data follow from it",
-    "data": "the order of the data, or what is seen of them, would no longer be that of one run",
-    "data.augment.blur": "",
-    "data.augment.brightness": "",
-    "data.augment.contrast": "",
-    "data.augment.gamma": "",
-    "data.augment.jitter": "",
-    "data.augment.noise": "",
-    "ema": "checkpoints have an average, or have none, as the run began",
-    "ema.decay": "",
-    "init": "a run starts from weights once",
-    "model": "its weights are those of the checkpoint",
-    "model.drop_path": "",
-    "model.encoder.drop_path": "",
-    "model.head_dropout": "",
-    "model.mask": "",
-    "objective.ignore": "it decides what the classes are",
-    "objective.kind": "the scores before and after could not be compared",
-    "objective.names": "the model has learned these classes",
-    "optimizer.groups": "what is kept of each parameter follows from it",
-    "optimizer.kind": "what is kept of each parameter is another's",
-}
-
 Change = tuple[str, Any, Any]
-
-
-def why_fixed(key: str) -> str:
-    """Say why a key may not change in a run that goes on; nothing where it may."""
-    parts = key.split(".")
-    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((FIXED[name] for name in names if name in FIXED), "")
 
 
 def diff(old: Any, new: Any, key: str = "") -> list[Change]:

@@ -17,12 +17,40 @@ from vitrail.errors import UserError
 from vitrail.foreign import open_plain
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
-from vitrail.recipe.load import Change, as_meant, why_fixed
+from vitrail.recipe.load import Change, as_meant
 from vitrail.report.units import plain
-from vitrail.training.trainer import lay_out
+from vitrail.training.journal import Journal
+from vitrail.training.lengths import lay_out
+from vitrail.training.trainer import Trainer
 from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
 
 IMPATIENT = "no improvement"  # reason of an end
+
+# What a run keeps however it is continued, each with the reason; a key that is longer decides. All else may be changed
+# on purpose: how it learns from here on, from the same samples in the same order.
+FIXED = {
+    "run.seed": "every draw and the order of the data follow from it",
+    "data": "the order of the data, or what is seen of them, would no longer be that of one run",
+    "data.augment.blur": "",
+    "data.augment.brightness": "",
+    "data.augment.contrast": "",
+    "data.augment.gamma": "",
+    "data.augment.jitter": "",
+    "data.augment.noise": "",
+    "ema": "checkpoints have an average, or have none, as the run began",
+    "ema.decay": "",
+    "init": "a run starts from weights once",
+    "model": "its weights are those of the checkpoint",
+    "model.drop_path": "",
+    "model.encoder.drop_path": "",
+    "model.head_dropout": "",
+    "model.mask": "",
+    "objective.ignore": "it decides what the classes are",
+    "objective.kind": "the scores before and after could not be compared",
+    "objective.names": "the model has learned these classes",
+    "optimizer.groups": "what is kept of each parameter follows from it",
+    "optimizer.kind": "what is kept of each parameter is another's",
+}
 
 
 def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
@@ -73,6 +101,13 @@ def find_changes(run_dir: Path, recipe: Recipe, *, change: bool = False) -> list
     raise UserError(f"{run_dir} was begun with another recipe ({shown}); go back to it, {on}or {beside}")
 
 
+def why_fixed(key: str) -> str:
+    """Say why a key may not change in a run that goes on; nothing where it may."""
+    parts = key.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((FIXED[name] for name in names if name in FIXED), "")
+
+
 def in_words_of_today(stored: dict[str, Any]) -> Recipe | None:
     """Return a stored recipe with later keys at what was meant before they came; None if it names what is no more."""
     try:
@@ -117,6 +152,32 @@ def tell_rates(before: Recipe | None, now: Recipe, step: int, *, batch: int, epo
         f"{lengths}{laid}the rate of step {step} is {plain(then, 3)}, after {plain(was, 3)} in the step before, and "
         f"ends at {plain(new.rate(new.total - 1), 3)}; for other rates set optimizer.lr or schedule.kind, with --change"
     )
+
+
+def tell_changes(journal: Journal, changes: list[Change], step: int) -> None:
+    """Write changes that were made on purpose into the history of a run."""
+    if changes:
+        named = [{"key": key, "old": old, "new": new} for key, old, new in changes]
+        journal.log("change", step=step, changes=named)
+    for key, old, new in changes:
+        journal.note(f"changed at step {step}: {key}: {old!r} became {new!r}")
+
+
+def tell_lengths(
+    manifest: dict[str, Any], trainer: Trainer, run_dir: Path, patience: "Patience", metric: str
+) -> list[str]:
+    """Note that there is nothing left to do, or what another length or rate does to the learning rate."""
+    if trainer.done >= trainer.total:
+        return [
+            f"this run is finished, with {trainer.done} of {trainer.total} steps; lengthen it with: "
+            f"vitrail train {run_dir} run.steps={2 * trainer.done}"
+        ]
+    if patience.over:
+        more = f"vitrail train {run_dir} run.patience=null, or a larger number"
+        return [f"this run has ended: {patience.describe(metric)}; go on with: {more}"]
+    before, batch = in_words_of_today(manifest["recipe"]), trainer.data.batch
+    told = tell_rates(before, trainer.recipe, trainer.done, batch=batch, epoch=trainer.epoch)
+    return [] if told is None else [told]
 
 
 @dataclass

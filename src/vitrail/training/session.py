@@ -39,9 +39,9 @@ from vitrail.training.continuing import (
     IMPATIENT,
     Patience,
     find_changes,
-    in_words_of_today,
     newest_manifest,
-    tell_rates,
+    tell_changes,
+    tell_lengths,
 )
 from vitrail.training.evaluate import Evaluator, Meter, check_metrics, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
@@ -261,29 +261,13 @@ class Session:
         best = share_json(self.checkpoints.best, self.place.control)
         self.checkpoints.best = None if best is None else (best[0], best[1])
         self.patience.restore(manifest.get("patience"), self.checkpoints.best)
-        self.note_lengths(in_words_of_today(manifest["recipe"]))
+        self.notes += tell_lengths(manifest, self.trainer, self.run_dir, self.patience, self.metric_name)
         if manifest["threads"] != self.place.threads:
             self.notes.append(
                 f"this run had {manifest['threads']} threads a process and now has {self.place.threads}: "
                 "sums may round differently"
             )
         return True
-
-    def note_lengths(self, before: Recipe | None) -> None:
-        """Note that there is nothing left to do, or what another length does to the learning rate."""
-        trainer = self.trainer
-        if trainer.done >= trainer.total:
-            self.notes.append(
-                f"this run is finished, with {trainer.done} of {trainer.total} steps; lengthen it with: "
-                f"vitrail train {self.run_dir} run.steps={2 * trainer.done}"
-            )
-        elif self.patience.over:
-            self.notes.append(
-                f"this run has ended: {self.patience.describe(self.metric_name)}; go on with: "
-                f"vitrail train {self.run_dir} run.patience=null, or a larger number"
-            )
-        elif told := tell_rates(before, self.recipe, trainer.done, batch=self.data.batch, epoch=self.sampler.epoch):
-            self.notes.append(told)
 
     def loop(self) -> str:
         trainer, recipe = self.trainer, self.recipe
@@ -389,11 +373,7 @@ class Session:
         if self.initial is not None:
             self.journal.note(str(self.initial))
             self.journal.log("init", step=trainer.done, **self.initial.to_json())
-        if self.changes:
-            named = [{"key": key, "old": old, "new": new} for key, old, new in self.changes]
-            self.journal.log("change", step=trainer.done, changes=named)
-            for key, old, new in self.changes:
-                self.journal.note(f"changed at step {trainer.done}: {key}: {old!r} became {new!r}")
+        tell_changes(self.journal, self.changes, trainer.done)
         self.journal.note(f"data are normalised: {normalised(self.recipe, self.data)}")
         on_chief(self.describe, self.place.control)
         parameters = self.parts.parameters

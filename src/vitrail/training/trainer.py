@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import local
 from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.lengths import lay_out
 from vitrail.training.optimizers.optimizer import (
     Optimizer,
     group_table,
@@ -43,7 +43,6 @@ from vitrail.training.optimizers.optimizer import (
     step,
 )
 from vitrail.training.private import foreach_lerp_, foreach_mul_
-from vitrail.training.schedule import in_steps
 from vitrail.training.setup import DataParts, Parts, Place
 from vitrail.weights.runs import BadCheckpoint, check_tensors, read_tensors, stored_tensors
 
@@ -109,31 +108,6 @@ class Progressed:
     activation_rms: dict[str, float] | None
     bad: tuple[int, int] = (0, 0)  # samples skipped and chunks filled so far, over all ranks
     save: bool = False  # whether a checkpoint is due by the clock
-
-
-class Lengths(NamedTuple):
-    """The steps of a run, and the rates over them."""
-
-    total: int
-    planned: int  # steps that the schedule is for
-    warmup: int
-    base_rate: float
-    schedule: Any
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        rate: float = self.schedule.rate(step, base=self.base_rate, warmup=self.warmup, total=self.planned)
-        return rate
-
-
-def lay_out(recipe: Recipe, *, batch: int, epoch: int) -> Lengths:
-    """Count the steps of a run and of its schedule, `batch` samples a step and `epoch` a pass over the data."""
-    total = steps_of(recipe.run.steps, batch=batch, epoch=epoch)
-    planned = recipe.schedule.steps
-    planned = total if planned is None else steps_of(planned, total=total, batch=batch, epoch=epoch)
-    count = partial(steps_of, total=planned, batch=batch, epoch=epoch)
-    schedule = in_steps(recipe.schedule, count)
-    return Lengths(total, planned, count(recipe.schedule.warmup), recipe.optimizer.base_rate(batch), schedule)
 
 
 class Trainer:
@@ -308,8 +282,9 @@ class Trainer:
         """Return the objective's loss of a micro-batch, of this rank's part by way of `split.judge`."""
         split, loss_of = self.flow.split, self.objective.loss
         loss = loss_of(output, targets) if split.alone else split.judge(loss_of, output, targets)
-        checked: Loss = expect(loss, Loss, f"objective: {type(self.objective).__name__}.loss()")
-        return checked
+        if not isinstance(loss, Loss):
+            expect(loss, Loss, f"objective: {type(self.objective).__name__}.loss()")
+        return loss
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
