@@ -125,9 +125,13 @@ CASES = {
     "buffer": (TINY.replace("nn.GELU(), second", "nn.BatchNorm2d(32), second"), r"has a buffer, 1.running_mean"),
     "shape": (
         TINY.replace("nn.Flatten(), ", ""),
-        r"TinyConfig.network\(\) fails on images \[1, 1, 16, 16\]: RuntimeError",
+        r"TinyConfig.network\(\) fails on images \[2, 1, 16, 16\]: RuntimeError",
     ),
-    "classes": (TINY.replace("self.classes)", "7)"), r"gave a tensor \[4, 7\] for images .*; expected \[4, 4\]"),
+    "mixed samples": (
+        TINY.replace("nn.Flatten()", "nn.Flatten(0)"),
+        r"TinyConfig.network\(\) fails on images \[2, 1, 16, 16\]: RuntimeError",
+    ),
+    "classes": (TINY.replace("self.classes)", "7)"), r"gave a tensor \[2, 7\] for images .*; expected \[2, 4\]"),
     "parameter": (
         TINY.replace("nn.GELU(), second", "nn.PReLU(), second"),
         r"nothing is known of how body.network.1.weight",

@@ -72,7 +72,10 @@ class Plain(Model):
 
     def see(self, x: Tensor, side: Side) -> Tensor:
         image = side["image"]
-        output = self.body(image)
+        return self.checked(self.body(image), image)
+
+    def checked(self, output: Any, image: Tensor) -> Tensor:
+        """Return what the network gave for images, if it is what it says that it gives."""
         c, dense = self.config, self.config.output == "pixels"
         wanted = (len(image), c.classes, *(image.shape[2:] if dense else ()))
         if not isinstance(output, Tensor) or (c.output in ("classes", "pixels") and tuple(output.shape) != wanted):
@@ -93,13 +96,17 @@ class Plain(Model):
     def _flops(self) -> float:
         try:
             return self._count("meta")
+        except UserError:
+            raise
         except Exception:  # it may ask for values, which nothing on this device has
             pass
         try:
             return self._count("cpu")
+        except UserError:
+            raise
         except Exception as error:
             c, why = self.config, " ".join(str(error).split())
-            images = [1, c.channels, *c.patch]
+            images = [2, c.channels, *c.patch]
             raise UserError(
                 f"model: the module of {_name(c)}.network() fails on images {images}: "
                 f"{type(error).__name__}: {why[:300]}"
@@ -107,9 +114,11 @@ class Plain(Model):
 
     def _count(self, device: str) -> float:
         c = self.config
+        number = 2  # a network that mixes samples up is found out by two
         with torch.device(device), FlopCounterMode(display=False) as counter, torch.no_grad():
-            c.network()(torch.zeros(1, c.channels, *c.patch))
-        return float(counter.get_total_flops())
+            images = torch.zeros(number, c.channels, *c.patch)
+            self.checked(c.network()(images), images)
+        return float(counter.get_total_flops()) / number
 
 
 class Body(nn.Module):
