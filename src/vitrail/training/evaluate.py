@@ -124,19 +124,24 @@ class Evaluator:
         keep: bool = True,
         tick: Callable[[], None] = lambda: None,
         attempt: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+        meet: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
 
         As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
-        might fail at, so that none goes on to a forward, which is collective, without the others.
+        might fail at, and `meet` is called before each forward, which is collective: none goes there without the others.
         """
         rows: list[Any] = []
+
+        def run(inputs: dict[str, Any]) -> torch.Tensor:
+            meet()
+            return flow.split.run(self.objective.axes, flow, inputs)
 
         def make(batch: Batch, first: int) -> None:
             output, targets = self.objective.example(
                 batch,
                 Draws(self.seed, batch.counters),
-                lambda inputs: flow.split.run(self.objective.axes, flow, inputs),
+                run,
                 first=first,
                 size=self.batch,
                 tick=tick,

@@ -265,10 +265,16 @@ class Journal:
         self, folder: RunFolder | None, progress: Progress, loggers: Sequence[Background], facts: Facts, *, report: bool
     ):
         self.folder, self.progress, self.loggers, self.report = folder, progress, list(loggers), report
+        self._told: set[str] = set()  # why there is no page
         self._tell("start", facts)
 
     def note(self, text: str) -> None:
         self.progress.note(text)
+
+    def warn(self, text: str, *, step: int) -> None:
+        """Tell what went wrong beside the training, which goes on."""
+        self.note(text)
+        self.log("warning", step=step, text=f"{text[:1].upper()}{text[1:]}.")
 
     def log(self, event: str, **fields: Any) -> None:
         """Add a line to metrics.jsonl, at once and before anything else."""
@@ -355,9 +361,18 @@ class Journal:
             if (self.folder.path / "report.html").exists():
                 self.note(f"report.html is that of an earlier step; renew it with: vitrail report {self.folder.path}")
             return
-        from vitrail.report.page import write_report
+        self.write_page(step)
 
+    def write_page(self, step: int) -> None:
+        """Write the report; one that fails is told once, and ends nothing."""
+        if self.folder is None:
+            return
         try:
+            from vitrail.report.page import write_report
+
             write_report(self.folder.path)
         except Exception as error:  # the run is what counts, and above all why it failed
-            self.note(str(error) if isinstance(error, UserError) else f"the report failed: {error!r}")
+            words = str(error) if isinstance(error, UserError) else f"the report failed: {error!r}"
+            if words not in self._told:
+                self._told.add(words)
+                self.warn(words, step=step)
