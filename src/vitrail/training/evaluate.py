@@ -129,7 +129,7 @@ class Evaluator:
         """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
 
         As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
-        might fail at, and `meet` is called before each forward, which is collective: none goes there without the others.
+        might fail at, and `meet` comes before each forward, which is collective: none goes there without the others.
         """
         rows: list[Any] = []
 

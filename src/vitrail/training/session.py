@@ -40,6 +40,7 @@ from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog
 from vitrail.training.garbage import Garbage
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
+from vitrail.training.memory import short_of_memory
 from vitrail.training.pictures import Pictures
 from vitrail.training.runfolder import RunFolder, beside
 from vitrail.training.setup import (
@@ -495,6 +496,7 @@ class Session:
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
         """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
+        error = short_of_memory(error, self.recipe, self.watchdog)
         if isinstance(error, UserError) and size > 1:
             error = type(error)(f"rank {rank}: {error}")
         # A save under way may still become a good one; without another rank it ends soon, one way or the other.
