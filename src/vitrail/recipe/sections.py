@@ -468,6 +468,9 @@ class Log(Section):
     every: Every = 10
     pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
     slices: PositiveInt = Field(default=8, description="of each volume in a picture, beside its three middle planes")
+    variables: tuple[str, ...] | None = Field(
+        default=None, description="names of the variables that pictures show, in this order; null: all, up to 12"
+    )
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
     to: Any = Field(
         default="auto",

@@ -6,7 +6,7 @@ Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from vitrail.draws import Draws
 from vitrail.layers.flops import Again, Flops, peak_tflops
 from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
+from vitrail.training.shown import Describer
 from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
 
 
@@ -35,10 +36,19 @@ class Evaluator:
     """
 
     def __init__(
-        self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int, blend: Blend = "gaussian"
+        self,
+        objective: Objective,
+        loader: Loader,
+        *,
+        seed: int,
+        samples: int,
+        batch: int,
+        blend: Blend = "gaussian",
+        shown: Sequence[str] = (),
     ):
         self.objective, self.loader, self.seed = objective, loader, seed
         self.samples, self.batch, self.blend = samples, batch, blend
+        self.describer = Describer(loader, shown)
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
         # Without labels, repeats of an item differ in what is hidden.
@@ -147,7 +157,10 @@ class Evaluator:
                 tick=tick,
             )
             if keep:
-                rows.extend(self.objective.rows(batch, output, targets))
+                made = self.objective.rows(batch, output, targets)
+                rows.extend(
+                    {"about": about} | row for about, row in zip(self.describer.describe(batch), made, strict=True)
+                )
 
         with flow.evaluating():
             shown = attempt(self._choose)

@@ -53,6 +53,7 @@ from vitrail.training.setup import (
     normalised,
     open_parts,
 )
+from vitrail.training.shown import check_shown
 from vitrail.training.trainer import Progressed, Timed, Trainer
 from vitrail.weights import Report, load_initial
 from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
@@ -103,6 +104,7 @@ class Session:
         statistics = None if known is None else stored_statistics(known)
         self.recipe, self.data, self.objective = open_parts(recipe, place, statistics, watchdog)
         recipe = self.recipe
+        check_shown(recipe.log.variables, self.data.train.variables)
         check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
         self.data = dataclasses.replace(self.data, facts=self.know_data())
         watchdog.beat(0, "start")
