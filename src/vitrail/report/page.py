@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING as NOTHING
 from dataclasses import fields, is_dataclass
@@ -22,8 +22,9 @@ from vitrail.contents import is_begun
 from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
+from vitrail.report.charts import chart_of, script, script_hash
 from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
-from vitrail.report.figures import embed_image, try_to_draw
+from vitrail.report.figures import embed_image, save_svg, try_to_draw
 from vitrail.report.metrics import (
     Line,
     find_inside,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, ...]
 _MOST_PICTURES = 5
+RENEW = 30  # seconds after which the page of a run that goes on looks for a newer one
 _MOST_ROWS = 200  # of a table: the newest
 
 
@@ -374,7 +376,16 @@ def load_template(name: str) -> Template:
 
     loader = FunctionLoader(lambda name: resources.files("vitrail.report").joinpath(name).read_text("utf-8"))
     settings: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=loader, **settings).get_template(name)
+    environment = Environment(loader=loader, **settings)
+    environment.filters["breaks"] = _allow_breaks
+    return environment.get_template(name)
+
+
+def _allow_breaks(text: Any) -> Any:
+    """Return text as HTML that may go on in the next line after a comma: cells of a sweep have long names."""
+    from markupsafe import Markup, escape
+
+    return escape(text).replace(",", Markup(",<wbr>"))
 
 
 def _gather(run: Path, now: float) -> dict[str, Any]:
@@ -416,13 +427,21 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "changes": list_changes(run) if recipe else None,
         "environment": list_environment(environment),
         "commands": _list_commands(run, facts),
+        "renew": RENEW if facts["status"] == "running" else 0,
+        "script": script(),
+        "script_hash": script_hash(),
     }
 
 
-def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, str]]:
-    """Draw every curve that has points."""
-    drawn = {name: try_to_draw(f"curve {name!r}", partial(draw, lines), notes) for name, draw in plots.CURVES.items()}
-    return [{"name": name, "uri": embed_image(svg.encode())} for name, svg in drawn.items() if svg]
+def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """Draw every curve that has points, and give the points, from which the page draws it again."""
+
+    def draw(make: Callable[[Sequence[Line]], Any]) -> dict[str, Any] | None:
+        figure = make(lines)
+        return None if figure is None else {"chart": chart_of(figure), "uri": embed_image(save_svg(figure).encode())}
+
+    drawn = {name: try_to_draw(f"curve {name!r}", partial(draw, make), notes) for name, make in plots.CURVES.items()}
+    return [{"name": name, **curve} for name, curve in drawn.items() if curve]
 
 
 def _list_commands(run: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:

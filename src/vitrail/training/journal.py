@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY = 5.0  # seconds between plain lines
 _LIVE_EVERY = 0.1  # seconds between drawings of the live line
+_PAGE_SHARE = 50  # times as long as a page takes, between two of a run that goes on
 _RATE_WINDOW = 32  # updates over which the time left is worked out
 _BAR = (8, 28)  # narrowest and widest bar, in characters
 
@@ -266,6 +267,7 @@ class Journal:
     ):
         self.folder, self.progress, self.loggers, self.report = folder, progress, list(loggers), report
         self._told: set[str] = set()  # why there is no page
+        self._page = (-math.inf, 0.0)  # when the last one was written, and how long that took
         self._tell("start", facts)
 
     def note(self, text: str) -> None:
@@ -362,6 +364,15 @@ class Journal:
                 self.note(f"report.html is that of an earlier step; renew it with: vitrail report {self.folder.path}")
             return
         self.write_page(step)
+
+    def renew_page(self, step: int) -> None:
+        """Write the report of a run that goes on, unless that would take more than a small share of its time."""
+        if self.folder is None or not self.report or not self.folder.is_there():
+            return
+        began = time.monotonic()
+        if began - self._page[0] >= _PAGE_SHARE * self._page[1]:
+            self.write_page(step)
+            self._page = (time.monotonic(), time.monotonic() - began)
 
     def write_page(self, step: int) -> None:
         """Write the report; one that fails is told once, and ends nothing."""

@@ -321,6 +321,9 @@ class Session:
                     rms = None
                 if due("eval") or due("picture"):
                     self.look(picture=due("picture"), measure=due("eval"))
+                    if trainer.done < trainer.total:  # the end writes its own
+                        self.watchdog.beat(trainer.done, "drawing")
+                        self.journal.renew_page(trainer.done)
                 self.note_saved(self.checkpoints.finished())
                 owed = owed or due("save") or told.save or (saves and self.is_new_best())
                 # While steps are skipped nothing is saved, nor is the run stopped: its state may be of no use, and
