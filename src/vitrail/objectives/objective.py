@@ -67,6 +67,18 @@ class Objective(ABC):
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from the added sums."""
 
+    def count(self, output: Tensor, targets: Any) -> dict[str, Tensor]:
+        """Counts of classes in a validation batch, of any shape, to be added as measure() is; none without classes."""
+        return {}
+
+    def tables(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return what the added counts, as lists, say of each class, as JSON values."""
+        return {}
+
+    def each(self, output: Tensor, targets: Any) -> Tensor | None:
+        """Return how badly each sample did [B], so that the worst can be shown; None where that is not told."""
+        return None
+
     def equip(  # noqa: B027 - most need nothing of it
         self, *, value_range: tuple[float, float] | None = None, decode: Callable[[Tensor], Tensor] | None = None
     ) -> None:
@@ -141,6 +153,10 @@ class VoxelObjective(Objective):
     def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return those sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
 
+    def tally(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return what count() does, for logits [B, classes, *S] and labels [B, *S]."""
+        return {}
+
 
 def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
     """Return what an objective learns the classes of, by its config and that of its model."""
@@ -197,6 +213,31 @@ def normalise(values: Tensor, statistics: Statistics | tuple[Tensor, Tensor]) ->
     tables = statistics.tensors() if isinstance(statistics, Statistics) else statistics
     mean, std = (sent(t, values.device)[..., *[None] * (values.ndim - 2)] for t in tables)
     return (values.float() - mean) / std
+
+
+MOST_PAIRS = 32  # classes whose confusion with each other is counted; of more, each by itself
+
+
+def count_classes(predicted: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+    """Return sums of what was taken for what [true, predicted]; of many classes those of true, predicted and right."""
+    counts: dict[str, Tensor] = {}
+    if classes <= MOST_PAIRS:
+        counts["pairs"] = (labels * classes + predicted).bincount(minlength=classes**2).view(classes, classes)
+    else:
+        right = labels[labels == predicted]
+        for name, values in (("true", labels), ("predicted", predicted), ("right", right)):
+            counts[name] = values.bincount(minlength=classes)
+    return {name: value.double() for name, value in counts.items()}
+
+
+def tables_of(counts: dict[str, Any], names: Sequence[str], of: str) -> dict[str, Any]:
+    """Return how often each class was true, predicted and right, and the pairs where they were counted."""
+    if pairs := counts.get("pairs"):
+        counts = counts | {"true": [sum(row) for row in pairs], "predicted": [sum(c) for c in zip(*pairs, strict=True)]}
+        counts["right"] = [row[number] for number, row in enumerate(pairs)]
+        counts["pairs"] = [[round(number) for number in row] for row in pairs]
+    whole = {name: [round(number) for number in counts[name]] for name in ("true", "predicted", "right")}
+    return {"names": list(names), "of": of, **counts, **whole}
 
 
 def check_names(names: tuple[str, ...] | None) -> None:

@@ -24,7 +24,16 @@ from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
 from vitrail.models.model import encoder_of
-from vitrail.objectives.objective import Loss, VoxelObjective, by_slabs, check_labels, check_names, inputs_of
+from vitrail.objectives.objective import (
+    Loss,
+    VoxelObjective,
+    by_slabs,
+    check_labels,
+    check_names,
+    count_classes,
+    inputs_of,
+    tables_of,
+)
 from vitrail.recipe import config
 
 
@@ -100,12 +109,15 @@ class Segment(VoxelObjective):
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
-    def loss(self, output: Tensor, targets: Targets) -> Loss:
-        c = self.config
-        logits = self.logits(output, targets)
-        each = segmentation_loss(
+    def losses(self, output: Tensor, targets: Targets) -> Tensor:
+        """Return the loss of each sample [B]."""
+        c, logits = self.config, self.logits(output, targets)
+        return segmentation_loss(
             logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, gamma=c.gamma, ignore=c.ignore
         )
+
+    def loss(self, output: Tensor, targets: Targets) -> Loss:
+        each = self.losses(output, targets)
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
@@ -120,6 +132,22 @@ class Segment(VoxelObjective):
             sums[f"both_{number}"] = table[number, number]
             sums[f"either_{number}"] = table[number].sum() + table[:, number].sum()  # true voxels and predicted ones
         return {name: value.double() for name, value in sums.items()}
+
+    def count(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
+        return self.tally(self.logits(output, targets), targets.labels)
+
+    def tally(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        predicted = logits.argmax(dim=1)
+        if self.config.ignore is not None:
+            scored = labels != self.config.ignore
+            predicted, labels = predicted[scored], labels[scored]
+        return count_classes(predicted.flatten(), labels.flatten(), self.model.classes)
+
+    def tables(self, counts: dict[str, Any]) -> dict[str, Any]:
+        return tables_of(counts, self.names, "voxels")
+
+    def each(self, output: Tensor, targets: Targets) -> Tensor:
+        return self.losses(output, targets)
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         def ratio(part: float, whole: float) -> float:

@@ -477,5 +477,7 @@ class Log(Section):
         description="loggers beside metrics.jsonl: their names, or mappings with kind and options; "
         "auto is TensorBoard where it is installed",
     )
-    report: bool = Field(default=True, description="a page at evaluations and at the end; `vitrail report RUN` makes one at any time")
+    report: bool = Field(
+        default=True, description="a page at evaluations and at the end; `vitrail report RUN` makes one at any time"
+    )
     profile: Literal["off"] = "off"

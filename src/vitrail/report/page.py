@@ -214,9 +214,21 @@ def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
     return rows + _leave_out(len(facts["checkpoints"]) - len(rows), 5)
 
 
-def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list[dict[str, str]]:
-    """List the first picture, some between and the last, in order; what cannot be shown becomes a warning."""
-    pictures = facts["pictures"]
+def is_worst(picture: dict[str, Any]) -> bool:
+    """Tell whether a picture is one of the samples that did worst."""
+    return "-worst-" in str(picture["path"])
+
+
+def list_pictures(
+    run: Path, facts: dict[str, Any], warnings: list[str], *, worst: bool = False
+) -> list[dict[str, str]]:
+    """List the first picture, some between and the last, in order, or the last of the worst samples.
+
+    What cannot be shown becomes a warning.
+    """
+    pictures = [picture for picture in facts["pictures"] if is_worst(picture) == worst]
+    if worst:
+        pictures = pictures[-1:]
     if len(pictures) > _MOST_PICTURES:
         stride = (len(pictures) - 1) / (_MOST_PICTURES - 1)
         pictures = [pictures[round(i * stride)] for i in range(_MOST_PICTURES)]
@@ -228,6 +240,50 @@ def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list
         if uri:
             shown.append({"uri": uri, "step": count(picture["step"]), "caption": str(picture["caption"] or "")})
     return shown
+
+
+def list_classes(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """Return scores of each class by the last evaluation, and in which shares each was taken for which."""
+    found = select(lines, "classes")
+    line: Any = max(found, key=lambda e: (number_of(e.get("step")), e.get("weights") == "ema"), default={})
+    columns = [line.get(name) for name in ("names", "true", "predicted", "right")]
+    if not all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns):
+        return None
+    rows: list[Row] = []
+    for name, true, predicted, right in zip(*columns, strict=True):
+        t, p, r = map(number_of, (true, predicted, right))
+        shares = [_ratio(r, t), _ratio(r, p), _ratio(2 * r, t + p), _ratio(r, t + p - r)]
+        rows.append((str(name), *(plain(share) for share in shares), count(true), count(predicted)))
+    names = [str(name) for name in columns[0]]
+    return {
+        "step": count(line.get("step")),
+        "of": str(line.get("of") or ""),
+        "heads": ["class", "recall", "precision", "F1 / Dice", "IoU", "true", "predicted"],
+        "rows": rows[:_MOST_ROWS] + _leave_out(len(rows) - _MOST_ROWS, 7),
+        "names": names,
+        "pairs": _list_pairs(line.get("pairs"), names),
+    }
+
+
+def _list_pairs(pairs: Any, names: Sequence[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """List rows of shares: for a shade, in words, and as numbers."""
+    known = isinstance(pairs, list) and len(pairs) == len(names)
+    if not known or not all(isinstance(row, list) and len(row) == len(names) for row in pairs):
+        return []
+    rows = []
+    for name, row in zip(names, pairs, strict=True):
+        total = sum(number for cell in row if (number := number_of(cell)) > 0)
+        shares = [_ratio(number_of(cell), total) for cell in row]
+        cells = [
+            (f"{share:.3f}" if share >= 0 else "0", f"{100 * share:.0f}" if share >= 0.005 else "·", count(cell))
+            for share, cell in zip(shares, row, strict=True)
+        ]
+        rows.append((name, cells))
+    return rows
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.nan
 
 
 def list_skips(facts: dict[str, Any]) -> list[Row]:
@@ -400,6 +456,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
     heads, evals = list_evals(lines)
     notes = list(facts["warnings"])
     pictures = list_pictures(run, facts, notes)
+    worst = list_pictures(run, facts, notes, worst=True)
     return {
         "facts": facts,
         "name": facts["run"],
@@ -413,6 +470,8 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "warnings": notes,
         "curves": _draw_curves(lines, notes),
         "pictures": pictures,
+        "worst": worst[0] if worst else None,
+        "classes": list_classes(lines),
         "eval_heads": heads,
         "evals": evals,
         "speed": list_speed(facts),

@@ -5,6 +5,7 @@ Classes of voxels whose tiles overlap are scored by what all of these say togeth
 Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model computes.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
 from vitrail.training.shown import Describer
 from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
+
+MOST_WORST = 12  # samples that are shown
 
 
 class Evaluator:
@@ -51,6 +54,8 @@ class Evaluator:
         self.describer = Describer(loader, shown)
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
+        self.tables: dict[str, Any] | None = None  # of the classes, by the last measurement
+        self.worst: list[int] = []  # counters of the samples that did worst in it, the worst first
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
         most = count_once(loader.sampler) if labelled else None
@@ -80,6 +85,8 @@ class Evaluator:
         own, others = shared[flow.data_rank]
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
+        counts: dict[str, torch.Tensor] = {}
+        scores: list[tuple[float, int]] | None = None  # of this rank's own samples, and their counters
         with flow.evaluating():
             for number in range(rounds):
                 counted = number < len(own)
@@ -88,20 +95,57 @@ class Evaluator:
                 inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
                 output = flow(**inputs)
                 measured = flow.split.judge(self.objective.measure, output, targets)
+                tallied = flow.split.judge(self.objective.count, output, targets)
+                each = flow.split.judge(self.objective.each, output, targets)
+                if each is not None:
+                    rows = zip(each.double().nan_to_num(math.inf).tolist(), batch.counters, strict=True)
+                    scores = (scores or []) + (list(rows) if counted else [])
                 once: dict[str, torch.Tensor] = {}
                 if stitch is not None:
                     assert isinstance(self.objective, VoxelObjective)
                     logits = flow.split.judge(self.objective.logits, output, targets).float().cpu()
                     whole = self._complete(stitch, batch if number < len(batches) else None, logits)
-                    once = self.objective.score(whole.logits.unsqueeze(0), whole.labels.unsqueeze(0))
+                    voxels = whole.logits.unsqueeze(0), whole.labels.unsqueeze(0)
+                    once, tallied = self.objective.score(*voxels), self.objective.tally(*voxels)
                     measured |= {name: value.to(output.device) for name, value in once.items()}
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
+                for name, value in tallied.items():
+                    taken = value if counted or stitch is not None else torch.zeros_like(value)
+                    counts[name] = counts[name] + taken if name in counts else taken
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
+        self._add_up(counts, scores, flow, table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
+
+    def _add_up(
+        self, counts: dict[str, torch.Tensor], scores: list[tuple[float, int]] | None, flow: Flow, like: torch.Tensor
+    ) -> None:
+        """Add up counts of classes over the ranks, and find the samples that did worst, of all that were measured."""
+        self.tables, self.worst = None, []
+        if not counts and scores is None:
+            return
+        parts = [*(counts[name] for name in sorted(counts)), self._share_worst(scores or [], flow)]
+        table = torch.cat([part.to(like).flatten() for part in parts])
+        dist.all_reduce(table)
+        *added, worst = (
+            flat.view(part.shape).tolist()
+            for flat, part in zip(table.split([part.numel() for part in parts]), parts, strict=True)
+        )
+        if counts:
+            self.tables = self.objective.tables(dict(zip(sorted(counts), added, strict=True)))
+        # Ranks that share samples say the same: `copies` is how many did.
+        found = [(score / copies, round(number / copies)) for rows in worst for score, number, copies in rows if copies]
+        self.worst = [counter for _, counter in sorted(found, reverse=True)[: min(self.objective.pictured, MOST_WORST)]]
+
+    def _share_worst(self, scores: list[tuple[float, int]], flow: Flow) -> torch.Tensor:
+        """Return [ranks, most, 3] of scores and counters of the worst samples of this rank in its place, else 0."""
+        table = torch.zeros(flow.layout.data, MOST_WORST, 3, dtype=torch.float64)
+        for place, (score, counter) in enumerate(sorted(scores, reverse=True)[:MOST_WORST]):
+            table[flow.data_rank, place] = torch.tensor([min(score, 1e30), counter, 1])
+        return table
 
     def _plan(self, ranks: int) -> Plan | None:
         """Return how tiles are put together, where voxels are scored and tiles overlap."""
@@ -133,10 +177,11 @@ class Evaluator:
         *,
         keep: bool = True,
         tick: Callable[[], None] = lambda: None,
+        shown: Sequence[int] | None = None,
         attempt: Callable[[Callable[[], Any]], Any] = lambda action: action(),
         meet: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
+        """Return what a picture shows of `shown` samples, on the host: made by every rank, and kept by those that ask.
 
         As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
         might fail at, and `meet` comes before each forward, which is collective: none goes there without the others.
@@ -163,7 +208,7 @@ class Evaluator:
                 )
 
         with flow.evaluating():
-            shown = attempt(self._choose)
+            shown = attempt(self._choose) if shown is None else shown
             for first in range(0, len(shown), self.batch):
                 some = shown[first : first + self.batch]
                 batch = attempt(partial(self.loader.load, some, whole=True))

@@ -316,10 +316,20 @@ class Journal:
         self.log("train", **fields)
         self.scalars("train", fields, fields["step"])
 
-    def metrics(self, metrics: dict[str, float], *, step: int, weights: str, samples: int) -> None:
+    def metrics(
+        self,
+        metrics: dict[str, float],
+        *,
+        step: int,
+        weights: str,
+        samples: int,
+        tables: dict[str, Any] | None = None,
+    ) -> None:
         text = ", ".join(f"{name} {plain(value)}" for name, value in metrics.items())
         self.note(f"step {step}, held out: {text}")
         self.log("eval", step=step, weights=weights, metrics=metrics, samples=samples)
+        if tables is not None:
+            self.log("classes", step=step, weights=weights, **tables)
         self.scalars("eval", metrics, step)
 
     def picture(self, name: str, path: Path, *, step: int, caption: str) -> None:

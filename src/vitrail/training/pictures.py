@@ -31,21 +31,43 @@ class Pictures:
 
     def draw(self, flow: Flow, folder: RunFolder | None, journal: Journal, step: int, beat: Callable[[], None]) -> None:
         """Draw a picture into the run folder, which rank 0 has."""
+        self._draw(flow, folder, journal, step, beat, self.kind)
+
+    def draw_worst(
+        self, flow: Flow, folder: RunFolder | None, journal: Journal, step: int, beat: Callable[[], None]
+    ) -> None:
+        """Draw the samples that did worst in the last measurement, where that is known."""
+        if worst := self.evaluator.worst:
+            words = f"the worst {len(worst)} of {self.evaluator.samples}"
+            self._draw(flow, folder, journal, step, beat, f"{self.kind}-worst", shown=worst, words=words)
+
+    def _draw(
+        self,
+        flow: Flow,
+        folder: RunFolder | None,
+        journal: Journal,
+        step: int,
+        beat: Callable[[], None],
+        name: str,
+        *,
+        shown: list[int] | None = None,
+        words: str = "",
+    ) -> None:
         beat()
+        evaluator = self.evaluator
         try:
             keep = folder is not None
-            rows = self.evaluator.example(flow, keep=keep, tick=beat, attempt=self._attempt, meet=self._meet)
+            rows = evaluator.example(flow, keep=keep, tick=beat, shown=shown, attempt=self._attempt, meet=self._meet)
         except Undrawn as reason:
             self._tell(journal, step, str(reason))
             return
         try:  # the others are training on already
             if folder is None or not folder.is_there():  # where it is gone, the next save says so
                 return
-            path = folder.path / "pictures" / f"{self.kind}-{step:08d}.png"
+            path = folder.path / "pictures" / f"{name}-{step:08d}.png"
             path.parent.mkdir(exist_ok=True)
-            draw = self.evaluator.objective.draw
-            caption = draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
-            journal.picture(self.kind, path, step=step, caption=caption)
+            caption = evaluator.objective.draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
+            journal.picture(name, path, step=step, caption=f"{words}; {caption}" if words else caption)
         except Exception as error:
             self._tell(journal, step, reason_of(error))
 

@@ -440,10 +440,14 @@ class Session:
                 metrics = self.evaluator.metrics(trainer.flow, tick=tick)
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
-                self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
+                evaluator = self.evaluator
+                told: Any = {"weights": weights, "samples": evaluator.samples, "tables": evaluator.tables}
+                self.journal.metrics(metrics, step=trainer.done, **told)
             if picture:
                 beat = partial(self.watchdog.beat, trainer.done, "drawing")
                 self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat)
+                if measure and self.data.valid is not None:
+                    self.pictures.draw_worst(trainer.flow, self.folder, self.journal, trainer.done, beat)
 
     # ------------------------------------------------------------ what is kept
 
