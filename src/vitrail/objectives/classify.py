@@ -98,7 +98,7 @@ class Classify(Objective):
     def count(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return count_classes(output.argmax(dim=1), targets, self.model.classes)
 
-    def tables(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
         return tables_of(counts, self.names, "samples")
 
     def each(self, output: Tensor, targets: Tensor) -> Tensor:

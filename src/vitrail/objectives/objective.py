@@ -71,7 +71,7 @@ class Objective(ABC):
         """Counts of classes in a validation batch, of any shape, to be added as measure() is; none without classes."""
         return {}
 
-    def tables(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return what the added counts, as lists, say of each class, as JSON values."""
         return {}
 

@@ -143,7 +143,7 @@ class Segment(VoxelObjective):
             predicted, labels = predicted[scored], labels[scored]
         return count_classes(predicted.flatten(), labels.flatten(), self.model.classes)
 
-    def tables(self, counts: dict[str, Any]) -> dict[str, Any]:
+    def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
         return tables_of(counts, self.names, "voxels")
 
     def each(self, output: Tensor, targets: Targets) -> Tensor:

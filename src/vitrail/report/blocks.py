@@ -165,8 +165,8 @@ def lay_out(
     scales = scales or [{}] * len(groups)
     blocks: list[Block] = []
     for number, about in enumerate(abouts):
+        rows: list[Row] = []
         if len(cuts) == 1:
-            rows = []
             for group, own in zip(groups, scales, strict=True):
                 views = [painted(number, group, kind, cuts[0]) for kind in range(len(kinds))]
                 bar = None if rows else _bar(views[0], about, cuts[0])

@@ -40,14 +40,15 @@ def chart_of(figure: Figure) -> dict[str, Any] | None:
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
+    import numpy as np
     from matplotlib.colors import to_hex
 
     lines = []
     for line in axes.get_lines():
         if line.get_transform() != axes.transData:  # marks of sessions and the like
             continue
-        pairs = zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True)
-        points = [pair for pair in pairs if all(map(math.isfinite, pair))]
+        drawn: list[list[float]] = np.asarray(line.get_xydata(), float).tolist()
+        points = [pair for pair in drawn if all(map(math.isfinite, pair))]
         # Rings around a point that another line has, and entries of the legend alone.
         if not points or line.get_fillstyle() == "none":
             continue

@@ -265,16 +265,16 @@ def list_classes(lines: Sequence[Line]) -> dict[str, Any] | None:
     }
 
 
-def _list_pairs(pairs: Any, names: Sequence[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
+def _list_pairs(pairs: Any, names: Sequence[str]) -> list[tuple[str, list[Row]]]:
     """List rows of shares: for a shade, in words, and as numbers."""
     known = isinstance(pairs, list) and len(pairs) == len(names)
     if not known or not all(isinstance(row, list) and len(row) == len(names) for row in pairs):
         return []
-    rows = []
+    rows: list[tuple[str, list[Row]]] = []
     for name, row in zip(names, pairs, strict=True):
         total = sum(number for cell in row if (number := number_of(cell)) > 0)
         shares = [_ratio(number_of(cell), total) for cell in row]
-        cells = [
+        cells: list[Row] = [
             (f"{share:.3f}" if share >= 0 else "0", f"{100 * share:.0f}" if share >= 0.005 else "·", count(cell))
             for share, cell in zip(shares, row, strict=True)
         ]

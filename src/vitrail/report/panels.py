@@ -130,7 +130,7 @@ def reconstruction_panel(
     def painted(number: int, group: Group, kind: int, at: Cut) -> np.ndarray:
         place = groups.index(group)
         target, prediction = (cut(number, name, group, at[1]) for name in ("target", "prediction"))
-        hidden = cut(number, "hidden", group, at[1]).any(0)
+        hidden: np.ndarray = np.asarray(cut(number, "hidden", group, at[1]).any(0))
         if kind == 3:
             error = np.abs(prediction - target).mean(0)
             heated = heat(np.clip(np.nan_to_num(error) / tops[place], 0, 1))[..., :3]

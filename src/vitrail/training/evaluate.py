@@ -135,7 +135,7 @@ class Evaluator:
             for flat, part in zip(table.split([part.numel() for part in parts]), parts, strict=True)
         )
         if counts:
-            self.tables = self.objective.tables(dict(zip(sorted(counts), added, strict=True)))
+            self.tables = self.objective.class_tables(dict(zip(sorted(counts), added, strict=True)))
         # Ranks that share samples say the same: `copies` is how many did.
         found = [(score / copies, round(number / copies)) for rows in worst for score, number, copies in rows if copies]
         self.worst = [counter for _, counter in sorted(found, reverse=True)[: min(self.objective.pictured, MOST_WORST)]]
