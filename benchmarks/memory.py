@@ -33,7 +33,7 @@ from torch import Tensor
 from vitrail.data.batch import Statistics
 from vitrail.layers.flops import peak_tflops
 from vitrail.layers.init import init_rules, initialise, local_shard
-from vitrail.layers.patches import grid_coordinates
+from vitrail.layers.tokens import grid_coordinates
 from vitrail.models import DecoderConfig, DiTConfig, EncoderConfig, MAEConfig, ViTConfig
 from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import Loss

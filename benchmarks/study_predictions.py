@@ -83,7 +83,7 @@ class Prediction:
         """The same without its memory, which a fit need not know."""
         layout = layout_of(self.recipe.parallel, self.gpus)
         shares = Shares.of(self.recipe, layout)
-        return self.copies * shares.batch / time_for(self.recipe, self.cluster, self.gpus, layout, shares).seconds
+        return self.copies * shares.batch / time_for(self.recipe, self.cluster, layout, shares).seconds
 
 
 def changes_of(mode: str) -> tuple[str, ...]:

@@ -57,6 +57,15 @@ def tiny_recipe(volume: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     return merge(tree, {key.replace("__", "."): value for key, value in changes.items()})
 
 
+def recomputed(blocks: Any, choice: Any) -> Any:
+    """Plan what blocks recompute and carry it out, in place; returns the plan."""
+    from vitrail.parallel.recompute import carry_out, plan
+
+    made = plan(blocks, choice)
+    carry_out(blocks, made.kept)
+    return made
+
+
 def write_volume(path: Path, *, size: int = 48, seed: int = 0) -> Path:
     """A small smooth volume as OME-Zarr."""
     from vitrail.data.generate import generate_em, write_ome_zarr

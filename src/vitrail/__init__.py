@@ -10,20 +10,22 @@ Importing the package is cheap: PyTorch comes in with the first call.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "load", "load_recipe", "load_weights", "sample", "train"]
+__all__ = ["evaluate", "load", "load_recipe", "load_weights", "predict", "sample", "train"]
 
 if TYPE_CHECKING:
+    from vitrail.infer.eyes import load
+    from vitrail.infer.predict import predict
     from vitrail.infer.sample import sample_run as sample
     from vitrail.recipe import load_recipe
     from vitrail.training.run import evaluate, train
     from vitrail.weights import load_weights
-    from vitrail.weights.runs import load
 
 _HOMES = {
     "evaluate": "training.run:evaluate",
-    "load": "weights.runs:load",
+    "load": "infer.eyes:load",
     "load_recipe": "recipe:load_recipe",
     "load_weights": "weights:load_weights",
+    "predict": "infer.predict:predict",
     "sample": "infer.sample:sample_run",
     "train": "training.run:train",
 }

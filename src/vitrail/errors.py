@@ -28,6 +28,10 @@ class BadData(UserError):
     """A file that cannot be read as what it claims to be, or that holds what no sample may hold."""
 
 
+class TooMuchBad(BadData):
+    """One bad sample more than `data.most_bad` lets a run skip."""
+
+
 class MissingData(BadData):
     """A chunk that its store does not have."""
 

@@ -74,9 +74,10 @@ def check(case: dict, ring: Ranks, ulysses: Ranks) -> dict[str, float]:
         valid = torch.rand(3, seen, generator=torch.Generator().manual_seed(2)) > 0.5
         valid[1] = False
         valid[2] = torch.arange(seen) < 2
-    keys = context_keys(case["keys"], ring=ring, ulysses=ulysses, keep=keep, valid=valid)
-    given = {"keys": keys} if case["prepared"] else {"keep": keep, "valid": valid}
-    attention = partial(attend_context, ring=ring, ulysses=ulysses, **given)
+    keys = None
+    if keep is not None or valid is not None:
+        keys = context_keys(case["keys"], ring=ring, ulysses=ulysses, keep=keep, valid=valid)
+    attention = partial(attend_context, ring=ring, ulysses=ulysses, keys=keys)
 
     calls = saved = 0
     around = context.ring_steps

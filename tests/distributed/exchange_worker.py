@@ -6,11 +6,11 @@ import torch.distributed as dist
 from vitrail.cli.words import end
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.layers.masks import RandomMask, StratifiedMask
-from vitrail.layers.patches import Part, Slab, gather_tokens, join
+from vitrail.layers.patches import Part, Slab, join
+from vitrail.layers.tokens import gather_tokens
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig
-from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.config import EncoderConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask, StratifiedMask
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.parallel import split as exchange
 from vitrail.parallel.split import Lists, Split, fetch_rows

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import recomputed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,15 +18,15 @@ from vitrail.errors import UserError
 from vitrail.layers.init import Constant, Normal, init_rules, initialise
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
 from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.parallel import recompute, shard
+from vitrail.parallel import shard
 from vitrail.parallel.mesh import Mesh, layout_of
 from vitrail.parallel.pipeline import Pipeline, cut, num_parts
 from vitrail.recipe.sections import Parallel
@@ -181,7 +182,7 @@ def run(case: Case) -> dict[str, Any]:
     counts = list(case.counts or cut([1.0] * steps, num_parts(c, layout.pipeline)))
     pipeline = Pipeline(model, c, mesh, counts, torch.device("cpu"))
     if case.recomputed:
-        recompute.apply(model.blocks(), "full")
+        recomputed(model.blocks(), "full")
     if layout.data > 1 or case.compute != torch.float32:
         shard.apply(pipeline.roots(), mesh, layout, c, **options)
     materialise(model, rules)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import recomputed
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.cli.words import end
 from vitrail.layers.block import Block, BlockConfig
-from vitrail.parallel import recompute, tensor
+from vitrail.parallel import tensor
 from vitrail.parallel.mesh import Layout, Mesh
 from vitrail.recipe.sections import Recompute
 
@@ -62,7 +63,7 @@ def tensor_parallel() -> None:
     }.items():
         block = make()
         tensor.apply([block], mesh["tensor"])
-        recompute.apply([block], choice)  # type: ignore[arg-type]
+        recomputed([block], choice)  # type: ignore[arg-type]
         results[name] = gradients(block, x)
     expected, base = results["none"]
     for name, (found, count) in results.items():
@@ -82,7 +83,7 @@ def sharded() -> None:
     results = []
     for choice in ("none", "full", Recompute(keep=("attention", "fc1"))):
         block = make()
-        recompute.apply([block], choice)  # type: ignore[arg-type]
+        recomputed([block], choice)  # type: ignore[arg-type]
         fully_shard(block, mesh=mesh.blocks)
         results.append(gradients(block, x)[0])
     for found in results[1:]:
@@ -96,7 +97,7 @@ def compiled() -> None:
     for choice in ("none", Recompute(keep=("attention", "proj"))):
         block = make()
         tensor.apply([block], mesh["tensor"])
-        recompute.apply([block], choice)  # type: ignore[arg-type]
+        recomputed([block], choice)  # type: ignore[arg-type]
         if choice != "none":
             block.compile(backend="aot_eager_decomp_partition")
         results.append(gradients(block, x)[0] if choice == "none" else _plain(block, x))

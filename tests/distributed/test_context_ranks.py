@@ -19,7 +19,6 @@ PLAIN: dict[str, Any] = {
     "dtype": "float32",
     "backend": "auto",
     "mode": "plain",
-    "prepared": False,
 }
 VARIED: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,10 +31,10 @@ VARIED: dict[str, dict[str, Any]] = {
     "masked": {"valid": True},
     "prefix": {"dtype": "float64", "keep": "prefix"},
     "few": {"dtype": "float64", "keep": "few", "valid": True, "queries": 2},
-    "mixed": {"dtype": "float64", "keep": "mixed", "valid": True, "groups": 2, "keys": 7, "prepared": True},
+    "mixed": {"dtype": "float64", "keep": "mixed", "valid": True, "groups": 2, "keys": 7},
     "recomputed": {"dtype": "float64", "mode": "recomputed", "valid": True},
     "kept": {"dtype": "float64", "mode": "kept", "keep": "prefix"},
-    "compiled": {"dtype": "float64", "mode": "compiled", "keep": "prefix", "valid": True, "prepared": True},
+    "compiled": {"dtype": "float64", "mode": "compiled", "keep": "prefix", "valid": True},
     "compiled-plain": {"dtype": "float64", "mode": "compiled", "groups": 2},
 }
 LAYOUTS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # context ranks, and how many of them trade heads

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from support import recomputed
 from torch import Tensor, nn
 
 from vitrail.layers.attention import key_mask
 from vitrail.layers.backends import available_backends, use_backend
 from vitrail.layers.block import Block, BlockConfig
 from vitrail.models import ViT, ViTConfig
-from vitrail.parallel import chunk, float8, recompute
+from vitrail.parallel import chunk, float8
 from vitrail.recipe.sections import Recompute
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def test_less_is_held_the_more_is_recomputed(compiled: bool) -> None:
     for choice in CHOICES:
         torch._dynamo.reset()
         blocks = make()
-        recompute.apply(list(blocks), choice)
+        recomputed(list(blocks), choice)
         if compiled:
             for block in blocks:
                 block.compile(fullgraph=True)
@@ -91,7 +92,7 @@ def test_attention_of_every_kernel_is_kept(name: str, compiled: bool) -> None:
         for choice in ("none", Recompute(keep=("attention",)), "full"):
             torch._dynamo.reset()
             blocks = make(2)
-            recompute.apply(list(blocks), choice)  # type: ignore[arg-type]
+            recomputed(list(blocks), choice)  # type: ignore[arg-type]
             if compiled:
                 for block in blocks:
                     block.compile()
@@ -113,7 +114,7 @@ def test_pieces_need_less_at_the_peak() -> None:
         blocks = make(1, hidden=8192)
         if size is not None:
             chunk.in_pieces_of(blocks[0].mlp, size)  # type: ignore[arg-type]
-        recompute.apply(list(blocks), "full")
+        recomputed(list(blocks), "full")
         step(blocks, x)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -136,7 +137,7 @@ def test_float8_is_near_bf16(recipe: Any, compiled: bool) -> None:
         if eight:
             judged = float8.apply(model, device=CUDA, rows=788, recipe=recipe, force=True)
             assert len(judged.taken) == 8
-        recompute.apply(model.blocks(), Recompute(keep=("attention", "fc1")))
+        recomputed(model.blocks(), Recompute(keep=("attention", "fc1")))
         if compiled:
             for block in model.blocks():
                 block.compile()

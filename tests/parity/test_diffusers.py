@@ -7,7 +7,7 @@ import pytest
 import torch
 from references import empty, scramble
 
-from vitrail.layers.patches import unpatchify
+from vitrail.layers.tokens import unpatchify
 from vitrail.models.dit import DiTConfig
 from vitrail.weights import load_weights
 

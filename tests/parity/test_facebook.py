@@ -9,9 +9,9 @@ import torch
 from references import MAE, Attention, Block, DiT, PatchEmbed, empty, scramble
 from torch import Tensor, nn
 
-from vitrail.layers.patches import gather_tokens, unpatchify
+from vitrail.layers.tokens import gather_tokens, unpatchify
+from vitrail.models.config import EncoderConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.weights import load_weights
 

@@ -10,8 +10,8 @@ import torch
 from references import empty, scramble, sincos_2d
 
 from vitrail.errors import UserError
-from vitrail.layers.patches import gather_tokens
-from vitrail.models.encoder import EncoderConfig
+from vitrail.layers.tokens import gather_tokens
+from vitrail.models.config import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights import load_weights

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vitrail.errors import UserError
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights import load_weights

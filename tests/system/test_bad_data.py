@@ -27,6 +27,8 @@ from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.look.inspect import open_source
 from vitrail.errors import BadData, MissingData, RunFailed, UserError
 from vitrail.recipe import load_recipe
+from vitrail.report.facts import summary
+from vitrail.report.page import write_report
 
 Case = Callable[[Path], tuple[Path | str, dict[str, Any]]]  # writes bad data; gives the path and keys of the entry
 CASES: dict[str, tuple[Case, type[UserError], str]] = {}  # with the error and what its sentence says
@@ -572,11 +574,107 @@ def test_a_run_that_fills(run_with: Any) -> None:
 
 
 @pytest.mark.slow
-def test_runs_that_end(run_with: Any) -> None:
+def test_a_run_ends_at_a_bad_sample(run_with: Any) -> None:
     with pytest.raises(UserError, match=r"missing"):
         run_with()
-    with pytest.raises((UserError, RunFailed), match=r"1 samples were skipped .*data\.most_bad"):
-        run_with(data__bad="skip", data__most_bad=1)
+
+
+IMAGES = {
+    "run__steps": 12,
+    "data__bad": "skip",
+    "data__batch": 4,
+    "data__crop": 8,
+    "model__ndim": 2,
+    "eval__every": 1000,
+    "checkpoint__every": 1,
+    "checkpoint__background": False,
+}
+
+
+def images(tmp: Path) -> Path:
+    """A folder of images of which one is cut short."""
+    (tmp / "images").mkdir()
+    for number in range(8):
+        Image.fromarray(noise(16, 16)).save(tmp / f"images/{number}.png")
+    cut(tmp / "images/5.png")
+    return tmp / "images"
+
+
+def shown(run_dir: Path) -> tuple[dict[str, Any], str]:
+    write_report(run_dir)
+    return summary(run_dir), (run_dir / "report.html").read_text()
+
+
+def test_a_run_that_ended_on_bad_data_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its count is that of the run, not of a process; each skip is told with the step of its batch."""
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    folder, run_dir = images(tmp_path), tmp_path / "run"
+    whole = folder.joinpath("4.png").read_bytes()
+
+    def train(**changes: Any) -> None:
+        library.train(load_recipe(short(folder, run_dir, **IMAGES | changes)), quiet=True)
+
+    def counts() -> list[tuple[int, int]]:
+        return [(line["step"], line["samples"]) for line in events(run_dir, "bad")]
+
+    train(run__steps=5)  # which is as good as a stop
+    before = counts()[-1][1]
+    assert before >= 1
+    with pytest.raises(RunFailed) as caught:
+        train(data__most_bad=before + 2)
+    told = str(caught.value)
+    assert re.search(
+        rf"^{before + 2} samples were skipped \(\S*5\.png {before + 2} times\), as many as data\.most", told
+    )
+    end = events(run_dir, "end")[-1]
+    saved = f"step {end['step']}, which is saved"
+    assert f"`vitrail train {run_dir} data.most_bad={2 * (before + 2)}` goes on from {saved}; if you mend" in told
+    assert told.endswith("bad data, add --other-data")
+    assert end["message"] == told
+    facts, page = shown(run_dir)
+    assert facts["verdict"] == f"Failed at step {end['step']} of 12, saved up to step {end['step']}: {told}"
+    assert list(facts["bad"]["items"].values()) == [facts["bad"]["samples"]] == [counts()[-1][1]]
+    assert f"samples skipped ({next(iter(facts['bad']['items']))} {counts()[-1][1]} times)" in page
+
+    folder.joinpath("5.png").write_bytes(whole)
+    with pytest.raises(UserError, match=r"with --other-data, as after bad data were mended or removed"):
+        train(data__most_bad=before + 2)
+    mended = load_recipe(short(folder, run_dir, **IMAGES | {"data__most_bad": before + 2}))
+    library.train(mended, quiet=True, other_data=True)
+    assert len(losses(run_dir)) == 12
+    facts, _ = shown(run_dir)
+    assert facts["status"] == "done"
+    assert facts["bad"]["samples"] == events(run_dir, "train")[-1]["bad_samples"] == counts()[-1][1]
+
+
+def test_skips_are_told_with_the_step_of_their_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far data are read ahead, and after a continuation as without one."""
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    folder, told = images(tmp_path), []
+    for prefetch, stops in ((1, [12]), (6, [12]), (3, [5, 12])):
+        run_dir = tmp_path / f"run-{prefetch}"
+        for steps in stops:
+            changes: dict[str, Any] = {"run__steps": steps, "data__prefetch": prefetch}
+            library.train(load_recipe(short(folder, run_dir, **IMAGES | changes)), quiet=True)
+        told.append([(line["step"], line["samples"], line["items"]) for line in events(run_dir, "bad")])
+    assert told[0] == told[1] == told[2]
+    assert len(told[0]) > 2
+    assert told[0][-1][1] == sum(sum(items.values()) for _, _, items in told[0])
+
+
+def test_a_continued_run_that_ends_at_once_is_no_run_that_fell_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    folder, run_dir = images(tmp_path), tmp_path / "run"
+    library.train(load_recipe(short(folder, run_dir, **IMAGES | {"run__steps": 2})), quiet=True)
+    for number in range(8):
+        cut(folder / f"{number}.png")
+    recipe = load_recipe(short(folder, run_dir, **IMAGES | {"data__bad": "error"}))
+    with pytest.raises(UserError, match=r"data\.bad=skip` goes on from step 2, which is saved"):
+        library.train(recipe, quiet=True, other_data=True)
+    assert events(run_dir, "end")[-1]["reason"] == "failed"
+    assert summary(run_dir)["verdict"].startswith("Failed at step 2 of 12, saved up to step 2: ")
 
 
 PLUGIN = """
@@ -651,6 +749,7 @@ def test_all_ranks_count_what_they_skip(tmp_path: Path) -> None:
     assert code == 0, output
     last = [events(tmp_path / name, "train")[-1] for name in ("run", "alone")]
     assert last[0]["bad_samples"] > 0
+    assert last[0]["bad_samples"] == sum(sum(line["items"].values()) for line in events(tmp_path / "run", "bad"))
     np.testing.assert_allclose(last[0]["loss"], last[1]["loss"], rtol=1e-4)  # the same samples stood in
 
 

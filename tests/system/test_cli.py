@@ -17,6 +17,7 @@ from support import LONG, ROOT, end, environment, start, tiny_recipe, write_reci
 
 from vitrail import cli
 from vitrail.errors import RunFailed, UserError
+from vitrail.recipe import kinds
 from vitrail.training import run as training
 
 VERBS = (
@@ -457,8 +458,18 @@ def test_commands_are_found_at_all():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
-    for target in re.findall(r"(?<!!)\[[^\]]+\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+    for target in re.findall(r"(?<!!)\[[^\]]+\]\(([^):]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        place = page.parent / name if name else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors_of(place), target
+
+
+def anchors_of(page):
+    """What links to the headings of a page end with."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
@@ -485,6 +496,10 @@ def test_the_reference_of_recipes_is_written_from_the_code():
     tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
     page = tables["PAGE"].read_text(encoding="utf-8")
     assert tables["write"](page) == page
+    headings = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    (schedules,) = [text for heading, text in headings if heading == "schedule"]
+    for name in kinds.BUILT_IN["schedule"]:
+        assert f"`{name}`" in schedules.partition("<!--")[0]
     alike = {"UniformTokens"}  # it has no key but its kind
     assert set(tables["places_of"](page)) | alike == set(tables["definitions"]())
     for line in (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import ROOT, losses, tiny_recipe, write_recipe
+from support import ROOT, events, losses, tiny_recipe, write_recipe
 
 from vitrail import cli
 from vitrail.recipe import kinds
@@ -70,7 +70,7 @@ def recipe_for(slot: str, lab: Path) -> dict[str, Any]:
         return tree | {"model": {"kind": "dit", **encoder}, "objective": flow}
     changes: dict[str, dict[str, Any]] = {
         "optimizer": {"optimizer": {"kind": "signs", "lr": 1e-3}},
-        "schedule": {"schedule": {"kind": "stairs", "at": [1], "gamma": 0.5}},
+        "schedule": {"schedule": {"kind": "stairs", "at": ["50%"], "gamma": 0.5}},
         "model": {"model": {"kind": "strongest", **encoder}},
         "objective": {"objective": {"kind": "focal", "gamma": 1.0}},
         "logger": {"log": {"every": 1, "to": [{"kind": "diary", "path": "diary.txt"}]}},
@@ -87,6 +87,9 @@ def test_one_file_adds_a_kind(slot: str, name: str, page: str, lab: Path) -> Non
     call("train", recipe, "--quiet", *plugin)
     assert np.isfinite(losses(lab / "run")).all()
     assert name in kinds.known(slot)
+    if slot == "schedule":
+        rates = [event["lr"] for event in events(lab / "run", "train")]
+        assert rates == [rates[0], rates[0] / 2]  # at half of the two steps
     if slot == "logger":
         assert "train step 2: loss=" in (lab / "diary.txt").read_text()
     if slot == "sampler":

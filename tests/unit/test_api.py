@@ -18,7 +18,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.patches import grid_coordinates, patchify
+from vitrail.layers.tokens import grid_coordinates, patchify
 from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.training.run import Outcome
@@ -267,7 +267,7 @@ def test_load_refuses_with_a_sentence(finished: Outcome, tmp_path: Path) -> None
     for arguments, words in [
         ({"run": tmp_path / "nowhere"}, r"nowhere: no checkpoint here \(there are: none\)"),
         ({"run": run, "checkpoint": 7}, r"no checkpoint of step 7 here \(there are: 10, 5\)"),
-        ({"run": run, "checkpoint": "best"}, "checkpoint: 'best' is not a step"),
+        ({"run": run, "checkpoint": "newest"}, "checkpoint: 'newest' is not a step"),
         ({"run": run, "weights": "average"}, "weights: 'average' .*'ema' or 'raw'"),
     ]:
         with pytest.raises(UserError, match=words):

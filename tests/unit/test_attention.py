@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import UserError
 from vitrail.layers import backends
-from vitrail.layers.attention import CrossAttention, KeyMask, SelfAttention, attend, attend_reference, key_mask
+from vitrail.layers.attention import CrossAttention, KeyMask, SelfAttention, attend, attend_reference, key_mask, run
 from vitrail.layers.backends import NAMES, Call, available_backends, choose, refusal, use_backend
 from vitrail.layers.block import Block, BlockConfig
 from vitrail.layers.kernels import attention as kernels
@@ -149,8 +149,8 @@ def test_flash4_is_one_op_with_a_backward(monkeypatch: pytest.MonkeyPatch, compi
     stand_in(monkeypatch, "flash_attn.cute.interface", _flash_attn_bwd=backward)
     torch._dynamo.reset()
     tensors = draw(groups=2)
-    run = partial(kernels.run, ("flash4",), mask=None)
-    out = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*tensors)
+    flash4 = partial(run, ("flash4",), mask=None)
+    out = (torch.compile(flash4, backend="aot_eager", fullgraph=True) if compiled else flash4)(*tensors)
     expected = attend_reference(*tensors)
     assert torch.allclose(out, expected, atol=1e-5)
     for a, b in zip(gradients(out, tensors), gradients(expected, tensors), strict=True):
@@ -165,7 +165,7 @@ def test_xformers_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None
     stand_in(monkeypatch, "xformers")
     stand_in(monkeypatch, "xformers.ops", memory_efficient_attention=xformers)
     tensors = draw(groups=2)
-    assert torch.allclose(kernels.run(("xformers",), *tensors, None), attend_reference(*tensors), atol=1e-6)
+    assert torch.allclose(run(("xformers",), *tensors, None), attend_reference(*tensors), atol=1e-6)
 
 
 def test_varlen_packs_and_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_varlen_packs_and_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with use_backend("varlen"):
         mask = key_mask(valid)
     assert mask.packing is not None
-    out, expected = kernels.run(("varlen",), *tensors, mask), attend_reference(*tensors, mask=valid)
+    out, expected = run(("varlen",), *tensors, mask), attend_reference(*tensors, mask=valid)
     assert torch.allclose(out, expected, atol=1e-5)
     for a, b in zip(gradients(out, tensors), gradients(expected, tensors), strict=True):
         assert torch.allclose(a, b, atol=1e-5)

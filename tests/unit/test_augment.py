@@ -239,10 +239,10 @@ def test_the_window_holds_every_draw(ndim, rotate, zoom, shear, counter, spacing
 
 def test_windows_of_slices_items_and_images():
     turning = Augmenter(Augment(rotate=180), (8, 8), seed=0)
-    assert turning.window(item((30, 100, 100), slices=0), (8, 8)) == (1, 11, 11)
+    assert turning.window(item((30, 100, 100), slices=0)) == (1, 11, 11)
     assert turning.window(item((9, 100, 30), slices=1)) == (9, 1, 11)  # no more than there is
     still = Augmenter(Augment(), (8, 8, 8), seed=0)
-    assert still.window(item((30, 40, 50)), (8, 8, 8)) == (8, 8, 8)
+    assert still.window(item((30, 40, 50))) == (8, 8, 8)
     assert not still.resamples
     assert still.window(item((30, 40, 50), scale=(1.0, 1.5, 1.5))) == (8, 12, 12)
     images = Augmenter(Augment(resized_crop={}), (8, 8), seed=0)

@@ -12,13 +12,14 @@ from support import ROOT
 from vitrail.bench import bench, check_mode
 from vitrail.bench import measure as measuring
 from vitrail.bench import measure as splitting
-from vitrail.bench.measure import Marks, covered, is_collective, marked, slowest, used_since
+from vitrail.bench.measure import Marks, marked, slowest, used_since
 from vitrail.bench.runner import alone, describe, name_recompute
 from vitrail.errors import UserError
 from vitrail.parallel import check, float8
 from vitrail.recipe import load_recipe
 from vitrail.recipe.sections import Recompute
 from vitrail.report.bench_cells import spread
+from vitrail.training import diagnose
 
 TOY = ROOT / "configs" / "ablate" / "dit_toy.yaml"
 MAE = {
@@ -66,6 +67,17 @@ def test_the_numbers_of_a_result_belong_together(tmp_path, monkeypatch):
     assert found["memory"]["per_rank"] == [found["memory"]["allocated_gib"]]
     assert found["loss"] > 0
     assert {"device", "torch", "python", "vitrail", "commit"} <= set(found["environment"])
+
+
+@pytest.mark.parametrize("module", [measuring, diagnose])
+def test_the_schedule_of_a_measurement_never_ends(module, monkeypatch):
+    def seen(recipe, *_):
+        raise InterruptedError(recipe.run.steps, recipe.schedule.steps)
+
+    monkeypatch.setattr(module, "opened_as_is", seen)
+    with pytest.raises(InterruptedError) as caught:
+        (bench if module is measuring else diagnose.bench)(TOY, overrides=["schedule.steps=20"])
+    assert caught.value.args == (diagnose.LONG, None)
 
 
 def test_tokens_that_are_hidden_are_counted_apart_and_volumes_are_no_images():
@@ -278,11 +290,6 @@ def test_small_sums():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
     assert slowest([[1.0, 2.0], [3.0, 1.0]]) == [3.0, 2.0]
     assert (used_since(2.0, 5.0), used_since(None, 5.0), used_since(2.0, None)) == (3.0, None, None)
-    assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
-    assert covered([]) == 0
-    assert is_collective("ncclDevKernel_AllGather_RING_LL(x)", True)
-    assert not is_collective("nccl:all_gather", True)  # the same again, as its caller sees it
-    assert is_collective("gloo:all_reduce", False)
     assert name_recompute("full") == "full"
     assert name_recompute(Recompute(every=2)) == "every=2"
     assert name_recompute(Recompute(keep=("qkv", "fc1"))) == "keep=qkv+fc1"

@@ -4,19 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from support import recomputed
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.models.model import Model
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.parallel import chunk, recompute
+from vitrail.parallel import chunk
 from vitrail.recipe.sections import Chunk, Recompute
 
 
@@ -71,7 +72,7 @@ def test_pieces_give_the_same_values_and_gradients(name: str) -> None:
         model = build(config)
         names = list(model.state_dict())
         chunk.apply(model, Chunk(mlp=5, head=3))
-        recompute.apply(model.blocks(), choice)  # type: ignore[arg-type]
+        recomputed(model.blocks(), choice)  # type: ignore[arg-type]
         found_out, found = step(model, config, some)
         assert list(model.state_dict()) == names
         torch.testing.assert_close(found_out, out, rtol=1e-5, atol=1e-6)
@@ -138,7 +139,7 @@ def test_compiled_blocks_run_in_pieces(choice: Any) -> None:
     _, expected = step(build(config), config)
     model = build(config)
     chunk.apply(model, Chunk(mlp=7))
-    recompute.apply(model.blocks(), Recompute(keep=("attention",)) if choice == "keep" else choice)
+    recomputed(model.blocks(), Recompute(keep=("attention",)) if choice == "keep" else choice)
     for block in model.blocks():
         block.compile(backend="aot_eager", fullgraph=True)
     _, found = step(model, config)

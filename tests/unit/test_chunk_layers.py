@@ -14,8 +14,9 @@ from test_loader import reading_threads
 
 from vitrail.data.augment import Augmenter, orientations
 from vitrail.data.batch import Labelling
-from vitrail.data.chunks import decoded as chunk_layers
-from vitrail.data.chunks.decoded import ChunkReader, find_layers, open_chunks, parts
+from vitrail.data.chunks import layers as chunk_layers
+from vitrail.data.chunks.decoded import ChunkReader, open_chunks, parts
+from vitrail.data.chunks.layers import find_layers
 from vitrail.data.order.sampler import Extent, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading import pool as pool_module

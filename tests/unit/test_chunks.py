@@ -14,8 +14,7 @@ import tensorstore
 import zarr
 
 from vitrail.data.chunks import decoded
-from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, open_chunks, parts
-from vitrail.data.chunks.nodes import open_array
+from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, open_array, open_chunks, parts
 from vitrail.errors import BadData, MissingData
 
 SHAPE, GRID = (20, 30, 41), (8, 8, 16)

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,10 +185,11 @@ def test_rings_add_up_in_fp32() -> None:
 def test_one_rank_alone_is_plain_attention() -> None:
     q, k, v = draw(5, 7)
     valid = some_keys(7)
-    out = attend_context(q, k, v, ring=ALONE, ulysses=ALONE, valid=valid)
+    alone: Any = {"ring": ALONE, "ulysses": ALONE}
+    out = attend_context(q, k, v, **alone, keys=context_keys(7, **alone, valid=valid))
     torch.testing.assert_close(out, attend_reference(q, k, v, mask=valid))
     keep = torch.tensor([4, 0, 2])
-    out = attend_context(q, k, v, ring=ALONE, ulysses=ALONE, keep=keep, valid=valid[:, keep])
+    out = attend_context(q, k, v, **alone, keys=context_keys(7, **alone, keep=keep, valid=valid[:, keep]))
     torch.testing.assert_close(out, attend_reference(q, k[:, keep], v[:, keep], mask=valid[:, keep]))
 
 

@@ -475,7 +475,7 @@ def test_a_loop_of_ones_own_gets_the_batches_of_training(
         for ranks, changes in ((2, []), (4, ["parallel.tensor=2"])):
             for rank in range(ranks):
                 here = find_place_of(rank, ranks)
-                monkeypatch.setattr("vitrail.training.batches._met", lambda recipe, here=here: here)
+                monkeypatch.setattr("vitrail.training.diagnose._met", lambda recipe, here=here: here)
                 half = slice(2 * (rank * 2 // ranks), 2 * (rank * 2 // ranks) + 2)
                 one = next(batches(tree, overrides=changes))
                 assert one.counters == seen[0].counters[half]

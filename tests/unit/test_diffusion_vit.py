@@ -14,8 +14,8 @@ from vitrail.layers.block import timestep_features
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViT, DiffusionViTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.model import make_inputs
 
 ENCODER = EncoderConfig(width=24, depth=2, heads=2, patch=4)

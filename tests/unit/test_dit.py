@@ -25,7 +25,7 @@ from vitrail.layers.block import (
     timestep_features,
 )
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.patches import grid_coordinates, patchify, unpatchify
+from vitrail.layers.tokens import grid_coordinates, patchify, unpatchify
 from vitrail.models.dit import DiT, DiTConfig
 from vitrail.models.model import make_inputs
 from vitrail.parallel.recompute import recomputed

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import recomputed
 from torch import Tensor, nn
 
 from vitrail.data.batch import Statistics
@@ -12,7 +13,7 @@ from vitrail.layers.init import init_rules
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViT
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
-from vitrail.parallel import float8, recompute
+from vitrail.parallel import float8
 from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Recompute
 
@@ -173,8 +174,8 @@ def test_recomputation_by_role_knows_float8_products() -> None:
     models = [small() for _ in range(3)]
     for model in models:
         float8.apply(model, device=CPU, rows=27, force=True, emulate=True)
-    recompute.apply(models[1].blocks(), "full")
-    recompute.apply(models[2].blocks(), Recompute(keep=("attention", "fc1")))
+    recomputed(models[1].blocks(), "full")
+    recomputed(models[2].blocks(), Recompute(keep=("attention", "fc1")))
     results = [step(model)[1] for model in models]
     for other in results[1:]:
         for name, gradient in results[0].items():

@@ -8,7 +8,7 @@ import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.mae import MAEConfig
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.parallel import mesh as collectives

@@ -15,11 +15,12 @@ from vitrail.diffusion import SamplingConfig, Steps
 from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.block import timestep_features
-from vitrail.layers.patches import Part, Slab, patchify, unpatchify
+from vitrail.layers.patches import Part, Slab
+from vitrail.layers.tokens import patchify, unpatchify
 from vitrail.layers.variables import VariablesConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.objectives.denoise import DenoiseConfig
 from vitrail.objectives.flow import FlowConfig

@@ -5,22 +5,20 @@ import math
 import pytest
 import torch
 
-from vitrail.layers.attention import SelfAttention, attend, attend_reference
+from vitrail.layers.attention import SelfAttention, attend, attend_reference, rotate
 from vitrail.layers.block import swiglu_hidden
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.masks import BlockMask, GridMask, RandomMask, TubeMask, make_mask, num_visible
-from vitrail.layers.patches import (
+from vitrail.layers.patches import grid_of, per_axis
+from vitrail.layers.tokens import (
     gather_tokens,
     grid_coordinates,
-    grid_of,
     pairs_per_axis,
     patchify,
-    per_axis,
     rope_table,
-    rotate,
     sincos,
     unpatchify,
 )
+from vitrail.models.mae import BlockMask, GridMask, RandomMask, TubeMask, make_mask, num_visible
 
 # ---------------------------------------------------------------- patches
 

@@ -12,7 +12,7 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.diffusion import Prediction, SamplingConfig, Steps, guided, sample
 from vitrail.diffusion.variance import log_variance, step_variances
 from vitrail.draws import Draws
-from vitrail.layers.patches import patchify
+from vitrail.layers.tokens import patchify
 from vitrail.models.dit import DiTConfig
 from vitrail.objectives.denoise import DenoiseConfig
 from vitrail.objectives.flow import FlowConfig

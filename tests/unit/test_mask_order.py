@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vitrail.layers.masks import AnyMask, BlockMask, GridMask, RandomMask, TubeMask, make_mask
+from vitrail.models.mae import AnyMask, BlockMask, GridMask, RandomMask, TubeMask, make_mask
 
 NOISE = torch.rand(4, 64, generator=torch.Generator().manual_seed(0))
 

@@ -8,10 +8,9 @@ import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.layers.masks import RandomMask, StratifiedMask, make_mask, num_visible
 from vitrail.layers.patches import Part, cut
-from vitrail.models.encoder import EncoderConfig
-from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.config import EncoderConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask, StratifiedMask, make_mask, num_visible
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.parallel import split as splitting
 from vitrail.parallel.split import Split

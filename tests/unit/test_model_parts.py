@@ -5,13 +5,11 @@ import torch
 
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
-from vitrail.layers.masks import RandomMask
-from vitrail.layers.patches import rope_table
 from vitrail.layers.scores import GradientScore
-from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.tokens import AdaptiveTokens, rope_table
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig, hidden_width
-from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
+from vitrail.models.config import EncoderConfig, hidden_width
+from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask, hide, split_tokens
 from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
@@ -107,7 +105,7 @@ def test_the_head_of_sap_is_two_layers_with_a_gelu_between() -> None:
     model, x = c.build(), torch.randn(2, 1 + 16, 24)
     inner = model.expand(x[:, 1:]).view(2, 16, 16, 3)
     exact = inner * (1 + torch.erf(inner / 2**0.5)) / 2
-    torch.testing.assert_close(model.predict(x, {}), model.head(exact).flatten(-2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.name_voxels(x, {}), model.head(exact).flatten(-2), rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_to_predict_are_chosen_by_draws_of_their_own() -> None:

@@ -10,12 +10,11 @@ from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.masks import RandomMask
-from vitrail.layers.patches import grid_coordinates, patchify
 from vitrail.layers.scores import GradientScore
-from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.tokens import AdaptiveTokens, grid_coordinates, patchify
 from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
 from vitrail.models.encoder import PixelPlaces
+from vitrail.models.mae import RandomMask
 from vitrail.models.model import Model
 from vitrail.objectives.objective import drop_path_table
 from vitrail.objectives.reconstruct import ReconstructConfig
@@ -172,7 +171,7 @@ def test_only_visible_patches_reach_the_model() -> None:
     objective, batch, inputs, targets = prepared(config)
     voxels = patchify(batch.values, (4, 4, 4))
     hidden = targets.index[..., None].expand(-1, -1, 64)
-    from vitrail.layers.patches import unpatchify
+    from vitrail.layers.tokens import unpatchify
 
     other = Batch(batch.counters, unpatchify(voxels.scatter(1, hidden, 7), (4, 4, 4), (16, 16, 16)))
     again, changed = objective.prepare(other, Draws(0, batch.counters))

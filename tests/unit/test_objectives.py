@@ -15,7 +15,7 @@ from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.mae import MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.vit import ViTConfig
@@ -190,7 +190,7 @@ def test_the_loss_is_monais(shape: tuple[int, ...], squared: bool, smooth: tuple
     for kind, criterion in theirs.items():
         wanted = criterion(logits, labels[:, None])
         (gradient,) = torch.autograd.grad(wanted, logits)
-        each = segmentation_loss(logits, labels, kind=kind, squared=squared, smooth=smooth, gamma=1.5)
+        each = segmentation_loss(logits, labels, SegmentConfig(loss=kind, squared=squared, smooth=smooth, gamma=1.5))
         assert each.shape == (3,)
         (ours,) = torch.autograd.grad(each.mean(), logits)
         torch.testing.assert_close(each.mean(), wanted, rtol=1e-6, atol=1e-6)
@@ -223,16 +223,17 @@ def test_ignored_voxels_change_nothing(ignore: int) -> None:
     other = logits.clone()
     other[:, :, 3:] = 50.0 * numbers(2, 2, 3, 3, 4)
     for kind in ("dice_ce", "dice", "ce", "dice_bce", "focal"):
-        part = segmentation_loss(logits[:, :, :3], labels[:, :3], kind=kind)
+        part = segmentation_loss(logits[:, :, :3], labels[:, :3], SegmentConfig(loss=kind))
+        c = SegmentConfig(loss=kind, ignore=ignore)
         for given in (logits, other):
-            whole = segmentation_loss(given, cut, kind=kind, ignore=ignore)
+            whole = segmentation_loss(given, cut, c)
             torch.testing.assert_close(whole, part)
         given = logits.clone().requires_grad_()
-        segmentation_loss(given, cut, kind=kind, ignore=ignore).sum().backward()
+        segmentation_loss(given, cut, c).sum().backward()
         assert given.grad is not None
         assert given.grad[:, :, 3:].abs().max() == 0
         assert given.grad[:, :, :3].abs().max() > 0
-        nothing = segmentation_loss(logits, torch.full_like(labels, ignore), kind=kind, ignore=ignore)
+        nothing = segmentation_loss(logits, torch.full_like(labels, ignore), c)
         assert nothing.tolist() == [0.0, 0.0]
     assert int(confusion(logits.argmax(1), cut, 3, ignore).sum()) == 2 * 3 * 4
 

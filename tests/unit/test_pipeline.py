@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vitrail.errors import UserError
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.config import EncoderConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide, split_tokens
 from vitrail.models.model import make_inputs
 from vitrail.models.sap import SAPConfig

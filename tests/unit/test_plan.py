@@ -21,7 +21,7 @@ from vitrail.cost.search import micros
 from vitrail.cost.work import Segment, Work
 from vitrail.errors import UserError
 from vitrail.parallel.check import refuse
-from vitrail.parallel.mesh import layout_of
+from vitrail.parallel.mesh import Layout, layout_of
 from vitrail.recipe import load_recipe
 
 SAVED = 40  # bytes a token and channel that a stand-in block keeps
@@ -53,11 +53,11 @@ def fake_trace(model: Any, objective: Any, *, samples: int, recompute: Any, tens
     return Work((block,), 0, (), 0, samples, flops, tokens)
 
 
-def fake_memory(work: Work, *, shard: int, context: int, reshard: bool, **rest: Any) -> Memory:
+def fake_memory(work: Work, layout: Layout, *rest: Any, **more: Any) -> Memory:
     (block,) = work.segments
     owned = block.parameters * block.count
-    shares = shard * context
-    gathered = 0 if shard == 1 else 2 * (block.parameters if reshard else owned)
+    shares = layout.shard * layout.context
+    gathered = 0 if layout.shard == 1 else 2 * (block.parameters if layout.reshard else owned)
     return Memory(
         parameters=4 * owned // shares,
         gradients=4 * owned // shares,

@@ -10,19 +10,29 @@ import pytest
 import torch
 from support import ROOT
 
+from vitrail.cost import memory as kinds
 from vitrail.cost.fusion import as_kernels
-from vitrail.cost.memory import Memory, Moments, _later, memory_of
+from vitrail.cost.memory import Memory, Moments, _later
 from vitrail.cost.recorder import Recorder, attend_with
 from vitrail.cost.trace import trace, trace_model
 from vitrail.cost.work import Work
 from vitrail.models import ViTConfig
 from vitrail.objectives.classify import ClassifyConfig
+from vitrail.parallel.mesh import Layout
 from vitrail.parallel.recompute import carry_out, plan
 from vitrail.parallel.shard import Solo
+from vitrail.recipe.sections import Parallel, Precision
 
 GIB = 2**30
 MEASURED = json.loads((ROOT / "benchmarks/results/memory.json").read_text())["rows"]
 FAST = ("vit/none", "vit/keep attention", "vit/full")
+
+
+def memory_of(work: Work, *, shard: int = 1, reshard: bool = True, compute: Any = "bf16", **keys: Any) -> Memory:
+    """Memory of a rank; keys are of its layout, of the recipe's `parallel`, or of memory_of() itself."""
+    axes = {name: keys.pop(name, 1) for name in ("tensor", "context", "pipeline")}
+    parallel = Parallel(**{name: keys.pop(name) for name in ("wrap", "offload", "schedule") if name in keys})
+    return kinds.memory_of(work, Layout(1, shard, reshard, **axes), parallel, Precision(compute=compute), **keys)
 
 
 @lru_cache

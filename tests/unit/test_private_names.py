@@ -1,5 +1,6 @@
 """Names of PyTorch that are not public and that the training loop relies on: each is there and does what it should."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,3 +49,15 @@ def test_a_build_tells_its_latest_collectives() -> None:
     )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_gpus_memory_has_a_history_and_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and their arguments: what they do needs a GPU."""
+    impl = inspect.signature(torch.cuda.memory._record_memory_history_impl)
+    asked: list[inspect.BoundArguments] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **k: asked.append(impl.bind(*a, **k)))
+    private.record_memory(10)
+    private.record_memory(None)
+    assert [bound.arguments for bound in asked] == [{"max_entries": 10}, {"enabled": None}]
+    assert private.dump_memory is torch.cuda.memory._dump_snapshot
+    inspect.signature(private.dump_memory).bind("a.pickle")

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from vitrail.data.reading.loader import Loader, count_bad
 from vitrail.data.reading.pool import Job, Policy, Pool, ShortRead, SlowRead, Stopped, Tally, read_again, timed
 from vitrail.data.reading.reader import Reader
 from vitrail.draws import key
-from vitrail.errors import BadData, FailedRead, MissingData
+from vitrail.errors import BadData, FailedRead, MissingData, TooMuchBad
 from vitrail.layers.patches import Part, Slab
 from vitrail.recipe.sections import Data
 
@@ -170,7 +171,7 @@ def test_faults_and_lasting_ones_together() -> None:
                 bad += attempt
                 np.testing.assert_array_equal(values.numpy(), of_attempt(loader.sampler, source, counter, attempt))
         assert loader.bad.total == bad > 10  # each bad attempt counts once
-        assert len(loader.bad.take_news()) == 1  # one item, told once
+        assert len(loader.bad.take_news()) == bad
         seen.append(loader.bad.total)
     assert len(set(seen)) == 1
 
@@ -386,10 +387,11 @@ def test_skips_are_capped_and_the_last_sentence_names_the_cap() -> None:
     broken(source, BadData("/d/v1 is cut short; restore it"), after=12)
     loader = loader_of(source, workers=4, cache=0)
     loader.obey(Policy("skip", most=5))
-    with pytest.raises(BadData, match=r"5 samples were skipped and .* cut short; restore it; .*data\.most_bad"):
+    words = r"5 samples were skipped \(.* times\), as many as data\.most_bad .* another bad one: .* cut short; restore"
+    with pytest.raises(TooMuchBad, match=words):
         within(LONG, lambda: list(loader.batches(0, 100)))
-    assert loader.bad.total == 5
-    assert count_bad(loader, loader) == (10, 0)
+    assert loader.bad.total < 5  # those of batches that were handed out
+    assert count_bad(loader, loader) == (2 * loader.bad.total, 0)
 
 
 def test_ranks_that_share_samples_do_not_skip_what_only_one_cannot_read() -> None:
@@ -400,13 +402,39 @@ def test_ranks_that_share_samples_do_not_skip_what_only_one_cannot_read() -> Non
     assert not Policy("fill").skips(MissingData("gone"))
 
 
-def test_each_item_is_news_once() -> None:
-    tally = Tally()
-    for item in ("a", "b", "a", "b"):
-        tally.add(item, BadData(f"{item} is cut short"), 100)
-    assert len(tally.take_news()) == 2
+def test_bad_samples_count_at_once_and_are_news_with_their_batch() -> None:
+    tally = Tally(before=Counter(c=1, a=2))
+    for item in ("a", "b", "a"):
+        tally.meet(item, BadData(f"{item} is cut short"), 6)
+    assert (tally.total, tally.take_news()) == (0, [])
+    tally.take([("a", "a is cut short"), ("b", "b is cut short")])
+    assert tally.skipped == {"a": 1, "b": 1}
+    assert tally.take_news() == [("a", "a is cut short"), ("b", "b is cut short")]
     assert tally.take_news() == []
-    assert tally.skipped == {"a": 2, "b": 2}
+    with pytest.raises(TooMuchBad, match=r"^6 samples were skipped \(a 4 times, c once, b once\), .* one: a is gone$"):
+        tally.meet("a", BadData("a is gone"), 6)
+    tally.meet("c", BadData("c is gone"), 8)
+    tally.meet("d", BadData("d is gone"), 8)
+    with pytest.raises(TooMuchBad, match=r"\(a 4 times, c 2 times, b once and 1 other\)"):
+        tally.meet("e", BadData("e is gone"), 8)
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_bad_samples_are_counted_with_the_batch_that_they_were_to_be_in(workers: int) -> None:
+    """However far threads have read ahead."""
+    source = FaultySource(volume(), seed=workers, lasting=lambda r: r[0].start <= 6 < r[0].stop)
+    loader = loader_of(source, workers=workers, cache=0)
+    loader.obey(Policy("skip", most=10_000, retries=12))
+    bad = 0
+    for batch in loader.batches(0, 6):
+        for counter in batch.counters:
+            attempt = 0
+            while touches(loader.sampler, counter, attempt):
+                attempt += 1
+            bad += attempt
+        assert loader.bad.total == bad
+        time.sleep(0.05)  # for threads to read on
+    assert bad > 5
 
 
 def test_the_policy_of_a_recipe() -> None:

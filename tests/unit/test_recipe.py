@@ -1006,8 +1006,7 @@ def test_loading_with_real_kinds_reads_every_slot():
     tree = yaml.parse(EXAMPLE)
     for words in (
         ["optimizer.kind=sgd"],
-        ["schedule.kind=linear"],
-        ["schedule.kind=constant"],
+        *([f"schedule.kind={name}"] for name in kinds.BUILT_IN["schedule"]),
         ["model={kind: vit, size: S/16}"],
         ["data.valid=[{kind: image_folder, path: pictures}]"],
     ):

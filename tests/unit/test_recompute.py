@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import recomputed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -16,7 +17,7 @@ from vitrail.layers.attention import key_mask
 from vitrail.layers.backends import use_backend
 from vitrail.layers.block import Block, BlockConfig, CrossBlock, ModulatedBlock
 from vitrail.layers.convolutions import ConvBlock
-from vitrail.layers.flops import Again, block_flops
+from vitrail.layers.flops import Again
 from vitrail.parallel import chunk, recompute
 from vitrail.recipe.sections import Recompute
 
@@ -128,7 +129,7 @@ def test_roles_decide_what_runs_again(kind: str, masked: bool) -> None:
     assert not none
     for choice in CHOICES:
         block = make(cls, **changes)
-        made = recompute.apply([block], choice)
+        made = recomputed([block], choice)
         found_out, found, again = gradients(block, inputs_of(block, masked))
         assert torch.equal(out, found_out)
         for a, b in zip(found, expected, strict=True):
@@ -154,7 +155,7 @@ def test_plain_attention_keeps_its_output_not_its_scores(
         return answer
 
     monkeypatch.setattr(recompute, "_policy", noted)
-    recompute.apply([block], Recompute(keep=("attention",)))
+    recomputed([block], Recompute(keep=("attention",)))
     with use_backend(backend):
         _, expected, _ = gradients(plain, inputs_of(plain))
         _, found, _ = gradients(block, inputs_of(block))
@@ -165,7 +166,7 @@ def test_plain_attention_keeps_its_output_not_its_scores(
 
 def test_names_stay_and_evaluation_keeps_nothing() -> None:
     plain, block = make(Block), make(Block)
-    recompute.apply([block], Recompute(keep=("attention", "fc1")))
+    recomputed([block], Recompute(keep=("attention", "fc1")))
     assert [n for n, _ in plain.named_parameters()] == [n for n, _ in block.named_parameters()]
     assert list(plain.state_dict()) == list(block.state_dict())
     with torch.no_grad():
@@ -175,13 +176,13 @@ def test_names_stay_and_evaluation_keeps_nothing() -> None:
 
 def test_every_takes_the_first_of_each_group() -> None:
     blocks = [make(Block) for _ in range(5)]
-    made = recompute.apply(blocks, Recompute(every=2))
+    made = recomputed(blocks, Recompute(every=2))
     assert [kept is not None for kept in made.kept] == [True, False, True, False, True]
     assert made.text == "3 of 5 blocks are recomputed in full"
     again = [bool(gradients(block, inputs_of(block))[2]) for block in blocks]
     assert again == [True, False, True, False, True]
     assert made.again == Again(share=0.6)
-    assert recompute.apply(blocks, "none").again == Again(share=0.0)
+    assert recomputed(blocks, "none").again == Again(share=0.0)
 
 
 def test_blocks_without_roles_are_recomputed_in_full() -> None:
@@ -198,14 +199,14 @@ def test_blocks_without_roles_are_recomputed_in_full() -> None:
     made = recompute.plan(blocks, Recompute(keep=("fc1",)))
     assert made.kept == (frozenset({"fc1"}), frozenset())
     assert made.again == Again(kept=frozenset({"fc1"}))
-    recompute.apply(blocks, Recompute(keep=("fc1",)))
+    recomputed(blocks, Recompute(keep=("fc1",)))
     found = torch.autograd.grad(conv(x).square().sum(), weights)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_unknown_roles_are_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match="keep: 'gate' is no role of this model's blocks; they have attention, fc1"):
-        recompute.apply([make(Block)], Recompute(keep=("gate",)))
+        recomputed([make(Block)], Recompute(keep=("gate",)))
     with pytest.raises(UserError, match=r"'attention' is no role .* they have none"):
         recompute.plan([ConvBlock(2, 3, 4, residual=True, affine=False)], Recompute(keep=("attention",)))
     with pytest.raises(UserError, match="'fc1' is no role"):
@@ -216,7 +217,7 @@ def test_a_chunked_mlp_has_no_roles() -> None:
     plain, block = make(Block), make(Block)
     chunk.in_pieces_of(block.mlp, 7)
     assert recompute.roles_of(block).keys() == {"attention", "qkv", "proj"}
-    recompute.apply([block], Recompute(keep=("attention",)))
+    recomputed([block], Recompute(keep=("attention",)))
     _, expected, _ = gradients(plain, inputs_of(plain))
     _, found, again = gradients(block, inputs_of(block))
     for a, b in zip(found, expected, strict=True):
@@ -270,22 +271,24 @@ def test_the_estimate_is_near_what_autograd_holds() -> None:
 
 
 def test_a_budget_that_cannot_be_met_is_refused() -> None:
-    with pytest.raises(UserError, match=r"budget: 0.01 is less than the 0\.\d+ that remains .* use 0\.\d+ or more"):
-        recompute.apply([make(Block)], Recompute(budget=0.01))
+    with pytest.raises(
+        UserError, match=r"budget: 0.01 is less than the 0\.\d+ that remains .* set parallel.recompute.budget=0\.\d+"
+    ):
+        recomputed([make(Block)], Recompute(budget=0.01))
 
 
 # ---------------------------------------------------------------- counting
 
 
 def test_hardware_flops_follow_the_roles() -> None:
-    flops = block_flops(tokens=TOKENS, width=WIDTH, kv_width=WIDTH // 2, hidden=HIDDEN, gated=False) * 3
+    flops = config().flops(TOKENS) * 3
     assert sum(flops.roles.values()) == flops.linear
     base = flops.hardware(recompute=False)
     assert flops.hardware(recompute=True) - base == flops.linear - flops.roles["fc2"] + flops.attention
     assert flops.hardware(recompute=Again(share=0.5)) - base == (flops.linear - flops.last + flops.attention) / 2
     kept = Again(kept=frozenset({"attention", "qkv", "fc2"}))
     assert flops.hardware(recompute=kept) - base == flops.roles["proj"] + flops.roles["fc1"]
-    read = block_flops(tokens=4, width=8, kv_width=8, hidden=8, gated=True, last_read=True)
+    read = config(width=8, heads=1, kv_heads=1, hidden=8, mlp="swiglu").flops(4, last_read=True)
     assert read.hardware(recompute=True) - read.hardware(recompute=False) == read.linear + read.attention
     assert (read + read).roles["gate"] == 2 * read.roles["gate"]
 
@@ -293,10 +296,10 @@ def test_hardware_flops_follow_the_roles() -> None:
 def test_flops_equal_what_pytorch_counts_for_every_choice() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    flops = block_flops(tokens=TOKENS, width=WIDTH, kv_width=WIDTH // 2, hidden=HIDDEN, gated=False) * BATCH
+    flops = config().flops(TOKENS) * BATCH
     for choice in ["none", *CHOICES[:1], *CHOICES[3:4]]:
         block = make(Block)
-        made = recompute.apply([block], choice)
+        made = recomputed([block], choice)
         with use_backend("math"), FlopCounterMode(display=False) as counter:
             gradients(block, inputs_of(block), watched=False)
         # Plain attention has a backward of twice its forward, and makes its output again unless told otherwise.
@@ -348,7 +351,7 @@ def test_compiled_blocks_obey_the_roles(kind: str, partitions: Any) -> None:
     _, expected, _ = gradients(plain, inputs_of(plain, masked=True))
     for choice in CHOICES if kind != "block" else (CHOICES[0], CHOICES[1], CHOICES[3]):
         block = make(cls, **changes)
-        made = recompute.apply([block], choice)
+        made = recomputed([block], choice)
         block.compile(backend=compiler, fullgraph=True)
         _, found, _ = gradients(block, inputs_of(block, masked=True), watched=False)
         for a, b in zip(found, expected, strict=True):
@@ -367,7 +370,7 @@ def test_inductor_gives_the_same_gradients() -> None:
     _, expected, _ = gradients(plain, inputs_of(plain))
     for choice in ("full", Recompute(keep=("attention",))):
         block = make(Block)
-        recompute.apply([block], choice)  # type: ignore[arg-type]
+        recomputed([block], choice)  # type: ignore[arg-type]
         block.compile()
         _, found, _ = gradients(block, inputs_of(block), watched=False)
         for a, b in zip(found, expected, strict=True):

@@ -23,7 +23,7 @@ from vitrail.infer import features, neighbours, quality, sample
 from vitrail.launch import jobs, world
 from vitrail.recipe import problems
 from vitrail.recipe.sections import Data, Log, Prefetch
-from vitrail.training import evaluate, failures, garbage, loggers, setup
+from vitrail.training import evaluate, failures, loggers, setup, trainer
 from vitrail.training.failures import Watchdog
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def argument(call: Callable[..., Any], name: str) -> Any:
 # What pages say in numbers, and where the code has them: page, its words with a group for each number, the values.
 FACTS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("numbers.md", r"The first (\d+) steps after a start are not counted", (evaluate.WARM_UP_STEPS,)),
-    ("numbers.md", r"between steps, every (\d+) steps", (garbage.EVERY,)),
+    ("numbers.md", r"between steps, every (\d+) steps", (trainer.COLLECT_EVERY,)),
     ("resume.md", r"after `run.hang_limit` or (\d+) usual steps", (Watchdog.MANY_STEPS,)),
     (
         "resume.md",

@@ -215,12 +215,46 @@ def test_speed_leaves_out_the_first_window_of_each_session(tmp_path):
     [
         (end_line(20, "signal"), "stopped", "Stopped at step 20 of 40 (signal)"),
         (end_line(20, "time limit"), "stopped", "Stopped at step 20 of 40 (time limit)"),
-        (end_line(20, "failed", "the disk is full"), "failed", "Failed at step 20 of 40: the disk is full"),
+        (
+            end_line(20, "failed", "the disk is full"),
+            "failed",
+            "Failed at step 20 of 40, nothing saved: the disk is full",
+        ),
     ],
 )
 def test_verdict_says_how_the_run_ended(tmp_path, end, status, words):
     facts = summary(make_run(tmp_path / "r", [START, train_line(20), end]))
     assert (facts["status"], facts["verdict"]) == (status, words)
+
+
+def test_the_verdict_of_a_failure_says_what_is_saved(tmp_path):
+    saves = [{"event": "checkpoint", "time": 1010.0, "step": step, "path": f"checkpoints/{step}"} for step in (5, 10)]
+    lines = [START, train_line(5), *saves, train_line(20), end_line(20, "failed", "the disk is full")]
+    words = "Failed at step 20 of 40, saved up to step 10: the disk is full"
+    assert summary(make_run(tmp_path / "r", lines))["verdict"] == words
+    again = START | {"step": 10, "resumed": True, "time": 1100.0}
+    facts = summary(make_run(tmp_path / "s", [*lines, again, train_line(15)]), now=9e9)
+    assert facts["verdict"].startswith("Interrupted at step 15 of 40, saved up to step 10: the run fell silent")
+
+
+def bad_line(step, samples, items, **more):
+    return {"event": "bad", "time": 1000.0 + step, "step": step, "samples": samples, "items": items, **more}
+
+
+def test_bad_samples_of_all_sessions_are_one_row(tmp_path):
+    """What a session repeats counts once, and one of before items were written down has a number alone."""
+    lines = [START, bad_line(3, 2, {"a<b>.png": 2}), train_line(10), bad_line(14, 3, {"c.png": 1}), train_line(20)]
+    lines += [START | {"step": 10, "resumed": True}, bad_line(14, 3, {"c.png": 1}), bad_line(30, 4, {"a<b>.png": 1})]
+    run = make_run(tmp_path / "r", [*lines, train_line(40), end_line(40)])
+    facts = summary(run)
+    assert facts["bad"] == {"samples": 4, "items": {"a<b>.png": 3, "c.png": 1}}
+    sentence = "4 samples skipped (a<b>.png 3 times, c.png once)"
+    assert f"Bad data: {sentence}." in facts["warnings"]
+    html = write_report(run).read_text()
+    assert f'<tr><th scope="row">bad data</th><td>{sentence.replace("<b>", "&lt;b&gt;")}</td>' in html
+    old = [START, bad_line(3, 1, None, sentences=["a is cut short"]), train_line(10), end_line(40)]
+    assert "Bad data: 1 sample skipped." in summary(make_run(tmp_path / "s", old))["warnings"]
+    assert summary(make_run(tmp_path / "t", [START, train_line(40)]))["bad"] == {"samples": 0, "items": {}}
 
 
 def test_run_without_an_end_is_running_or_interrupted(tmp_path):

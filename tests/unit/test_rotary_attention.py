@@ -3,7 +3,7 @@
 import torch
 
 from vitrail.layers.attention import CrossAttention, QKNorm, SelfAttention
-from vitrail.layers.patches import rope_table
+from vitrail.layers.tokens import rope_table
 
 SIZES = {"width": 48, "heads": 2, "qk_norm": False, "bias": False, "eps": 1e-6}
 PLACES = torch.rand(2, 9, 3, generator=torch.Generator().manual_seed(0)) * 8

@@ -16,12 +16,11 @@ from vitrail.data.reading.reader import Reader
 from vitrail.data.source import Item
 from vitrail.draws import Draws
 from vitrail.errors import UserError
-from vitrail.layers.masks import BlockMask, RandomMask, StratifiedMask
-from vitrail.layers.patches import WHOLE, Part, Slab, cut, gather_tokens, join, real_rows
-from vitrail.layers.tokens import TOKENS, AdaptiveTokens, tokenize
+from vitrail.layers.patches import WHOLE, Part, Slab, cut, join, real_rows
+from vitrail.layers.tokens import TOKENS, AdaptiveTokens, gather_tokens, tokenize
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig
-from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.config import EncoderConfig
+from vitrail.models.mae import BlockMask, DecoderConfig, MAEConfig, RandomMask, StratifiedMask
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import ViTConfig

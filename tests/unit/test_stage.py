@@ -24,9 +24,10 @@ from vitrail.data.files import stage as staging
 from vitrail.data.files.cache import keep
 from vitrail.data.files.fingerprint import data_state
 from vitrail.data.files.paths import local_copy
-from vitrail.data.files.stage import LOCK, as_opened, stage
+from vitrail.data.files.stage import LOCK, configs_to_open, stage
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.reading import pool
+from vitrail.data.source import ReadArray, Reads
 from vitrail.data.sources.arrays import NumpyConfig
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.items import DummyConfig
@@ -86,8 +87,8 @@ def test_a_file_with_a_key_and_labels_beside_it(data: Path, tmp_path: Path, monk
     given = FileConfig(path=f"{data}/f0.bin::raw/em", labels=str(data / "f2.bin"))
     more = {"f0.bin": (f"{data}/f4.bin",), "f2.bin": ()}  # an array may be read from several files
     arrays = [SimpleNamespace(name=f"{data}/{name}::key", files=f, chunk_reader=None) for name, f in more.items()]
-    entry = SimpleNamespace(images=arrays[:1], labels=arrays[1])
-    monkeypatch.setattr(FileConfig, "open", lambda self: SimpleNamespace(entries=[entry]))
+    read = Reads(arrays=[ReadArray(array, array is arrays[1], lambda: None) for array in arrays])
+    monkeypatch.setattr(FileConfig, "open", lambda self: SimpleNamespace(reads=lambda: read))
     (data / "f0.json").write_text("{}")
     (staged,) = stage([given], tmp_path / "fast", MIB)
     below = (tmp_path / "fast").joinpath(*data.parts[1:])
@@ -522,17 +523,17 @@ def test_a_copy_that_stands_still_ends(data: Path, tmp_path: Path, monkeypatch: 
 def test_the_recipe_decides(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [FileConfig(path=str(data)), SimpleNamespace(path="x")]
     plain = SimpleNamespace(bad="error", stage=None)
-    assert as_opened(plain, given) == given
-    (filled, other) = as_opened(SimpleNamespace(bad="fill", stage=None), given)
+    assert configs_to_open(plain, given) == given
+    (filled, other) = configs_to_open(SimpleNamespace(bad="fill", stage=None), given)
     assert filled.missing == "fill"
     assert other is given[1]
     monkeypatch.setenv("FAST_DISK", str(tmp_path / "fast"))
     section = SimpleNamespace(bad="error", stage=Stage(dir="$FAST_DISK/vitrail", limit_gib=1))
-    (staged, _) = as_opened(section, given, tell=lambda line: None)
+    (staged, _) = configs_to_open(section, given, tell=lambda line: None)
     assert staged.path.startswith(str(tmp_path / "fast" / "vitrail"))
     monkeypatch.delenv("FAST_DISK")
     with pytest.raises(UserError, match=r"data\.stage\.dir: '\$FAST_DISK/vitrail' names a variable that is not set"):
-        as_opened(section, given)
+        configs_to_open(section, given)
     assert json.loads(section.stage.model_dump_json()) == {"dir": "$FAST_DISK/vitrail", "limit_gib": 1.0}
 
 

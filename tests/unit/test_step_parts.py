@@ -24,7 +24,7 @@ def test_every_sample_of_a_batch_is_in_one_micro_batch(micro: int | None, expect
     trainer: Any = SimpleNamespace(recipe=SimpleNamespace(data=SimpleNamespace(micro_batch=micro)), done=0, _ahead=None)
     trainer._seed = lambda *_: None
     trainer.prepare = lambda part: ({}, part)
-    for name in ("_micro", "_narrow", "_prepare_first"):
+    for name in ("_micro_batches", "_prepare_first"):
         setattr(trainer, name, getattr(Trainer, name).__get__(trainer))
     found = [part for _, part in Trainer._prepared(trainer, batch)]
     assert [part.counters for part in found] == expected

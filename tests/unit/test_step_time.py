@@ -12,7 +12,7 @@ from vitrail.cost.step import Group, StepTime, _Rank, seconds_of, step_time
 from vitrail.cost.work import Segment, Work
 from vitrail.layers.flops import Flops
 from vitrail.parallel import float8
-from vitrail.parallel.mesh import Layout, layout_of
+from vitrail.parallel.mesh import layout_of
 from vitrail.recipe.sections import Parallel, Precision, Prefetch
 
 BF16, FP32, FLOAT8 = (Precision(compute=name) for name in ("bf16", "fp32", "float8"))
@@ -61,7 +61,6 @@ def step(gpus: int = 1, *, of: Work | None = None, cluster: Cluster = CLUSTER, *
     return step_time(
         of or work(),
         cluster,
-        gpus=gpus,
         layout=layout,
         parallel=parallel,
         precision=Precision(compute=compute),
@@ -259,8 +258,3 @@ def test_pipelines_have_a_bubble() -> None:
     assert few.bubble / few.seconds > 0.4
     assert many.bubble / many.seconds < 0.1
     assert step(4, pipeline=4, micro_batches=4, schedule="interleaved").bubble < few.bubble
-
-
-def test_layouts_are_never_larger_than_the_world() -> None:
-    with pytest.raises(AssertionError):
-        step_time(work(), CLUSTER, gpus=4, layout=Layout(8, 1, False), parallel=Parallel(), precision=BF16)

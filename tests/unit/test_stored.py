@@ -22,7 +22,7 @@ from vitrail import disk
 from vitrail.bench.sweep import read_asked
 from vitrail.data.batch import Statistics
 from vitrail.data.chunks import decoded as chunks
-from vitrail.data.chunks.decoded import find_layers
+from vitrail.data.chunks.layers import find_layers
 from vitrail.data.chunks.nodes import checksums_of
 from vitrail.data.files import paths as files
 from vitrail.data.files.fingerprint import data_states

@@ -8,7 +8,6 @@ import torch
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.errors import UserError
-from vitrail.layers.masks import BlockMask, RandomMask, make_mask
 from vitrail.layers.scores import CannyScore, GradientScore
 from vitrail.layers.tokens import AdaptiveTokens, RegisteredScore, Tokens, UniformTokens, tokenize
 from vitrail.layers.variables import VariablesConfig
@@ -24,6 +23,7 @@ from vitrail.models import (
     ViT,
     ViTConfig,
 )
+from vitrail.models.mae import BlockMask, RandomMask, make_mask
 from vitrail.models.model import make_inputs
 from vitrail.objectives.reconstruct import ReconstructConfig
 

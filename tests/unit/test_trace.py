@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import recomputed
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.cost import trace as tracing
@@ -129,7 +130,7 @@ def test_flops_of_every_model_and_mode_equal_what_pytorch_counts(name: str) -> N
     for choice in CHOICES:
         with torch.device("meta"):
             model = config.build()
-        recompute.apply(model.blocks(), choice_of(choice, config))
+        recomputed(model.blocks(), choice_of(choice, config))
         # Attention as plain products is counted, forward and (twice) backward.
         with use_backend("math"), FlopCounterMode(display=False) as counter:
             built.loss(model(**inputs), targets).sum.backward()

@@ -12,7 +12,7 @@ from support import events, tiny_recipe
 import vitrail
 from vitrail.errors import UserError
 from vitrail.recipe import load_recipe
-from vitrail.training import evaluate, garbage, session
+from vitrail.training import evaluate, session, trainer
 from vitrail.training.trainer import Trainer
 
 
@@ -36,13 +36,13 @@ def test_saves_by_the_clock_are_all_kept_and_garbage_waits_for_the_end_of_steps(
     clock = SimpleNamespace(monotonic=lambda: 10.0 * done[0], perf_counter=session.time.perf_counter)
     monkeypatch.setattr(Trainer, "step", watched)
     monkeypatch.setattr(session, "time", clock)
-    monkeypatch.setattr(garbage, "EVERY", 4)
-    monkeypatch.setattr(garbage.gc, "collect", collect)
+    monkeypatch.setattr(trainer, "COLLECT_EVERY", 4)
+    monkeypatch.setattr(trainer.gc, "collect", collect)
     changes = {"run__steps": 10, "checkpoint__every": "30s", "checkpoint__keep": "all", "eval__every": 10}
     tree = tiny_recipe(volume, tmp_path / "run", **changes, eval__samples=1, data__batch=2)
     tree["schedule"] = {"kind": "linear", "steps": 5, "warmup": "20%"}
     assert vitrail.train(tree, quiet=True).code == 0
-    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == [
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step-*")) == [
         "step-00000004",
         "step-00000008",
         "step-00000010",

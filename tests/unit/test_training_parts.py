@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ from vitrail.diffusion import SamplingConfig
 from vitrail.errors import UserError
 from vitrail.layers.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.layers.init import init_rules, initialise
-from vitrail.layers.masks import RandomMask
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
+from vitrail.models.mae import RandomMask
 from vitrail.models.model import Model
 from vitrail.objectives.classify import ClassifyConfig
 from vitrail.objectives.denoise import DenoiseConfig
@@ -31,7 +32,7 @@ from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.objectives.segment import SegmentConfig
 from vitrail.parallel.mesh import Layout
 from vitrail.parallel.split import Split
-from vitrail.recipe import load_recipe, sections
+from vitrail.recipe import Duration, config, kinds, load_recipe, sections, steps_of
 from vitrail.training import evaluate
 from vitrail.training import evaluate as meters
 from vitrail.training.evaluate import WARM_UP_STEPS, Meter
@@ -51,7 +52,7 @@ from vitrail.training.optimizers.optimizer import (
     step as take_step,
 )
 from vitrail.training.optimizers.sgd import SGDConfig
-from vitrail.training.schedule import ConstantConfig, CosineConfig, LinearConfig
+from vitrail.training.schedule import ConstantConfig, CosineConfig, LinearConfig, in_steps
 from vitrail.training.trainer import EMA
 
 # ---------------------------------------------------------------- schedules
@@ -92,7 +93,7 @@ def test_constant() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    kind=st.sampled_from([CosineConfig, LinearConfig, ConstantConfig]),
+    kind=st.sampled_from([kinds.find("schedule", name) for name in kinds.BUILT_IN["schedule"]]),
     start=st.one_of(st.none(), st.floats(0, 1e-3)),
     end=st.floats(0, 1e-3),
     warmup=st.integers(0, 40),
@@ -108,6 +109,19 @@ def test_schedules_rise_to_the_base_and_then_only_fall(kind, start, end, warmup:
     assert falling[0] == pytest.approx(1e-3)
     last = schedule.rate(total + warmup, base=1e-3, warmup=warmup, total=total)
     assert last == pytest.approx(1e-3 if kind is ConstantConfig else end, abs=1e-15)
+
+
+def test_durations_of_a_schedule_are_counted_in_steps() -> None:
+    @config
+    class OwnConfig(LinearConfig):
+        at: tuple[Duration, ...] = ()
+        rest: Duration | None = None
+        hold: Duration | None = None
+        share: float = 0.5
+
+    own = OwnConfig(steps="2 epochs", warmup="10%", at=(3, "50%", "100%"), hold="16 samples")
+    found = in_steps(own, partial(steps_of, total=200, batch=8))
+    assert found == OwnConfig(steps="2 epochs", warmup=20, at=(3, 100, 200), hold=2)
 
 
 def test_a_base_of_nothing_but_warm_up() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from vitrail.layers import trees
 from vitrail.layers.kernels import adaptive_kernels
-from vitrail.layers.patches import patchify
+from vitrail.layers.tokens import patchify
 from vitrail.layers.trees import Tree, build_trees, check_length, is_full
 from vitrail.report.panels import tree_picture
 from vitrail.report.views import LINES

@@ -15,7 +15,7 @@ from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.scores import GradientScore
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.layers.variables import VariablesConfig
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.unetr import UNETR, UNETRConfig
 
 SMALL = EncoderConfig(width=24, depth=4, heads=2, patch=4)

@@ -10,9 +10,9 @@ import torch
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
 from vitrail.layers.attention import CrossAttention
-from vitrail.layers.masks import RandomMask
 from vitrail.layers.variables import Aggregate, VariableEmbed, VariableHead, VariablesConfig
 from vitrail.models import MAE, DecoderConfig, EncoderConfig, MAEConfig, ViT, ViTConfig
+from vitrail.models.mae import RandomMask
 from vitrail.objectives.reconstruct import ReconstructConfig
 
 KNOWN = tuple(f"v{i}" for i in range(7))

@@ -21,12 +21,18 @@ from torch import Tensor, nn
 
 import vitrail
 from vitrail.errors import UserError
-from vitrail.layers.attention import attend
-from vitrail.layers.patches import gather_tokens, grid_coordinates, inflated_rope_table, patchify, rope_table, rotate
-from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.attention import attend, rotate
+from vitrail.layers.tokens import (
+    AdaptiveTokens,
+    gather_tokens,
+    grid_coordinates,
+    inflated_rope_table,
+    patchify,
+    rope_table,
+)
 from vitrail.layers.variables import VariablesConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig

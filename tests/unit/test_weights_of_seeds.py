@@ -21,13 +21,12 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.diffusion import SamplingConfig, Straight, sample
 from vitrail.errors import UserError
-from vitrail.layers.patches import gather_tokens, unpatchify
 from vitrail.layers.scores import GradientScore
-from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.layers.tokens import AdaptiveTokens, gather_tokens, unpatchify
 from vitrail.layers.variables import VariablesConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig, hide
 from vitrail.models.model import make_inputs
 from vitrail.objectives.denoise import DenoiseConfig

@@ -415,7 +415,7 @@ def too_long(tmp_path: Path, server: str) -> str:
 @pytest.mark.parametrize("decoded", ["here", "by tensorstore"])
 def test_chunks_by_http_are_not_fetched_beyond_a_bound(too_long: str, decoded: str, monkeypatch) -> None:
     if decoded == "by tensorstore":
-        monkeypatch.setattr("vitrail.data.chunks.nodes.open_chunks", lambda *_, **__: None)
+        monkeypatch.setattr("vitrail.data.chunks.decoded.open_chunks", lambda *_, **__: None)
     image = OmeZarrConfig(path=too_long).open()
     SENT.clear()
     with pytest.raises(BadData, match=r"more (bytes )?than a chunk can need"):

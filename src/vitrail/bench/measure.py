@@ -43,7 +43,6 @@ from vitrail.errors import UserError
 from vitrail.launch.machine import environment
 from vitrail.launch.world import find_world
 from vitrail.layers.flops import peak_tflops
-from vitrail.objectives.objective import Loss
 from vitrail.parallel.agree import gather_json, on_chief, share_json
 from vitrail.parallel.mesh import layout_of
 from vitrail.parallel.split import Alone
@@ -51,9 +50,11 @@ from vitrail.recipe.load import Given, find_recipe
 from vitrail.report.bench_cells import spread
 from vitrail.report.facts import strict
 from vitrail.report.modes import UNSTEADY
-from vitrail.training.diagnose import LONG, Opened, opened_as_is
+from vitrail.training.diagnose import ENDLESS, LONG, Opened, opened_as_is
 from vitrail.training.evaluate import memory_gib
+from vitrail.training.profiling import parted
 from vitrail.training.setup import Place
+from vitrail.training.timeline import covered, is_collective
 from vitrail.training.trainer import Timed, Trainer
 
 
@@ -123,37 +124,15 @@ class Marks:
 def marked(trainer: Trainer, marks: Marks, ahead: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Put marks between the parts of the trainer's steps, for the time of the block; `ahead` comes before backwards."""
 
-    def prepare(micro: Batch) -> tuple[dict[str, Any], Any]:
-        marks.put("forward")
-        return type(trainer).prepare(trainer, micro)
-
-    def judge(output: torch.Tensor, targets: Any) -> Loss:
-        loss = type(trainer).judge(trainer, output, targets)
-        ahead()
-        marks.put("backward")
-        return loss
-
-    gradients = trainer.flow.gradients
-
-    def add_up() -> None:
-        marks.put("optimizer")
-        type(gradients).add_up(gradients)
-
-    if trainer.flow.pipeline is None:  # in a pipeline forward and backward of micro-batches take turns
-        trainer.prepare = prepare  # type: ignore[method-assign]
-        trainer.judge = judge  # type: ignore[method-assign]
-    gradients.add_up = add_up  # type: ignore[method-assign]
     replay, trainer.flow.replay = trainer.flow.replay, None
     if replay is not None:
         replay.make_way()
     try:
-        with trainer.expecting(lambda: None):  # each step prepares its own batch
+        # Each step prepares its own batch.
+        with trainer.expecting(lambda: None), parted(trainer, marks.put, ahead):
             yield
     finally:
-        del gradients.add_up
         trainer.flow.replay = replay
-        if trainer.flow.pipeline is None:
-            del trainer.prepare, trainer.judge
 
 
 def split_step(
@@ -217,20 +196,6 @@ def communication(batches: Iterator[Batch], act: Callable[[Batch], Any], device:
         took = time.perf_counter() - began
     spans = [(e.time_range.start, e.time_range.end) for e in profiler.events() if is_collective(e.name, on_gpu)]
     return min(1.0, covered(spans) / 1e6 / took) if spans else None
-
-
-def is_collective(name: str, on_gpu: bool) -> bool:
-    """Return whether this is the kernel of a collective (RCCL's have the same names), or its work on a CPU."""
-    return name.startswith(("ncclDevKernel", "ncclKernel")) if on_gpu else name.startswith("gloo:")
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of spans."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 GIB = 2**30
@@ -338,7 +303,7 @@ def measure(
     if mode == "compute" and find_world().size > 1:
         raise UserError("mode compute: it is measured on one rank alone; start one process, or use mode syn")
     began = time.monotonic()
-    with opened_as_is(find_recipe(recipe, [*overrides, f"run.steps={LONG}"])) as (parts, watchdog):
+    with opened_as_is(find_recipe(recipe, [*overrides, *ENDLESS])) as (parts, watchdog):
         device = parts.place.device
         energy, retries = Energy(device), retries_of(device)
         work = _Work(parts, mode)

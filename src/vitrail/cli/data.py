@@ -136,8 +136,9 @@ def preview(
     vitrail data preview configs/demo/mae3d.yaml
     vitrail data preview configs/demo/mae3d.yaml data.augment.orientations=false --samples 8 --out seen.png
 
-    These are samples of the first steps of a training with that recipe, with the draws of its seed. The path of the
-    picture is printed; of volumes it shows the middle planes. Nothing else is written.
+    These are samples of the first steps of a training with that recipe, with the draws of its seed. No others are read,
+    so bad data elsewhere are not found. The path of the picture is printed; of volumes it shows the middle planes.
+    Nothing else is written.
     """
     from vitrail.training.diagnose import preview as draw
 

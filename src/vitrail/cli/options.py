@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,8 +35,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Given = Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder.")]
 ToContinue = Annotated[str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe file, or a run folder to continue.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+
+
+def _read_step(word: str) -> int | str:
+    """Return a step as a number, and a word as it is."""
+    return int(word) if word.isdecimal() else word
+
+
 Step = Annotated[
-    int | None, typer.Option(metavar="STEP", min=0, help="Step of the checkpoint; the newest good one if not given.")
+    Any,
+    typer.Option(
+        metavar="STEP",
+        parser=_read_step,
+        help="best, last, or the step of a checkpoint; the newest good one if not given.",
+    ),
 ]
 Kept = Annotated[
     Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where there are any.")

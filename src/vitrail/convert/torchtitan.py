@@ -107,7 +107,8 @@ def seed(value: Any, given: Given) -> Made:
     return ({"run.seed": 0}, "the original drew no seed") if value is None else ({"run.seed": value}, "")
 
 
-_NO_PROFILE = "a profile is not part of a training; `vitrail bench` measures"
+_NO_PROFILE = "`log.profile.steps` names the few steps to look at"
+_NO_SNAPSHOT = "`log.profile.memory` takes them after those steps and where memory runs out"
 _NO_TEXT = "of torchtitan's language models; not used there either"
 _BY_ITSELF = "done by itself"
 _ALIKE = "one way, for all layouts"
@@ -187,8 +188,8 @@ def lines(steps: int, warmup: int, shard: int, **more: Any) -> tuple[Line, ...]:
             Line(f"profiling.{key}", drop(_NO_PROFILE))
             for key in ("enable_profiling", "save_traces_folder", "profile_freq")
         ),
-        Line("profiling.enable_memory_snapshot", drop("`vitrail plan` tells what takes memory")),
-        Line("profiling.save_memory_snapshot_folder", drop("`vitrail plan` tells what takes memory")),
+        Line("profiling.enable_memory_snapshot", drop(_NO_SNAPSHOT)),
+        Line("profiling.save_memory_snapshot_folder", drop(_NO_SNAPSHOT)),
         Line("memory_estimation.enabled", drop("`vitrail plan` tells what takes memory")),
         Line("memory_estimation.disable_fake_mode", drop("`vitrail plan` tells what takes memory")),
         Line("comm.train_timeout_seconds", lambda v, g: ({"run.hang_limit": f"{int(v)}s"}, "")),

@@ -15,6 +15,7 @@ TASKS = {  # folder of the configs, type of the newer layout: the model and the 
 }
 TYPES = {"VIT": "classification", "MAE": "mae", "UNETR": "unetr", "SAP": "sap", "DiffusionVIT": "diffusion"}
 SOURCES = {"imagenet": "image_folder", "catsdogs": "image_folder", "basic_ct": "nifti", "xct": "numpy"}
+RESIZED = ("imagenet", "catsdogs")  # datasets whose images become as large as a tile
 NET = "model.net.init_args."
 MOST_CLASSES = 1000  # of voxels, of which each has a line in the recipe
 
@@ -299,23 +300,20 @@ def channels(value: Any, given: Given) -> Made:
     return None if given(NET + "use_varemb") or len(counts) != 1 else ({"model.channels": counts.pop()}, "")
 
 
-def tiles(value: Any, given: Given) -> Made:
-    if given("data.dataset") in ("imagenet", "catsdogs"):
-        return {}, "images are resized to the tile, so each is one tile"
-    return {"data.tiles.overlap": value}, ""
+def tiled(name: str, why: str) -> Make:
+    def make(value: Any, given: Given) -> Made:
+        if given("data.dataset") in RESIZED:
+            return {}, f"images are resized to the tile, so {why}"
+        return {f"data.tiles.{name}": value}, ""
 
-
-def edges(value: Any, given: Given) -> Made:
-    if given("data.dataset") in ("imagenet", "catsdogs"):
-        return {}, "images are resized to the tile, so nothing is left over"
-    return {"data.tiles.edges": value}, ""
+    return make
 
 
 def resized(value: Any, given: Given) -> Made:
     sizes = {int(side) for size in value.values() for side in size}
     if len(sizes) > 1:
         raise NotHonoured("one size for both sides and all entries is known; write data.fit.resize: [y, x]")
-    if given("data.dataset") not in ("imagenet", "catsdogs"):
+    if given("data.dataset") not in RESIZED:
         return {}, "data of this kind are not resized, there too"
     return {"data.fit.resize": [sizes.pop()] * 2}, ""
 
@@ -506,8 +504,8 @@ LINES = (
     Line("data.single_channel", single_channel),
     code("labels of voxels", labels),
     code("cat or dog, by the name of the file", classes),
-    Line("data.tile_overlap", tiles),
-    Line("data.use_all_data", edges),
+    Line("data.tile_overlap", tiled("overlap", "each is one tile")),
+    Line("data.use_all_data", tiled("edges", "nothing is left over")),
     Line("dataset_options.imagenet_resize", resized, many=True),
     code("size of cats and dogs", unstated_fit),
     code("normalisation", normalized),

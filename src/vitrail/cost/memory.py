@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from vitrail.cost.cluster import Device
 from vitrail.cost.work import Segment, Work
+from vitrail.parallel.mesh import Layout
+from vitrail.recipe.sections import Parallel, Precision
 
 BYTES = {"bf16": 2, "float8": 2, "fp32": 4}  # of a gathered parameter, or of a gradient between ranks
 
@@ -66,34 +68,26 @@ class Memory:
 
 def memory_of(
     work: Work,
+    layout: Layout,
+    parallel: Parallel,
+    precision: Precision,
     *,
-    shard: int = 1,
-    reshard: bool = True,
-    tensor: int = 1,
-    context: int = 1,
-    pipeline: int = 1,
-    prefetch: Any = None,
-    wrap: int = 1,
-    compute: str = "bf16",
-    reduce: str = "fp32",
+    micro_batches: int = 1,
     moments: Moments = ADAMW,
     ema: bool = False,
-    offload: bool = False,
-    micro_batches: int = 1,
-    schedule: str = "1F1B",
     read_ahead: int = 0,
     rank: int = 0,
     solo: bool = False,
 ) -> Memory:
-    """Return what one rank needs; `prefetch` is the recipe's (forward, backward), by default FSDP2's own 0 and 1.
+    """Return what one rank needs; `precision` names what is computed in (not auto).
 
     `read_ahead` is how many batches lie on the device before their turn, `rank` the place in a pipeline.
     """
-    flying = _in_flight(pipeline, rank, micro_batches, schedule)
-    state = _State(work, shard * context, tensor, wrap, BYTES[compute], BYTES[reduce], reshard, offload)
+    flying = _in_flight(layout.pipeline, rank, micro_batches, parallel.schedule)
+    state, offload = _State(work, layout, parallel, precision), parallel.offload
     masters = 0 if offload else 4 * state.owned
     # Batches as they were read, and what is made of one micro-batch; a pipeline prepares all of them first.
-    made = (work.inputs - work.raw) * (micro_batches if pipeline > 1 else 1)
+    made = (work.inputs - work.raw) * (micro_batches if layout.pipeline > 1 else 1)
     fixed = Memory(
         parameters=masters,
         # Between micro-batches gradients stay; in the first, or only, one they come block by block.
@@ -106,8 +100,7 @@ def memory_of(
     if solo:
         instants = state.moments_alone(fixed, accumulated=micro_batches > 1)
     else:
-        ahead = (getattr(prefetch, "forward", 0), getattr(prefetch, "backward", 1))
-        instants = state.moments(fixed, ahead, accumulated=micro_batches > 1)
+        instants = state.moments(fixed, accumulated=micro_batches > 1)
     return max(instants, key=lambda memory: memory.peak)
 
 
@@ -124,13 +117,23 @@ class _State:
     """The parameters of one rank, and the moments of a step. `fixed` is what a pass does not change."""
 
     work: Work
-    ranks: int  # over which parameters of blocks are sharded
-    tensor: int
-    wrap: int
-    compute: int  # bytes of a number
-    reduce: int
-    reshard: bool
-    offload: bool
+    layout: Layout
+    parallel: Parallel
+    precision: Precision
+
+    @property
+    def ranks(self) -> int:
+        """Return over how many ranks parameters of blocks are sharded."""
+        return self.layout.shard * self.layout.context
+
+    @property
+    def compute(self) -> int:
+        """Return the bytes of a number that is computed with."""
+        return BYTES[self.precision.compute]
+
+    @property
+    def reduce(self) -> int:
+        return BYTES[self.precision.reduce]
 
     @cached_property
     def every(self) -> list[Segment]:
@@ -142,7 +145,7 @@ class _State:
 
     def own(self, segment: Segment) -> int:
         """Count parameters of which this rank has the master."""
-        return -(-segment.parameters // (self.ranks * (1 if segment.gathered else self.tensor)))
+        return -(-segment.parameters // (self.ranks * (1 if segment.gathered else self.layout.tensor)))
 
     @cached_property
     def owned(self) -> int:
@@ -150,19 +153,19 @@ class _State:
 
     @property
     def all_gradients(self) -> int:
-        return 0 if self.offload else 4 * self.owned
+        return 0 if self.parallel.offload else 4 * self.owned
 
-    def moments(self, fixed: Memory, ahead: tuple[int, int], *, accumulated: bool) -> Iterator[Memory]:
-        every, sharded = self.every, self.ranks > 1
+    def moments(self, fixed: Memory, *, accumulated: bool) -> Iterator[Memory]:
+        c, every, sharded = self.parallel, self.every, self.ranks > 1
         root = sum(s.parameters for s in every if not s.gathered)
         blocks = [s.parameters if s.gathered else 0 for s in every]
 
         def gathered(index: int, groups: int) -> int:
             """Count the root's, and this group's with some beside it; or those of all blocks that have been run."""
-            own = blocks[index] * self.wrap * groups if self.reshard else sum(blocks[: index + 1])
+            own = blocks[index] * c.wrap * groups if self.layout.reshard else sum(blocks[: index + 1])
             return self.compute * (root + own)
 
-        forward = [gathered(index, 2 + ahead[0] if sharded else 1) for index in range(len(every))]
+        forward = [gathered(index, 2 + c.prefetch.forward if sharded else 1) for index in range(len(every))]
         yield from self._forward(fixed, [*forward, gathered(len(every) - 1, 1)])
         gradients, saved = fixed.gradients, fixed.activations + sum(segment.saved for segment in every)
         waiting = 0  # gradients of the root, which are reduced last
@@ -171,7 +174,7 @@ class _State:
             held = replace(
                 fixed,
                 gradients=gradients,
-                gathered=gathered(index, 1 + ahead[1] if sharded else 1),
+                gathered=gathered(index, 1 + c.prefetch.backward if sharded else 1),
                 activations=saved,
                 temporary=segment.peak + waiting,
                 communication=buffer,
@@ -182,20 +185,20 @@ class _State:
             if not segment.gathered:
                 waiting += self.compute * segment.parameters
                 continue
-            numbers = segment.parameters * self.wrap
+            numbers = segment.parameters * c.wrap
             buffer = self.reduce * numbers
-            output = 0 if self.offload else 4 * self.own(segment)
+            output = 0 if c.offload else 4 * self.own(segment)
             gradients += 0 if accumulated else output
             yield replace(
                 held,
                 gradients=gradients,
-                gathered=gathered(index - 1, ahead[1] if sharded else 0) if index else self.compute * root,
+                gathered=gathered(index - 1, c.prefetch.backward if sharded else 0) if index else self.compute * root,
                 activations=saved,
                 temporary=waiting,
                 communication=self._reduction(numbers) + (output if accumulated else 0),
                 moment=f"reduction after {segment.name}",
             )
-        outside = 0 if accumulated or self.offload else 4 * sum(self.own(s) for s in every if not s.gathered)
+        outside = 0 if accumulated or c.offload else 4 * sum(self.own(s) for s in every if not s.gathered)
         yield replace(
             fixed,
             gradients=gradients + outside,

@@ -30,9 +30,8 @@ from vitrail.cost.step import StepTime, step_time
 from vitrail.cost.trace import Compute, trace, whole_matrix
 from vitrail.cost.work import Key, Work, cached, divided, places, stage_of
 from vitrail.errors import UserError
-from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of, filled
-from vitrail.objectives.objective import labels_of
+from vitrail.models.model import Model, filled, known_variables, sizes_of
+from vitrail.objectives.objective import labels_wanted
 from vitrail.parallel import recompute
 from vitrail.parallel import shard as solo
 from vitrail.parallel.mesh import Layout, layout_of
@@ -48,14 +47,10 @@ _MODELS, _WHOLE = cached(8), cached(16)
 
 def complete(recipe: Recipe) -> Recipe:
     """Return the recipe with the model and the objective as training would complete them."""
-    model, objective = recipe.model, recipe.objective
-    try:
-        crop = per_axis(recipe.data.crop, model.ndim)
-    except ValueError as error:
-        raise UserError(f"data.crop: {error}; model.ndim is {model.ndim}") from None
+    model, objective, crop = recipe.model, recipe.objective, sizes_of(recipe, "crop")
     entry = _Entry(recipe.data.train[0])
     condition = tuple(getattr(objective, "condition", ()))
-    known = getattr(encoder_of(model), "variables", None)
+    known = known_variables(model)
     if known is not None:
         channels = len(known.known)
     else:
@@ -64,7 +59,7 @@ def complete(recipe: Recipe) -> Recipe:
         names = (*condition, *(f"variable{number}" for number in range(channels)))
         objective, model = dataclasses.replace(objective, variables=None).fit(model, names, recipe.data)
     update: dict[str, Any] = {"channels": channels, "shape": crop}
-    labels = labels_of(objective, model)
+    labels = labels_wanted(objective, model)
     if labels is not None and hasattr(model, "classes"):
         names = objective.names or ()
         classes = model.classes or len(names) or _needed("model.classes", entry.classes(labels), entry)
@@ -297,25 +292,16 @@ def is_solo(recipe: Recipe, layout: Layout, cluster: Cluster) -> bool:
 
 def memory_for(recipe: Recipe, cluster: Cluster, layout: Layout, shares: Shares, *, rough: bool = False) -> Memory:
     """Return the memory of the fullest rank."""
-    c = recipe.parallel
     alone = is_solo(recipe, layout, cluster)
     found = (
         memory_of(
             work,
-            shard=layout.shard,
-            reshard=layout.reshard,
-            tensor=layout.tensor,
-            context=layout.context,
-            pipeline=layout.pipeline,
-            prefetch=c.prefetch,
-            wrap=c.wrap,
-            compute=compute_of(recipe),
-            reduce=recipe.precision.reduce,
+            layout,
+            recipe.parallel,
+            recipe.precision,
+            micro_batches=shares.passes,
             moments=Moments.of(recipe.optimizer),
             ema=recipe.ema is not None,
-            offload=c.offload,
-            micro_batches=shares.passes,
-            schedule=c.schedule,
             read_ahead=recipe.data.prefetch + 1,  # that wait, and the one that is being made
             rank=rank,
             solo=alone,
@@ -371,7 +357,6 @@ def like(cluster: Cluster, strategy: str, parameters: int, gpus: int) -> dict[st
 def time_for(
     recipe: Recipe,
     cluster: Cluster,
-    gpus: int,
     layout: Layout,
     shares: Shares,
     *,
@@ -386,7 +371,6 @@ def time_for(
             step_time(
                 work,
                 cluster,
-                gpus=gpus,
                 layout=layout,
                 parallel=recipe.parallel,
                 precision=recipe.precision,
@@ -441,7 +425,7 @@ def estimate(recipe: Recipe, cluster: Cluster, gpus: int, *, changes: tuple[str,
     if replayed:
         work = works_of(recipe, layout, shares.micro)[0]
         memory = dataclasses.replace(memory, recorded=work.inputs - work.raw)
-    time = time_for(recipe, cluster, gpus, layout, shares, replayed=replayed)
+    time = time_for(recipe, cluster, layout, shares, replayed=replayed)
     rate = shares.batch / time.seconds
     c, peak = recipe.parallel, gpus * cluster.device.peak("bf16")
     work = works_of(recipe, layout, shares.micro)[0]

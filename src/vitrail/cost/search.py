@@ -84,9 +84,9 @@ class Candidate:
         data = self.recipe.data.model_copy(update={"batch": f"{samples}/rank"})
         return self._changed({"data": data})
 
-    def rate(self, cluster: Cluster, gpus: int) -> float:
+    def rate(self, cluster: Cluster) -> float:
         """Estimate samples a second, roughly."""
-        return self.shares.batch / time_for(self.recipe, cluster, gpus, self.layout, self.shares, rough=True).seconds
+        return self.shares.batch / time_for(self.recipe, cluster, self.layout, self.shares, rough=True).seconds
 
     def _changed(self, update: dict[str, Any]) -> Candidate:
         recipe = self.recipe.model_copy(update=update)
@@ -267,7 +267,7 @@ def search(recipe: Recipe, cluster: Cluster, gpus: int, *, any_batch: bool = Fal
     pick = _any_that_fit if any_batch else _that_fit
     found = [one for start in some if start.least <= _room(cluster) for one in pick(start, cluster)]
     good: list[Estimate] = []
-    for one in sorted(found, key=lambda one: -one.rate(cluster, gpus)):
+    for one in sorted(found, key=lambda one: -one.rate(cluster)):
         if len(good) == top:
             break
         good += [made for made in [exact(one)] if made.fits]

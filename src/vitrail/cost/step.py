@@ -363,7 +363,6 @@ def step_time(
     work: Work,
     cluster: Cluster,
     *,
-    gpus: int,
     layout: Layout,
     parallel: Parallel,
     precision: Precision,
@@ -375,9 +374,8 @@ def step_time(
     """Time one optimizer step with so many micro-batches, of which `work` is one.
 
     `precision` names what is computed in (not auto). `solo` and `replayed` are those of one rank alone, as in
-    parallel/shard.py and parallel/replay.py. Of fewer ranks than GPUs there are copies that do not talk to each other.
+    parallel/shard.py and parallel/replay.py.
     """
-    assert gpus >= layout.data * layout.parts * layout.pipeline, (gpus, layout)
     rank = _Rank(work, cluster, layout, parallel, precision, solo, replayed)
     spent, busy = rank.micro_batches(micro_batches)
     running, waiting = spent.total, spent[INSIDE] + spent[BETWEEN]

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,8 @@ from vitrail.errors import UserError, is_out_of_memory
 from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Part, per_axis
 from vitrail.layers.tokens import AdaptiveTokens
-from vitrail.models.model import encoder_of
+from vitrail.models.model import encoder_of, known_variables
+from vitrail.parallel.replay import map_tensors
 from vitrail.parallel.split import Split, Whole
 from vitrail.recipe.sections import Chunk
 
@@ -127,16 +128,16 @@ def build_objective(objective: Any, model: Any) -> Any:
 def prepare(objective: Any, built: Any, model: Any, samples: int, parts: int) -> tuple[dict[str, Any], Any, Raw]:
     """Make inputs and targets of one rank by the objective's own prepare(); last the bytes of the batch itself."""
     from vitrail.data.batch import Batch
-    from vitrail.objectives.objective import drop_path_table, labels_of
+    from vitrail.objectives.objective import drop_path_table, labels_wanted
 
     adaptive = isinstance(getattr(encoder_of(model), "tokens", None), AdaptiveTokens)
     # Trees grow on values: they are made for one sample, on the host, and stand for all.
     number, device = (1, "cpu") if adaptive else (samples, "meta")
     size = per_axis(model.shape, model.ndim)
-    of = labels_of(objective, model)
+    of = labels_wanted(objective, model)
     wanted = of == "voxel" or (of == "item" and getattr(model, "classes", None))
     labels = torch.zeros(number, *(size if of == "voxel" else ()), dtype=torch.long, device=device) if wanted else None
-    known = getattr(encoder_of(model), "variables", None)
+    known = known_variables(model)
     batch = Batch(
         counters=list(range(number)),
         values=torch.zeros(number, _channels(objective, model), *size, device=device),
@@ -175,22 +176,6 @@ def _on_meta(value: Any, samples: int) -> Any:
     return map_tensors(made, value)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return the same structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: map_tensors(function, one) for name, one in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, one) for one in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, one) for one in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_tensors(function, getattr(value, f.name)) for f in fields(value) if f.init}
-        return replace(value, **changed)
-    return value
-
-
 def bytes_of(*values: Any) -> int:
     """Count the bytes of all tensors together, each storage once."""
     found: dict[int, int] = {}
@@ -208,22 +193,16 @@ def trace(
     objective: Any,
     *,
     samples: int,
-    compute: Compute,
-    recompute: Any = "none",
-    compiled: bool = False,
-    chunk: Chunk = Chunk(),  # noqa: B008
-    tensor: int = 1,
-    context: int = 1,
     pipeline_rank: tuple[int, int] = (0, 1),
+    **settings: Any,
 ) -> Work:
     """Trace one rank with a micro-batch of so many samples; `model` and `objective` are the recipe's configs.
 
-    Settings that the model cannot have are ValueErrors.
+    `settings` are those of _Options; such as the model cannot have are ValueErrors.
     """
     if samples < 1:
         raise ValueError(f"samples {samples} must be at least 1")
-    options = _Options(compute, recompute, compiled, chunk, tensor, context)
-    work = _work_of(key_of(model), key_of(objective), samples, options)
+    work = _work_of(key_of(model), key_of(objective), samples, _Options(**settings))
     return work if pipeline_rank[1] == 1 else stage_of(work, *pipeline_rank)
 
 
@@ -277,18 +256,9 @@ def _trace(model: Any, objective: Any, samples: int, options: _Options) -> Work:
             return built.loss(targets.lists.join([output] * parts), targets.targets).sum
         return built.loss(output, targets).sum
 
-    return trace_model(
-        model,
-        inputs,
-        loss,
-        samples=samples,
-        options=options,
-        flops=built.flops,
-        tokens=built.tokens_per_sample(),
-        held=bytes_of(targets),
-        raw=raw.whole,
-        slabs=raw.slabs,
-    )
+    work = trace_model(model, inputs, loss, samples=samples, flops=built.flops, **vars(options))
+    whole = work.inputs + bytes_of(targets) + raw.whole
+    return replace(work, inputs=whole, raw=raw.whole, slabs=raw.slabs, tokens=built.tokens_per_sample())
 
 
 def trace_model(
@@ -297,34 +267,27 @@ def trace_model(
     loss: Callable[[Tensor], Tensor],
     *,
     samples: int,
-    options: _Options | None = None,
     flops: Callable[[Any], Flops] | None = None,
-    tokens: int = 0,
-    held: int = 0,
-    raw: int = 0,
-    slabs: int = 0,
     **settings: Any,
 ) -> Work:
-    """Trace a model on these inputs, which are on the meta device; `held` and `raw` are bytes beside them."""
-    c = options or _Options(**settings)
+    """Trace a model alone on these inputs, which are on the meta device; `settings` are those of _Options."""
+    c = _Options(**settings)
     with torch.device("meta"):
         model = config.build()
     count = model.flops() if flops is None else flops(model)
     kept = _prepare(model, c)
     side = model.derive({name: value for name, value in inputs.items() if name != "x"})
-    held += bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
+    held = bytes_of(inputs, {name: value for name, value in side.items() if name != "taps"})
     segments, output = _segments(model, inputs["x"], side, kept)
     last = record(loss, output.shape, output.dtype)
     return Work(
         segments=tuple(segments),
-        inputs=held + raw,
+        inputs=held,
         loss=(*last.forward, *last.backward),
         loss_peak=last.saved + max(last.peak, last.forward_peak),
         samples=samples,
         flops=count,
-        tokens=tokens,
-        raw=raw,
-        slabs=slabs,
+        tokens=0,
     )
 
 
@@ -366,19 +329,6 @@ def of_layers(ops: tuple[Op, ...], widths: set[tuple[int, int]]) -> tuple[Op, ..
     return tuple(replace(op, layer=layer_of(op)) if op.kind == "gemm" else op for op in ops)
 
 
-class _Parameters:
-    """A count of parameters, each once, in the first stage that has it."""
-
-    def __init__(self) -> None:
-        self.counted: set[nn.Parameter] = set()
-
-    def of(self, owners: Sequence[nn.Module | nn.Parameter]) -> int:
-        found = {p for one in owners for p in ([one] if isinstance(one, nn.Parameter) else one.parameters())}
-        found -= self.counted
-        self.counted |= found
-        return sum(p.numel() for p in found)
-
-
 def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module, Any]) -> tuple[list[Segment], Run]:
     """Run stage by stage; equal blocks that follow each other are one segment. The last run has the output's shape."""
     from vitrail.parallel.float8 import linears_of
@@ -388,14 +338,20 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
     known: dict[Any, tuple[Run, Segment]] = {}
     shape, dtype, leaf = tuple(x.shape), x.dtype, False
     run: Run | None = None
-    parameters = _Parameters()
+    counted: set[nn.Parameter] = set()  # each once, in the first stage that has it
+
+    def count(owners: Sequence[nn.Module | nn.Parameter]) -> int:
+        found = {p for one in owners for p in ([one] if isinstance(one, nn.Parameter) else one.parameters())} - counted
+        counted.update(found)
+        return sum(p.numel() for p in found)
+
     compiled = any(map(is_compiled, kept))
     with fusion.compiling() if compiled else nullcontext():
         for stage in model.stages():
             used = [one for one in stage.uses if one is not None]
             blocks = [one for one in used if one in kept]
             key = (make_of(blocks[0]), kept[blocks[0]], shape, dtype) if len(used) == len(blocks) == 1 else None
-            own = parameters.of(used)
+            own = count(used)
             if key is not None and key in known:
                 run, segment = known[key]
                 if segments[-1].name == segment.name:
@@ -434,8 +390,7 @@ def _segments(model: Any, x: Tensor, side: dict[str, Any], kept: dict[nn.Module,
             if "taps" in stage.needs and "taps" in side and key is not None:
                 side["taps"].append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True))
     assert run is not None
-    left = parameters.of([model])
-    segments[0] = replace(segments[0], parameters=segments[0].parameters + left)
+    segments[0] = replace(segments[0], parameters=segments[0].parameters + count([model]))
     return segments, run
 
 

@@ -207,11 +207,6 @@ def training_flops(name: str, config: Any) -> float:
     return FORMULAS[name](model)
 
 
-def utilisation(flops: float, samples_per_s: float, peak_tflops: float) -> float:
-    """Return the share of a device's peak, for samples per second and device."""
-    return flops * samples_per_s / (peak_tflops * 1e12)
-
-
 def _torchtitan_mae(model: Any) -> float:
     c = _need(model, "mae", "torchtitan-mae")
     tokens = c.encoder.tokens.count(c.size, c.patch) * c.parts

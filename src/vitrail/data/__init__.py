@@ -11,4 +11,4 @@ def __getattr__(name: str) -> Any:
 
     if name != "batches":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("vitrail.training.batches").batches
+    return importlib.import_module("vitrail.training.diagnose").batches

@@ -11,11 +11,11 @@ from vitrail.layers.patches import Slab
 
 @dataclass
 class Batch:
-    """Samples on a device, in the data's own type until an objective normalises them."""
+    """Samples on a device, not normalised: in the type of the data, or float32 once clipped or resampled."""
 
     counters: list[int]  # the samples' places in the global order: the key of every draw
     values: Tensor  # [B, C, *crop], or a slab of it
-    labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], the class of each voxel, as stored
+    labels: Tensor | None = None  # [B] int64, the class of each item; or [B, *crop], of each voxel, after `label_map`
     variables: tuple[str, ...] = ()  # names of the channels, in their order
     slab: Slab | None = None  # what the values are of each crop, where other ranks hold the rest; labels are whole
     statistics: tuple[Tensor, Tensor] | None = None  # [B, C] mean and std, where sources have their own

@@ -24,7 +24,17 @@ from vitrail.data.order.sampler import Extent, Order, Sample, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.pool import Policy
 from vitrail.data.reading.reader import Reader
-from vitrail.data.source import ClassifiedSource, Item, LabelledSource, Source, class_names, label_names, notes_of
+from vitrail.data.source import (
+    ClassifiedSource,
+    Item,
+    LabelledSource,
+    Source,
+    class_names,
+    label_names,
+    notes_of,
+    without,
+)
+from vitrail.data.stored import by
 from vitrail.draws import key
 from vitrail.errors import BadData, UserError
 from vitrail.recipe.sections import Augment, Data, Fit
@@ -115,15 +125,6 @@ def check_size(name: str, axes: tuple[str, ...], item: Item, crop: tuple[int, ..
     )
 
 
-def without(values: Sequence[Any], across: int | None) -> tuple[Any, ...]:
-    """Return one value an axis of a sample, out of one an axis of its item."""
-    return tuple(value for axis, value in enumerate(values) if axis != across)
-
-
-def by(shape: Sequence[Any]) -> str:
-    return " x ".join(map(str, shape))
-
-
 MOST_CLASSES = 10_000  # labels beyond it number things rather than kinds of things
 SHOWN = 10  # sentences about items that are left out
 
@@ -152,7 +153,10 @@ class Dataset:
         self.configs, self.crop, self.where, self.labels, self.tick = list(configs), crop, where, labels, tick
         self.settings = settings if settings is not None else Data.model_construct(augment=Augment())
         self.policy = Policy.of(self.settings)  # of reads before the first step
-        self.sources: list[Source] = [_open(c) for c in configs]
+        self.sources: list[Source] = []
+        for c in configs:
+            with unpacking():
+                self.sources.append(c.open())
         if self.settings.bad == "skip":
             self._leave_out_bad()
         self._unchanged = Augmenter(Augment(), crop, seed=0)
@@ -266,9 +270,7 @@ class Dataset:
         item = self._item(extent)
         if self.settings.fit is not None and (augmenter is None or not self._takes_whole):
             return item.shape
-        window = tuple((augmenter or self._unchanged).window(item, self.crop))
-        if item.slices is not None and len(window) < len(item.shape):
-            window = (*window[: item.slices], 1, *window[item.slices :])
+        window = (augmenter or self._unchanged).window(item)
         return tuple(min(w, size) for w, size in zip(window, item.shape, strict=True))
 
     def _with_windows(self, extents: Sequence[Extent], augmenter: Augmenter | None) -> list[Extent]:
@@ -282,6 +284,10 @@ class Dataset:
                 known[alike] = self._window(extent, augmenter)
             found.append(extent._replace(window=known[alike]))
         return found
+
+    def windows(self) -> list[Extent]:
+        """Return the extents with the voxels that one sample is cut from, as nothing changes it."""
+        return self._with_windows(self.extents, None)
 
     def tiled(self, tiles: TilesSection) -> "Dataset":
         """Return the same data in tiles; weights, mixing and balance, which are for training, do not count."""
@@ -314,13 +320,8 @@ class Dataset:
                 "data.tiles: every tile comes once an epoch, so entries and items have no other shares; leave out "
                 "data.mix and the entries' weight and draw, or use data.balance"
             )
-        options = {
-            "lanes": lanes,
-            "reuse": reuse,
-            "block": block,
-            "codes": self.orientation_codes() if turn else (0,),
-            "augmenter": augmenter,
-        }
+        codes = self.orientation_codes() if turn else (0,)
+        options = {"lanes": lanes, "reuse": reuse, "block": block, "orientations": codes, "augmenter": augmenter}
         if batch is not None and settings.balance is not None and self.where == "data.train":
             return self._balanced(seed, check_balance(batch, self), options)
         shares = source_shares(settings.mix, weights)
@@ -340,36 +341,26 @@ class Dataset:
         self,
         sources: Sequence[int],
         *,
-        seed: int,
-        lanes: int,
-        reuse: int | None,
-        block: Any,
-        codes: Sequence[int],
-        augmenter: Augmenter | None,
+        reuse: int | None = 1,
+        augmenter: Augmenter | None = None,
         shares: Sequence[float] | None = None,
+        **options: Any,
     ) -> Sampler | Tiles:
-        """Build the order of samples of some sources: crops at random places, or tiles."""
+        """Build the order of samples of some sources, crops at random places or tiles; `options` are those of both."""
         wanted = set(sources)
         chosen = [i for i, e in enumerate(self.extents) if e.source in wanted]
         extents = self._with_windows([self.extents[i] for i in chosen], augmenter)
         if self.settings.tiles is not None and augmenter is not None and not self._takes_whole:
             self._check_tiles(extents)
-        filled = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
+        options["occupancy"] = None if self.occupancy is None else [self.occupancy[i] for i in chosen]
         tiles = self.settings.tiles
-        common: dict[str, Any] = {
-            "seed": seed,
-            "lanes": lanes,
-            "block": block,
-            "orientations": codes,
-            "occupancy": filled,
-        }
         order: Sampler | Tiles
         try:
             if tiles is None:
                 even = {n for n in wanted if getattr(self.configs[n], "draw", "voxels") == "items"}
-                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **common)
+                order = Sampler(extents, self.crop, reuse=reuse, shares=shares, even=even, **options)
             else:
-                order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **common)
+                order = Tiles(extents, self.crop, overlap=tiles.overlap, edges=tiles.edges, **options)
         except NothingLeft:
             self._check_filled(sources, None)
             raise
@@ -498,16 +489,7 @@ class Dataset:
         """Measure each variable over crops drawn like training samples of some sources (with the same variables)."""
         sources = range(len(self.sources)) if sources is None else sources
         shares = source_shares(self.settings.mix, [c.weight for c in self.configs])
-        order = self._order(
-            sources,
-            seed=key(seed, "statistics"),
-            lanes=1,
-            reuse=1,
-            block=None,
-            codes=(0,),
-            augmenter=None,
-            shares=shares,
-        )
+        order = self._order(sources, seed=key(seed, "statistics"), lanes=1, shares=shares)
         reader = self.reader(order, lanes=1, cache_bytes=0)
         return statistics.measure(order, reader, samples=samples, kinds=kinds, policy=self.policy, tick=tick)
 
@@ -524,12 +506,6 @@ def check_balance(batch: int | str, dataset: Dataset) -> int:
             "data.balance: entries with different variables cannot share a batch; leave it out, and they take turns"
         )
     return batch
-
-
-def _open(config: Any) -> Source:
-    with unpacking():
-        source: Source = config.open()
-        return source
 
 
 def open_in_order(

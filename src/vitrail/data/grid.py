@@ -10,7 +10,10 @@ A format's config inherits `GridConfig`, lists its items as entries of stored ar
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,13 +21,13 @@ import numpy as np
 from vitrail.data.source import (
     Item,
     ItemsConfig,
+    ReadArray,
+    Reads,
     check_label_map,
     fits,
     keep_share,
     map_labels,
-    normalize_window,
     refuse_mixed_names,
-    resolve_region,
 )
 from vitrail.data.stored import (
     TOLERANCE,
@@ -33,9 +36,11 @@ from vitrail.data.stored import (
     Window,
     by,
     choose_level,
+    normalize_window,
     plain_unit,
     pool_factors,
     pooled,
+    resolve_region,
     scale_of,
     split_axes,
     with_given,
@@ -122,6 +127,17 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_alone: ContextVar[bool] = ContextVar("_alone", default=False)
+
+
+@contextmanager
+def without_labels() -> Iterator[None]:
+    """Open sources without labels inside, also where some are found beside the images: these cover all of them then."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 @config
@@ -159,13 +175,14 @@ class GridSource:
     ) -> None:
         self.config, self.kind, self.class_names = settings, kind, tuple(class_names)
         self.notes = list(notes)
+        if _alone.get():
+            entries, self.notes = [replace(entry, labels=None) for entry in entries], []
         kept = self._keep_split(entries)
-        # For staging: arrays of all items, as shares count those that are there, and whether they are labels.
-        every = ((stored, stored is entry.labels) for entry in entries for stored in (*entry.images, entry.labels))
-        self.listed = list({id(one[0]): one for one in every if one[0] is not None}.values())
+        self._listed = entries
         # Moments of one file are items that share its arrays, which are prepared once.
         known: dict[tuple[int, int], tuple[Entry, Entry]] = {}
         self.entries: list[Entry] = []
+        self._pooled: list[tuple[float, ...]] = []  # voxels of the file to one of each item, along its axes
         for entry in kept:
             mark = (id(entry.images), id(entry.labels))
             if mark not in known:
@@ -173,6 +190,8 @@ class GridSource:
                 known[mark] = (given, self._prepare(given))
             made = known[mark][1]
             self.entries.append(replace(entry, images=made.images, labels=made.labels))
+            sizes = (stored.voxel() for stored in (made.images[0], known[mark][0].images[0]))
+            self._pooled.append(tuple(now / before for now, before in zip(*sizes, strict=True)))
         self._given = known[id(kept[0].images), id(kept[0].labels)][0]
         self._different = [made for _, made in known.values()]
         first = self.entries[0].images[0]
@@ -243,21 +262,41 @@ class GridSource:
         values = np.ascontiguousarray(self._fetch(entry, labels, window, slice(0, 1))[0], self.label_dtype)
         return map_labels(values, self.config.label_map)
 
-    def prefetch(self, item: int, region: Window) -> None:
-        """Start to decode a window, where the format can."""
-        entry, window = self.entries[item], self._shift(item, region)
-        for n, wanted in self._needed.items():
-            stored = entry.images[n]
-            if stored.prefetch is not None:
-                stored.prefetch(self._full_window(entry, stored, window, wanted))
+    def reads(self) -> Reads:
+        """Tell the arrays that items read; and those of all items, as shares of a copy count those that are there."""
+        listed = {id(stored): ReadArray(stored, labels, None) for _, stored, labels in _arrays(self._listed)}
+        own = [
+            ReadArray(stored, labels, partial(self._stored_window, number, stored))
+            for number, stored, labels in _arrays(self.entries)
+        ]
+        return Reads(arrays=[*own, *listed.values()], settings=self.config)
 
-    def stored_window(self, item: int, stored: Stored) -> Window | None:
+    def _stored_window(self, item: int, stored: Stored) -> Window | None:
         """Return what reads may touch of one of an item's arrays, one slice for every axis; None: nothing of it."""
         entry, region = self.entries[item], self._regions[item]
         if stored is entry.labels:
             return self._full_window(entry, stored, self._on_labels(item, region), slice(0, 1))
         number = next(n for n, image in enumerate(entry.images) if image is stored)
         return self._full_window(entry, stored, region, self._needed[number]) if number in self._needed else None
+
+    def origin_of(self, item: int) -> tuple[float, ...] | None:
+        """Return where the centre of an item's first voxel lies in the world; None where its file does not tell."""
+        first, spacing = self.entries[item].images[0], self.items[item].spacing
+        if not set(self.axes) <= set(first.origin):
+            return None
+        starts = [window.start for window in self._regions[item]]
+        return tuple(first.origin[n] + s * size for n, s, size in zip(self.axes, starts, spacing, strict=True))
+
+    def affine_of(self, item: int) -> np.ndarray | None:
+        """Return the affine of NIfTI from places x, y, z of an item's voxels to the world; None of other files."""
+        affine = self.entries[item].facts.get("affine")
+        if affine is None or sorted(self.axes) != ["x", "y", "z"][: len(self.axes)]:
+            return None
+        move = np.eye(4)  # from voxels of the item to those of the file
+        for n, factor, window in zip(self.axes, self._pooled[item], self._regions[item], strict=True):
+            at = "xyz".index(n)
+            move[at, at], move[at, 3] = factor, factor * window.start + (factor - 1) / 2
+        return np.asarray(affine, np.float64) @ move
 
     def describe(self) -> dict[str, Any]:
         item, entry, given = self.items[0], self.entries[0], self._given.images[0]
@@ -471,6 +510,14 @@ class GridSource:
             values = values.take(0, axis=stored.axes.index("t"))
         rest = [name for name in stored.axes if name != "t"]
         return np.moveaxis(values, rest.index("c"), 0) if "c" in rest else values[None]
+
+
+def _arrays(entries: Sequence[Entry]) -> Iterator[tuple[int, Stored, bool]]:
+    """List the arrays of items, each with the number of its item, and whether it holds labels."""
+    for number, entry in enumerate(entries):
+        yield from ((number, stored, False) for stored in entry.images)
+        if entry.labels is not None:
+            yield number, entry.labels, True
 
 
 def _label_dtype(labels: Sequence[Stored]) -> np.dtype:

@@ -1,4 +1,4 @@
-"""Values of samples between reading and augmentation, and what looks black and white among them.
+"""Values of samples between reading and augmentation, not normalised yet, and what looks black and white among them.
 
 The kind of a variable (recipe/normalize.py) may change its values by a function, and clip them to the ends of a range;
 all that comes after, statistics included, is of the changed values. Values that nothing changes keep their type.

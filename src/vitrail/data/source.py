@@ -13,7 +13,7 @@ Sources of many small items: the keys they share, which items an entry takes, an
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class Item:
     def __post_init__(self) -> None:
         if not self.scale:
             object.__setattr__(self, "scale", (1.0,) * len(self.shape))
+
+
+def without(values: Sequence[Any], across: int | None) -> tuple[Any, ...]:
+    """Return one value an axis of a sample, out of one an axis of its item."""
+    return tuple(value for axis, value in enumerate(values) if axis != across)
 
 
 @runtime_checkable
@@ -102,7 +107,34 @@ class ManySource(Source, Protocol):
         ...
 
 
+class ReadArray(NamedTuple):
+    """An array that a source reads."""
+
+    stored: Any  # data/stored.py
+    is_labels: bool
+    window: Callable[[], Any] | None  # what an item reads of it; None: of the items that the share leaves out, too
+
+
+class Reads(NamedTuple):
+    """The files that a source reads: all of them, or those of its arrays, or else what lies at its path."""
+
+    files: tuple[str, ...] | None = None  # and folders
+    arrays: Sequence[ReadArray] = ()
+    hierarchy: bool = False  # whether its path is one of groups and arrays, whose chunks are files
+    settings: Any = None  # of the entry as it was opened, which may be that of a copy
+
+
 # A source leaves out what it has no use for: these are asked instead of it.
+
+
+def reads_of(source: Any) -> Reads:
+    """Return which files a source reads, by its `reads()`, or by `files()`, a list of them all; None has none open."""
+    told = getattr(source, "reads", None)
+    if callable(told):
+        found: Reads = told()
+        return found
+    files, settings = getattr(source, "files", None), getattr(source, "config", None)
+    return Reads(tuple(files()) if callable(files) else None, settings=settings)
 
 
 def class_names(source: Source) -> tuple[str, ...]:
@@ -128,62 +160,6 @@ def label_names(source: Source) -> dict[int, str]:
 def notes_of(source: Source) -> list[str]:
     """Return what a source has to say of how it took the data, such as by which names it found labels."""
     return list(getattr(source, "notes", ()))
-
-
-def resolve_region(
-    axes: Sequence[str], shape: Sequence[int], region: Mapping[str, Sequence[float]] | None
-) -> tuple[slice, ...]:
-    """Turn {axis: [lo, hi]} into one slice per axis; an axis that is not named is taken whole.
-
-    Two ints with hi > 1 are voxels; otherwise lo and hi are fractions of the axis. A fraction f falls on voxel
-    round(f * size), so [0, 0.8] and [0.8, 1] meet without overlap.
-    """
-    region = region or {}
-    for name in region:
-        if name not in axes:
-            raise UserError(
-                f"region names the axis {name!r}, but the data has the axes {', '.join(axes)}; use one of these"
-            )
-    slices = []
-    for name, size in zip(axes, shape, strict=True):
-        if name not in region:
-            slices.append(slice(0, size))
-            continue
-        bounds = region[name]
-        shown = f"region.{name} = {list(bounds)!r}"
-        if len(bounds) != 2:
-            raise UserError(f"{shown} must be two numbers, [lo, hi]; give a start and an end")
-        lo, hi = bounds
-        if isinstance(lo, bool) or isinstance(hi, bool) or not (np.isfinite(lo) and np.isfinite(hi)):
-            raise UserError(f"{shown} must be two numbers; give fractions such as [0, 0.8] or voxels such as [0, 512]")
-        if lo < 0 or hi <= lo:
-            raise UserError(f"{shown} must have 0 <= lo < hi; give the start first and no negative numbers")
-        if hi > 1:
-            if not (isinstance(lo, int | np.integer) and isinstance(hi, int | np.integer)):
-                raise UserError(f"{shown} must be fractions up to 1 or whole voxels; write [0, 0.8] or [0, 512]")
-            if hi > size:
-                raise UserError(f"{shown} ends beyond the axis, which has {size} voxels; end at {size} or before")
-            start, stop = int(lo), int(hi)
-        else:
-            start, stop = round(lo * size), round(hi * size)
-        if stop <= start:
-            raise UserError(f"{shown} holds no voxel of the {size} on this axis; widen it")
-        slices.append(slice(start, stop))
-    return tuple(slices)
-
-
-def normalize_window(shape: Sequence[int], region: Sequence[slice]) -> tuple[tuple[int, int], ...]:
-    """Start and stop per axis of a window inside shape; refuses steps and windows that leave it."""
-    if len(region) != len(shape):
-        raise ValueError(f"the window has {len(region)} slices but the item has {len(shape)} axes")
-    bounds = []
-    for window, size in zip(region, shape, strict=True):
-        start = 0 if window.start is None else int(window.start)
-        stop = size if window.stop is None else int(window.stop)
-        if window.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise ValueError(f"the window {window} does not lie inside an axis of {size} voxels")
-        bounds.append((start, stop))
-    return tuple(bounds)
 
 
 def check_label_map(mapping: Mapping[int, int], dtype: np.dtype, path: str) -> None:

@@ -145,22 +145,13 @@ def _read_one(sample: Sample, reader: Reader, policy: Policy, told: set[str]) ->
     size = reader.size_of(sample.source, sample.item, sample.window)
     crop = np.empty((len(reader.sources[sample.source].variables), *size), reader.dtype)
     call = partial(timed, partial(reader.read_into, crop, sample), partial(reader.name_of, sample), policy.limit)
-    if _or_none(lambda: call() or True, policy, told) is None:
+    if policy.or_none(lambda: call() or True, told, _warn) is None:
         return None
     return crop.reshape(len(crop), -1).astype(np.float64)
 
 
-def _or_none(call: Callable[[], Any], policy: Policy, told: set[str]) -> Any:
-    """Return what a read gives; None where its data are bad and may be left out."""
-    try:
-        return call()
-    except BadData as error:
-        if not policy.skips(error):
-            raise
-        if str(error) not in told:
-            log.warning("bad data, statistics are measured without it: %s", error)
-            told.add(str(error))
-    return None
+def _warn(error: BadData) -> None:
+    log.warning("bad data, statistics are measured without it: %s", error)
 
 
 # ---------------------------------------------------------------- of volumes
@@ -206,7 +197,7 @@ def measure_volume(
         name = f"{volume.name} at {', '.join(f'{s.start}:{s.stop}' for s in region)}"
         read = partial(dataset.sources[source].read, item, region)
         again = partial(read_again, read, partial(str, name), retries=policy.retries)
-        values = _or_none(partial(timed, again, partial(str, name), policy.limit), policy, told)
+        values = policy.or_none(partial(timed, again, partial(str, name), policy.limit), told, _warn)
         if values is not None:
             flat = values.reshape(len(values), -1).astype(np.float64)
             flat = flat[:, np.isfinite(flat).all(axis=0)]  # crops that meet others are bad data

@@ -9,7 +9,7 @@
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,7 +72,6 @@ class Stored:
     nodata: float | None = None  # a value that marks voxels without data
     valid: Callable[[Window], np.ndarray] | None = None  # or where there are data, in any shape that broadcasts
     levels: tuple["Stored", ...] = ()  # coarser versions of it, finest first
-    prefetch: Callable[[Window], None] | None = None  # start to decode a window
     filling: Any = None  # counts, as `filled`, the chunks that were never written and were read all the same
     chunk_reader: Any = None  # data/chunks/decoded.py, where whole chunks can be decoded one by one
     files: tuple[str, ...] = ()  # and folders that it is read from, where these are others than its name tells
@@ -130,6 +129,62 @@ def unit_ratio(unit: str | None, other: str | None) -> float | None:
 def chunks_in(window: Window, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """List the numbers of the chunks, of some sides, that a window touches."""
     return itertools.product(*(range(w.start // n, -(-w.stop // n)) for w, n in zip(window, sizes, strict=True)))
+
+
+def resolve_region(
+    axes: Sequence[str], shape: Sequence[int], region: Mapping[str, Sequence[float]] | None
+) -> tuple[slice, ...]:
+    """Turn {axis: [lo, hi]} into one slice per axis; an axis that is not named is taken whole.
+
+    Two ints with hi > 1 are voxels; otherwise lo and hi are fractions of the axis. A fraction f falls on voxel
+    round(f * size), so [0, 0.8] and [0.8, 1] meet without overlap.
+    """
+    region = region or {}
+    for name in region:
+        if name not in axes:
+            raise UserError(
+                f"region names the axis {name!r}, but the data has the axes {', '.join(axes)}; use one of these"
+            )
+    slices = []
+    for name, size in zip(axes, shape, strict=True):
+        if name not in region:
+            slices.append(slice(0, size))
+            continue
+        bounds = region[name]
+        shown = f"region.{name} = {list(bounds)!r}"
+        if len(bounds) != 2:
+            raise UserError(f"{shown} must be two numbers, [lo, hi]; give a start and an end")
+        lo, hi = bounds
+        if isinstance(lo, bool) or isinstance(hi, bool) or not (np.isfinite(lo) and np.isfinite(hi)):
+            raise UserError(f"{shown} must be two numbers; give fractions such as [0, 0.8] or voxels such as [0, 512]")
+        if lo < 0 or hi <= lo:
+            raise UserError(f"{shown} must have 0 <= lo < hi; give the start first and no negative numbers")
+        if hi > 1:
+            if not (isinstance(lo, int | np.integer) and isinstance(hi, int | np.integer)):
+                raise UserError(f"{shown} must be fractions up to 1 or whole voxels; write [0, 0.8] or [0, 512]")
+            if hi > size:
+                raise UserError(f"{shown} ends beyond the axis, which has {size} voxels; end at {size} or before")
+            start, stop = int(lo), int(hi)
+        else:
+            start, stop = round(lo * size), round(hi * size)
+        if stop <= start:
+            raise UserError(f"{shown} holds no voxel of the {size} on this axis; widen it")
+        slices.append(slice(start, stop))
+    return tuple(slices)
+
+
+def normalize_window(shape: Sequence[int], region: Sequence[slice]) -> tuple[tuple[int, int], ...]:
+    """Start and stop per axis of a window inside shape; refuses steps and windows that leave it."""
+    if len(region) != len(shape):
+        raise ValueError(f"the window has {len(region)} slices but the item has {len(shape)} axes")
+    bounds = []
+    for window, size in zip(region, shape, strict=True):
+        start = 0 if window.start is None else int(window.start)
+        stop = size if window.stop is None else int(window.stop)
+        if window.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise ValueError(f"the window {window} does not lie inside an axis of {size} voxels")
+        bounds.append((start, stop))
+    return tuple(bounds)
 
 
 def split_axes(axes: str) -> tuple[str, ...]:
@@ -251,6 +306,15 @@ def find_nodata(values: np.ndarray, nodata: float | None) -> np.ndarray | None:
     return bad
 
 
+def shrink(values: np.ndarray, factors: Sequence[int], *, labels: bool) -> np.ndarray:
+    """Return means of whole boxes along all axes, rounded where the type is whole; or first voxels, of labels."""
+    if labels:
+        return values[tuple(slice(None, None, f) for f in factors)]
+    boxes = values.reshape([n for size, f in zip(values.shape, factors, strict=True) for n in (size // f, f)])
+    mean = boxes.mean(axis=tuple(range(1, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
+    return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
+
+
 def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> Stored:
     """Return the array at a fraction of its resolution: means of boxes, or the label of their first voxel."""
     if all(factor == 1 for factor in factors):
@@ -266,20 +330,9 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
             "one at the `spacing` that is wanted, so that none is left; ask for a finer one, or leave the file out"
         )
 
-    def widen(window: Window) -> Window:
-        return tuple(slice(w.start * f, w.stop * f) for w, f in zip(window, every, strict=True))
-
     def read(window: Window) -> np.ndarray:
-        values = stored.read(widen(window))
-        if labels:
-            return np.ascontiguousarray(values[tuple(slice(None, None, f) for f in every)])
-        boxes = values.reshape([n for size, f in zip(values.shape, every, strict=True) for n in (size // f, f)])
-        mean = boxes.mean(axis=tuple(range(1, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
-        return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
-
-    def prefetch(window: Window) -> None:
-        if stored.prefetch is not None:
-            stored.prefetch(widen(window))
+        values = stored.read(tuple(slice(w.start * f, w.stop * f) for w, f in zip(window, every, strict=True)))
+        return np.ascontiguousarray(shrink(values, every, labels=labels))
 
     steps = dict(zip(stored.grid, factors, strict=True))
     size = dict(zip(stored.grid, stored.voxel(), strict=True))
@@ -292,7 +345,6 @@ def pooled(stored: Stored, factors: Sequence[int], *, labels: bool = False) -> S
         # The centre of a box lies half of its size less half a voxel after the centre of its first voxel.
         origin={name: place + size[name] * (steps[name] - 1) / 2 for name, place in stored.origin.items()},
         levels=(),
-        prefetch=prefetch,
         filling=stored.filling or stored.chunk_reader,
         chunk_reader=None,  # its chunks are not those of this array
     )

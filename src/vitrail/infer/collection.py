@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Statistics
 from vitrail.data.dataset import Dataset
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.look.inspect import entry_of
 from vitrail.data.look.picture import by
 from vitrail.data.order.sampler import Sample
@@ -175,7 +175,7 @@ def open_real(real: str | Path | None, generated: Generated, *, seed: int, other
                 f"real: {real} has samples of {by(crop)}, and those of {generated.title} are {by(shape)}; compare "
                 "with data of the same size: --real PATH"
             )
-        entries = [dataclasses.replace(entry, weight=1.0) for entry in as_opened(c, c.valid or c.train)]
+        entries = [dataclasses.replace(entry, weight=1.0) for entry in configs_to_open(c, c.valid or c.train)]
         settings = c.model_copy(update={"mix": "size"})
         found = Real(
             Dataset(entries, crop, where=where, settings=settings, mixed=True), seed=seed, title=f"{where} of {real}"

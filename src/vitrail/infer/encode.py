@@ -19,7 +19,7 @@ from vitrail.codecs import Codec, Range, open_codec
 from vitrail.data.batch import Labelling
 from vitrail.data.dataset import Dataset, InOrder, open_in_order
 from vitrail.data.files.fingerprint import data_states
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.latents.shards import ShardedLatents
 from vitrail.data.latents.store import Rows
 from vitrail.data.reading.loader import Loader
@@ -27,13 +27,14 @@ from vitrail.data.reading.pool import Policy
 from vitrail.data.source import class_names as source_classes
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import trusted
+from vitrail.models.model import sizes_of
 from vitrail.parallel.agree import on_chief, on_chief_for_long, together
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel, Precision
 from vitrail.training.journal import Progress
 from vitrail.training.run import joined
-from vitrail.training.setup import Place, check_data, reading_threads, sizes_of, use_cache
+from vitrail.training.setup import Place, check_data, reading_threads, use_cache
 from vitrail.weights.runs import list_checkpoints
 
 Split = Literal["train", "valid"]
@@ -102,7 +103,7 @@ def codec_of(recipe: Recipe, overrides: Sequence[str] = ()) -> Any:
 
 
 def open_split(recipe: Recipe, name: Split, tick: Callable[[], None]) -> tuple[Dataset, InOrder]:
-    configs = as_opened(recipe.data, getattr(recipe.data, name), tick=tick)
+    configs = configs_to_open(recipe.data, getattr(recipe.data, name), tick=tick)
     for number, c in enumerate(configs):
         if getattr(c, "kind", None) == "latents":
             raise UserError(

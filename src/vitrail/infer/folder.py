@@ -478,17 +478,22 @@ def _read_tiff(file: BinaryIO, path: Path, kind: Kind) -> np.ndarray:
     return found.reshape(len(kind.variables), *(-1,) * (len(kind.axes) - 2), *found.shape[1:3])
 
 
+def ome_metadata(spacing: Sequence[float], unit: str | None, name: str) -> tuple[str, dict[str, Any]]:
+    """Return axes as readers of TIFF know them, whatever the data call them, and metadata with voxel sizes."""
+    letters, known = "ZYX"[-len(spacing) :], OME_UNITS.get(unit or "")
+    # A file's random number would make equal samples differ.
+    metadata: dict[str, Any] = {"UUID": str(uuid.uuid5(uuid.NAMESPACE_URL, name))}
+    if known is not None:
+        for letter, size in zip(letters, spacing, strict=True):
+            metadata |= {f"PhysicalSize{letter}": size, f"PhysicalSize{letter}Unit": known}
+    return letters, metadata
+
+
 def _tiff(sample: np.ndarray, kind: Kind, name: str) -> bytes:
     """Encode as OME-TIFF, which holds voxel sizes, names of channels, and every type."""
     import tifffile
 
-    # Axes as readers of TIFF know them, whatever the data call them.
-    letters, unit = "ZYX"[-len(kind.axes) :], OME_UNITS.get(kind.unit or "")
-    # A file's random number would make equal samples differ.
-    metadata: dict[str, Any] = {"UUID": str(uuid.uuid5(uuid.NAMESPACE_URL, name))}
-    if unit is not None:
-        for letter, size in zip(letters, kind.spacing, strict=True):
-            metadata |= {f"PhysicalSize{letter}": size, f"PhysicalSize{letter}Unit": unit}
+    letters, metadata = ome_metadata(kind.spacing, kind.unit, name)
     colour = _is_colour(len(sample), kind)
     if len(sample) == 1:
         pixels, axes = sample[0], letters

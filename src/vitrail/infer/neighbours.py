@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.dataset import Dataset
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.errors import UserError
 from vitrail.infer.collection import Real
 from vitrail.infer.features import RunNetwork, nearest_classes, wilson
@@ -87,7 +87,7 @@ def _open(given: str | Path, part: str, seed: int) -> Real:
         )
     settings = c.model_copy(update={"augment": Augment(), "mix": "size", "balance": None, "tiles": None})
     dataset = Dataset(
-        [dataclasses.replace(entry, weight=1.0) for entry in as_opened(c, entries)],
+        [dataclasses.replace(entry, weight=1.0) for entry in configs_to_open(c, entries)],
         per_axis(c.crop, recipe.model.ndim),
         where=f"data.{part}",
         labels="item",

@@ -82,7 +82,7 @@ def first_host(env: Environment) -> str:
 def expand_hosts(text: str) -> list[str]:
     """Read a list of hosts as Slurm writes it: "node[01-03,07],gpu5" or "r[1-2]n[1-2]"."""
     hosts: list[str] = []
-    for part in split_list(text):
+    for part in re.split(r",(?![^\[]*\])", text.strip()):  # at the commas that are not in brackets
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # names at even places, ranges at odd ones
         if any(set("[]") & set(piece) for piece in pieces) or not part:
             raise ValueError(f"{text!r} is not a list of hosts such as node[01-03,07],gpu5")
@@ -91,11 +91,6 @@ def expand_hosts(text: str) -> list[str]:
         if len(hosts) > MOST_HOSTS:
             raise ValueError(f"{text!r} names more than {MOST_HOSTS} hosts")
     return hosts
-
-
-def split_list(text: str) -> list[str]:
-    """Cut at the commas that are not in brackets."""
-    return re.split(r",(?![^\[]*\])", text.strip())
 
 
 def expand_ranges(text: str, whole: str) -> list[str]:

@@ -60,10 +60,6 @@ class World:
     cores: int | None = field(default=None, compare=False)  # of this process alone, if the launcher says so
 
     @property
-    def launched(self) -> bool:
-        return self.launcher != "alone"
-
-    @property
     def chief(self) -> bool:
         """The one process that writes logs, pictures and manifests."""
         return self.rank == 0
@@ -402,22 +398,21 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 def _wait_for_listener(host: str, port: int) -> None:
     """Wait until somebody listens there; PyTorch would wait, too, but without an ear for signals to stop."""
-    deadline = time.monotonic() + MEETING.total_seconds()
-    for pause in _pauses():
-        try:
+    for _ in _looks(MEETING):
+        with contextlib.suppress(OSError):
             socket.create_connection((host, port), timeout=5).close()
             return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise TimeoutError from None
-        time.sleep(pause)
+    raise TimeoutError
 
 
-def _pauses() -> Iterator[float]:
-    """Yield seconds to wait between looks, ever longer: thousands of processes may ask the same store."""
-    pause = SHORTEST
+def _looks(patience: timedelta) -> Iterator[None]:
+    """Yield for each look until it takes too long, ever more slowly: thousands of processes may ask the same store."""
+    deadline, pause = time.monotonic() + patience.total_seconds(), SHORTEST
     while True:
-        yield pause
+        yield
+        if time.monotonic() > deadline:
+            return
+        time.sleep(pause)
         pause = min(LONGEST, 1.3 * pause)
 
 
@@ -442,17 +437,12 @@ _meetings = itertools.count()
 
 def count_attempt(store: Any, world: World, timeout: timedelta) -> str:
     """Name a meeting in a store that began with these processes: they count alike. Waits for all of them."""
-    name = f"meeting-{next(_meetings)}"
-    come = store.add(name, 1)
-    deadline = time.monotonic() + timeout.total_seconds()
-    for pause in _pauses():
-        if come >= world.size:
+    name, own = f"meeting-{next(_meetings)}", 1
+    for _ in _looks(timeout):
+        if store.add(name, own) >= world.size:
             return name
-        if time.monotonic() > deadline:
-            raise _missing(world, timeout)
-        time.sleep(pause)
-        come = store.add(name, 0)
-    raise AssertionError
+        own = 0
+    raise _missing(world, timeout)
 
 
 def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
@@ -468,12 +458,12 @@ def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
     hellos = [f"hello/{rank}" for rank in range(world.size)]
     store.set(hellos[world.rank], token)
     store.add("hellos", 1)
-    deadline = time.monotonic() + timeout.total_seconds()
     counted, known, acknowledged = 0, "", False
     seen: list[str] = []
-    for pause in _pauses():
+    for _ in _looks(timeout):
         if world.rank == 0 and (count := store.add("hellos", 0)) != counted and store.check(hellos):
-            counted, tokens = count, _get_all(store, hellos)
+            several = store.multi_get(hellos) if store.has_extended_api() else map(store.get, hellos)
+            counted, tokens = count, [bytes(value).decode() for value in several]
             if tokens != seen:  # a late count of a token that is in the name must not change the name
                 seen, name = tokens, uuid4().hex
                 store.set(f"tokens/{name}", json.dumps(tokens))
@@ -487,15 +477,7 @@ def agree_on_attempt(store: Any, world: World, timeout: timedelta) -> str:
                     store.add(f"ack/{name}", 1)
             if acknowledged and store.add(f"ack/{name}", 0) == world.size:
                 return name
-        if time.monotonic() > deadline:
-            raise _missing(world, timeout)
-        time.sleep(pause)
-    raise AssertionError
-
-
-def _get_all(store: Any, names: list[str]) -> list[str]:
-    values = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
-    return [bytes(value).decode() for value in values]
+    raise _missing(world, timeout)
 
 
 def _missing(world: World, timeout: timedelta) -> UserError:

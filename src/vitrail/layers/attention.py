@@ -1,6 +1,7 @@
 """Attention: one attend() for every model and every backend.
 
-- which kernel runs is chosen in layers/backends.py and called in layers/kernels/attention.py; models know nothing of it
+- which kernel runs is chosen in layers/backends.py; models know nothing of it. PyTorch's own are called here, others in
+  layers/kernels/attention.py
 - a mask is of keys: which tokens of a sample may be seen, the same for every query and head
 - there is no dropout in attention
 
@@ -15,17 +16,36 @@ sees, the rotation tables of the tokens it computes with, pooling) it asks of it
 class, for which everything is here; parallelize() puts in one that knows where the other parts are.
 """
 
+import math
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.layers.backends import Call, choose, chosen, machine
-from vitrail.layers.kernels.attention import KeyMask, attend_reference, key_mask, run
-from vitrail.layers.patches import rotate
+from vitrail.layers.backends import MULTIPLE, Call, choose, chosen, machine
+from vitrail.layers.kernels.attention import (
+    OTHERS,
+    KeyMask,
+    attend_reference,
+    blank,
+    is_grouped,
+    key_mask,
+    share_heads,
+)
 
 __all__ = ["CrossAttention", "KeyMask", "QKNorm", "SelfAttention", "attend", "attend_reference", "key_mask"]
+
+
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "ck": SDPBackend.FLASH_ATTENTION,  # use_backend has told PyTorch to take its flash kernel from there
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+PADDED = ("cudnn", "efficient", "varlen", "flash4", "xformers", "flex")  # want widths of 8, 16, 24, ...
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | KeyMask | None = None) -> Tensor:
@@ -50,6 +70,38 @@ def order_for(
     return choose(
         Call(here.device, here.capability, q.dtype, *sizes, masked, needs_grad, partial), here.backends, chosen()
     )
+
+
+def run(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None) -> Tensor:
+    """Attention by the first backend of `order`; see backends.choose."""
+    name, width = order[0], q.shape[-1]
+    scale = 1 / math.sqrt(width)
+    least = 16 if name == "flex" else MULTIPLE
+    padding = max(-width % MULTIPLE, least - width) if name in PADDED and q.device.type != "cpu" else 0
+    if padding:  # zeros change no score
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    if name in SDPA:
+        out = attend_sdpa(q, k, v, mask, scale, order)
+    elif name in OTHERS:  # those that take no mask are refused with one
+        out = OTHERS[name](q, k, v, mask, scale)
+    else:
+        return attend_reference(q, k, v, mask=mask)
+    if padding:
+        out = out[..., :width]
+    return out if mask is None else blank(out, mask)
+
+
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float, order: tuple[str, ...]) -> Tensor:
+    """scaled_dot_product_attention with the kernels of `order`, tried in that order."""
+    if order[0] == "efficient":  # it wants as many key heads as query heads
+        k, v = share_heads(q, k, v)
+    grouped = is_grouped(q.shape[2], k.shape[2])
+    # Never expanded: on a CPU, PyTorch copies an expanded mask to the full N x M.
+    keys = None if mask is None else mask.valid[:, None, None, :]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    with sdpa_kernel([SDPA[name] for name in order if name in SDPA], set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 class _Attention(nn.Module):
@@ -123,6 +175,22 @@ class CrossAttention(_Attention):
         k, v = self.kv(memory).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)  # B M G K
         q, k = self.turned(q, k, rope, memory_rope)
         return self.proj(self.attend(q, k, v, mask=mask).flatten(2))
+
+
+def rotate(x: Tensor, table: Tensor | None) -> Tensor:
+    """Turn adjacent channel pairs of x [B, N, H, K]; computed in fp32, returned in x's dtype."""
+    if table is None:
+        return x
+    cos, sin = table.float().unbind(0)
+    turned = 2 * cos.shape[-1]
+    pairs = x[..., :turned].float().contiguous().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # one kernel, but not of complex numbers
+        even, odd = pairs.unbind(-1)
+        out = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    else:  # the same as a product of complex numbers, in far fewer kernels
+        out = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    out = out.flatten(-2).to(x.dtype)
+    return out if turned == x.shape[-1] else torch.cat([out, x[..., turned:]], dim=-1)
 
 
 class QKNorm(nn.Module):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.layers.attention import CrossAttention, KeyMask, SelfAttention
-from vitrail.layers.flops import Flops, block_flops
+from vitrail.layers.flops import Flops
 from vitrail.layers.init import Constant, Normal, mark
 from vitrail.recipe import config
 
@@ -100,16 +100,19 @@ class BlockConfig:
         return SwiGLU(width=self.width, hidden=self.hidden, bias=self.bias)
 
     def flops(self, tokens: int, memory: int | None = None, *, last_read: bool = False) -> Flops:
-        """Forward of one block with so many tokens, which attend to each other or to `memory` tokens."""
-        return block_flops(
-            tokens=tokens,
-            memory=memory,
-            width=self.width,
-            kv_width=self.width // self.heads * self.kv_heads,
-            hidden=self.hidden,
-            gated=self.mlp == "swiglu",
-            last_read=last_read or self.scales,
-        )
+        """Forward of one block with so many tokens, which attend to each other or to `memory` tokens.
+
+        `last_read`: the block scales its branches before it adds them, so its backward reads what fc2 gave.
+        """
+        width, keys = self.width, tokens if memory is None else memory
+        layers = (*(("gate",) if self.mlp == "swiglu" else ()), "fc1", "fc2")
+        roles = {
+            "qkv": 2.0 * width * (tokens * width + 2 * keys * (width // self.heads * self.kv_heads)),
+            "proj": 2.0 * tokens * width * width,
+            **dict.fromkeys(layers, 2.0 * tokens * width * self.hidden),
+        }
+        last = 0.0 if last_read or self.scales else roles["fc2"]
+        return Flops(linear=sum(roles.values()), attention=4.0 * width * tokens * keys, roles=roles, last=last)
 
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:

@@ -82,27 +82,3 @@ class Flops:
         attention = 0.0 if "attention" in again.kept else self.attention
         extra = again.share * (self.linear - self.last - kept + attention)
         return 3 * (self.linear + self.outside) + 3.5 * self.attention + extra
-
-
-def block_flops(
-    *,
-    tokens: int,
-    memory: int | None = None,
-    width: int,
-    kv_width: int,
-    hidden: int,
-    gated: bool,
-    last_read: bool = False,
-) -> Flops:
-    """Count one block of so many tokens, which attend to each other or to `memory` tokens.
-
-    `last_read`: the block scales its branches before it adds them, so its backward reads what fc2 gave.
-    """
-    keys = tokens if memory is None else memory
-    roles = {
-        "qkv": 2.0 * width * (tokens * width + 2 * keys * kv_width),
-        "proj": 2.0 * tokens * width * width,
-        **dict.fromkeys((("gate",) if gated else ()) + ("fc1", "fc2"), 2.0 * tokens * width * hidden),
-    }
-    last = 0.0 if last_read else roles["fc2"]
-    return Flops(linear=sum(roles.values()), attention=4.0 * width * tokens * keys, roles=roles, last=last)

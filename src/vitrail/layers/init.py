@@ -146,9 +146,9 @@ def _normal(seed: int, name: str, start: int, stop: int) -> Tensor:
     return torch.cat(pieces)
 
 
-def constants(values: tuple[float, ...], like: Tensor) -> Tensor:
+def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Numbers in fp32."""
-    return _kept(tuple(map(float, values)), torch.float32, like.device)
+    return _kept(tuple(map(float, values)), torch.float32, device)
 
 
 def indices(places: tuple[int, ...], like: Tensor) -> Tensor:

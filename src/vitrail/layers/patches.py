@@ -1,18 +1,9 @@
-"""Images and volumes as tokens: uniform patches in any number of dimensions.
-
-Shapes: B batch, C channels, S spatial sizes, N tokens, P voxels of a patch.
-
-Equal parts of a list of tokens, for ranks that share the tokens of a sample.
+"""Counts of patches, and equal parts of a list of tokens, for ranks that share the tokens of a sample.
 
 - part r of n tokens is the rows r*s to (r+1)*s - 1, with s = n / parts rounded up; where n does not divide, the last
   ones are copies of the last token, and are marked as invalid
 - a list of several variables, one after the other, is cut within each of them
 - a slab is the same cut of the voxels themselves: an equal part of a crop along its first axis
-
-Positions from the tokens' own coordinates: sin-cos tables and axial rotations.
-
-Both are functions without buffers: nothing to forget after meta-device initialisation, nothing for mixed precision
-to round. Coordinates are in units of patches (the first patch at 0), fp32, [..., N, ndim].
 """
 
 import math
@@ -20,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 
@@ -37,42 +27,6 @@ def grid_of(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...]:
     if any(s % p or s < p for s, p in zip(size, patch, strict=True)):
         raise ValueError(f"size {list(size)} is not a multiple of patch {list(patch)} along every axis")
     return tuple(s // p for s, p in zip(size, patch, strict=True))
-
-
-def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """[B, C, *S] -> [B, N, P*C]: tokens row-major over the grid, voxels row-major in a token, channels last."""
-    axes, grid, voxels, sizes = _axes_of(patch, tuple(x.shape[2:]))
-    return rearrange(x, f"b c {axes} -> b ({grid}) ({voxels} c)", **sizes)
-
-
-def unpatchify(tokens: Tensor, patch: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """[B, N, P*C] -> [B, C, *S]: the inverse of patchify."""
-    axes, grid, voxels, sizes = _axes_of(patch, size)
-    return rearrange(tokens, f"b ({grid}) ({voxels} c) -> b c {axes}", **sizes)
-
-
-def _axes_of(patch: tuple[int, ...], size: tuple[int, ...]) -> tuple[str, str, str, dict[str, int]]:
-    """Name the axes of images, the grid and a patch's voxels for rearrange(), and their sizes."""
-    sizes = {f"g{i}": g for i, g in enumerate(grid_of(size, patch))} | {f"p{i}": p for i, p in enumerate(patch)}
-    grid, voxels = ([f"{letter}{i}" for i in range(len(patch))] for letter in "gp")
-    axes = " ".join(f"({g} {p})" for g, p in zip(grid, voxels, strict=True))
-    return axes, " ".join(grid), " ".join(voxels), sizes
-
-
-def grid_coordinates(size: tuple[int, ...], patch: tuple[int, ...], device: torch.device | None = None) -> Tensor:
-    """Centres of the uniform patches in voxels from the crop's origin, row-major [N, ndim], always fp32."""
-    axes = [
-        (torch.arange(g, dtype=torch.float32, device=device) + 0.5) * p
-        for g, p in zip(grid_of(size, patch), patch, strict=True)
-    ]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(patch))
-
-
-def gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
-    """Rows of [B, N, D] (or of [N, D], the same for all samples) picked by index [B, n]."""
-    if tokens.ndim == 2:
-        return tokens[index]
-    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
 def num_voxels(patch: tuple[int, ...]) -> int:
@@ -149,59 +103,3 @@ def join(parts: Sequence[Tensor], number: int, *, groups: int = 1) -> Tensor:
         return parts[0]
     whole = torch.cat([part.unflatten(1, (groups, part.shape[1] // groups)) for part in parts], dim=2)
     return whole[:, :, : number // groups].flatten(1, 2)
-
-
-def pairs_per_axis(width: int, ndim: int) -> int:
-    """Channel pairs that each axis gets; what is left over at the end stays untouched."""
-    return width // (2 * ndim)
-
-
-def sincos(coordinates: Tensor, width: int) -> Tensor:
-    """The table of Vaswani et al., one slice of channels an axis, [..., N, width] in fp32; left-over channels are 0.
-
-    In two dimensions the last axis (x) comes first, as in facebookresearch/mae, so that their weights fit; in three
-    the order is that of the axes.
-    """
-    ndim = coordinates.shape[-1]
-    pairs = pairs_per_axis(width, ndim)
-    omega = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64, device=coordinates.device) / max(pairs, 1))
-    if ndim == 2:
-        coordinates = coordinates.flip(-1)
-    angles = coordinates.double().unsqueeze(-1) * omega  # [..., N, ndim, pairs]
-    table = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(-2)
-    return torch.nn.functional.pad(table, (0, width - table.shape[-1])).float()
-
-
-def rope_table(coordinates: Tensor, head_width: int, theta: float) -> Tensor:
-    """Cosines and sines of axial rotations [2, ..., N, 1, pairs] in fp32; axis i turns only the i-th slice of pairs."""
-    pairs = pairs_per_axis(head_width, coordinates.shape[-1])
-    frequencies = theta ** (-torch.arange(pairs, dtype=torch.float32, device=coordinates.device) / max(pairs, 1))
-    angles = (coordinates.float().unsqueeze(-1) * frequencies).flatten(-2).unsqueeze(-2)
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def inflated_rope_table(coordinates: Tensor, head_width: int, theta: float, turns: Tensor) -> Tensor:
-    """rope_table() of all axes but the first, and on top of it turns along the first, [2, ..., N, 1, pairs] in fp32.
-
-    `turns` [pairs] are radians per patch, learned from 0 on: a model whose weights come from one axis fewer starts as
-    exactly that model, since channels keep the axis that they had there.
-    """
-    cos, sin = rope_table(coordinates[..., 1:], head_width, theta)
-    angles = (coordinates[..., :1].float() * turns.float()).unsqueeze(-2)
-    return torch.stack([cos * angles.cos() - sin * angles.sin(), sin * angles.cos() + cos * angles.sin()])
-
-
-def rotate(x: Tensor, table: Tensor | None) -> Tensor:
-    """Turn adjacent channel pairs of x [B, N, H, K]; computed in fp32, returned in x's dtype."""
-    if table is None:
-        return x
-    cos, sin = table.float().unbind(0)
-    turned = 2 * cos.shape[-1]
-    pairs = x[..., :turned].float().contiguous().unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # one kernel, but not of complex numbers
-        even, odd = pairs.unbind(-1)
-        out = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    else:  # the same as a product of complex numbers, in far fewer kernels
-        out = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
-    out = out.flatten(-2).to(x.dtype)
-    return out if turned == x.shape[-1] else torch.cat([out, x[..., turned:]], dim=-1)

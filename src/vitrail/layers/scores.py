@@ -35,8 +35,19 @@ _MOST_CHANNELS = 512  # that OpenCV takes
 _SLAB = 2**20  # voxels that the CPU works on at once: what it touches again is still in its cache
 
 
+class _Scaled:
+    """The common part of the kinds below."""
+
+    scale: Scale
+    num_draws: ClassVar[int] = 0  # uniform numbers a sample
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scale, str) and not -math.inf < self.scale[0] < self.scale[1] < math.inf:
+            raise ValueError(f"scale {list(self.scale)} must be data, crop, or two values that rise: black and white")
+
+
 @config
-class CannyScore:
+class CannyScore(_Scaled):
     """1 at the edges that Canny's detector finds, 0 elsewhere; multi-channel voxels take their steepest channel.
 
     `random` varies the settings from sample to sample, an augmentation: three uniform numbers choose the blur among
@@ -52,10 +63,10 @@ class CannyScore:
     random: bool = False
     scale: Scale = "data"  # what is black and white of data that are no bytes: data, crop, or two values
 
-    num_draws: ClassVar[int] = 3  # uniform numbers a sample
+    num_draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        _check_scale(self.scale)
+        super().__post_init__()
         if self.smooth not in (1, 3, 5):
             raise ValueError(f"smooth {self.smooth} must be 1 (no blur), 3 or 5 voxels")
         if not 0 <= self.low <= self.high < 1000:
@@ -99,16 +110,11 @@ class CannyScore:
 
 
 @config
-class GradientScore:
+class GradientScore(_Scaled):
     """Length of the gradient by central differences (borders repeated), of the channel where it is longest."""
 
     kind: Literal["gradient"] = "gradient"
     scale: Scale = "data"  # as of canny; crop leaves values as they are
-
-    num_draws: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        _check_scale(self.scale)
 
     def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
         """Images [B, C, *S] -> [B, *S]; noise is not used."""
@@ -131,16 +137,11 @@ class GradientScore:
 
 
 @config
-class VarianceScore:
+class VarianceScore(_Scaled):
     """Variance among the 3^ndim voxels around each (borders repeated), summed over channels."""
 
     kind: Literal["variance"] = "variance"
     scale: Scale = "data"  # as of canny; crop leaves values as they are
-
-    num_draws: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        _check_scale(self.scale)
 
     def score(self, images: Tensor, noise: Tensor | None = None, span: Span | None = None) -> Tensor:
         """Images [B, C, *S] -> [B, *S]; noise is not used."""
@@ -387,11 +388,6 @@ def _check_images(images: Tensor) -> int:
 def _finite(x: Tensor) -> Tensor:
     """As fp32, with 0 for what is not finite."""
     return x.float().nan_to_num(0, 0, 0) if x.is_floating_point() else x.float()
-
-
-def _check_scale(scale: Scale) -> None:
-    if not isinstance(scale, str) and not -math.inf < scale[0] < scale[1] < math.inf:
-        raise ValueError(f"scale {list(scale)} must be data, crop, or two values that rise: black and white")
 
 
 def _span_of(scale: Scale, span: Span | None, images: Tensor) -> Span | None:

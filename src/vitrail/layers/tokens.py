@@ -3,6 +3,13 @@
 Tokens know where they are and how large (in voxels, fp32), which of them are padding, and the way back to voxels.
 With separate variables every variable has tokens of its own, and the sequence is variable by variable.
 
+Patches and positions in any number of dimensions. Positions come from the tokens' own coordinates, as sin-cos tables
+and axial rotations: functions without buffers, so that there is nothing to forget after meta-device initialisation and
+nothing for mixed precision to round. Their coordinates are in units of patches (the first patch at 0), fp32,
+[..., N, ndim].
+
+Shapes: B batch, C channels, S spatial sizes, N tokens, P voxels of a patch.
+
 Where a batch is of slabs (Slab), the tokens know all their places, but only the slab's values. Inputs and targets are
 of whole crops all the same: in the place of values they hold Rows, which say how those of any token are made.
 """
@@ -13,19 +20,56 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.layers import trees
 from vitrail.layers.init import constants
-from vitrail.layers.patches import Slab, gather_tokens, grid_coordinates, grid_of, patchify, unpatchify
+from vitrail.layers.patches import Slab, grid_of
 from vitrail.layers.scores import CannyScore, GradientScore, Span, VarianceScore
 from vitrail.layers.trees import Tree
 from vitrail.recipe import config, kinds
 
 if TYPE_CHECKING:
     from vitrail.draws import Draws
+
+
+def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """[B, C, *S] -> [B, N, P*C]: tokens row-major over the grid, voxels row-major in a token, channels last."""
+    axes, grid, voxels, sizes = _axes_of(patch, tuple(x.shape[2:]))
+    return rearrange(x, f"b c {axes} -> b ({grid}) ({voxels} c)", **sizes)
+
+
+def unpatchify(tokens: Tensor, patch: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """[B, N, P*C] -> [B, C, *S]: the inverse of patchify."""
+    axes, grid, voxels, sizes = _axes_of(patch, size)
+    return rearrange(tokens, f"b ({grid}) ({voxels} c) -> b c {axes}", **sizes)
+
+
+def _axes_of(patch: tuple[int, ...], size: tuple[int, ...]) -> tuple[str, str, str, dict[str, int]]:
+    """Name the axes of images, the grid and a patch's voxels for rearrange(), and their sizes."""
+    sizes = {f"g{i}": g for i, g in enumerate(grid_of(size, patch))} | {f"p{i}": p for i, p in enumerate(patch)}
+    grid, voxels = ([f"{letter}{i}" for i in range(len(patch))] for letter in "gp")
+    axes = " ".join(f"({g} {p})" for g, p in zip(grid, voxels, strict=True))
+    return axes, " ".join(grid), " ".join(voxels), sizes
+
+
+def grid_coordinates(size: tuple[int, ...], patch: tuple[int, ...], device: torch.device | None = None) -> Tensor:
+    """Centres of the uniform patches in voxels from the crop's origin, row-major [N, ndim], always fp32."""
+    axes = [
+        (torch.arange(g, dtype=torch.float32, device=device) + 0.5) * p
+        for g, p in zip(grid_of(size, patch), patch, strict=True)
+    ]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(patch))
+
+
+def gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
+    """Rows of [B, N, D] (or of [N, D], the same for all samples) picked by index [B, n]."""
+    if tokens.ndim == 2:
+        return tokens[index]
+    return tokens.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
 @config
@@ -180,7 +224,7 @@ class Tokens:
         """Coordinates [B, N, ndim] for an encoder: of their places, or as in a row along the first axis, in order."""
         if what != "number":
             return self.coordinates
-        patch = constants(self.patch, self.coordinates)
+        patch = constants(self.patch, self.coordinates.device)
         row = torch.arange(self.number // self.separate, device=patch.device).repeat(self.separate)
         places = torch.nn.functional.pad(row[:, None], (0, len(self.patch) - 1))
         return ((places + 0.5) * patch).expand_as(self.coordinates)
@@ -221,9 +265,9 @@ def tokenize(
 ) -> Tokens:
     """Tokens of images [B, C, *S].
 
-    Trees grow on `scored` (the data as they were read, default the images themselves), of which the values in `span`
-    are black and white; `draws` vary them. Where the images are a slab of larger ones (or of as large ones, that are
-    shared), there are coordinates of all tokens.
+    Trees grow on `scored` (the data before they are normalised, default the images themselves), of which the values
+    in `span` are black and white; `draws` vary them. Where the images are a slab of larger ones (or of as large ones,
+    that are shared), there are coordinates of all tokens.
     """
     size, channels = tuple(images.shape[2:]), images.shape[1]
     if slab is not None:
@@ -273,3 +317,43 @@ def tokenize(
         separate=parts,
         slab=slab,
     )
+
+
+def pairs_per_axis(width: int, ndim: int) -> int:
+    """Channel pairs that each axis gets; what is left over at the end stays untouched."""
+    return width // (2 * ndim)
+
+
+def sincos(coordinates: Tensor, width: int) -> Tensor:
+    """The table of Vaswani et al., one slice of channels an axis, [..., N, width] in fp32; left-over channels are 0.
+
+    In two dimensions the last axis (x) comes first, as in facebookresearch/mae, so that their weights fit; in three
+    the order is that of the axes.
+    """
+    ndim = coordinates.shape[-1]
+    pairs = pairs_per_axis(width, ndim)
+    omega = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64, device=coordinates.device) / max(pairs, 1))
+    if ndim == 2:
+        coordinates = coordinates.flip(-1)
+    angles = coordinates.double().unsqueeze(-1) * omega  # [..., N, ndim, pairs]
+    table = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(-2)
+    return torch.nn.functional.pad(table, (0, width - table.shape[-1])).float()
+
+
+def rope_table(coordinates: Tensor, head_width: int, theta: float) -> Tensor:
+    """Cosines and sines of axial rotations [2, ..., N, 1, pairs] in fp32; axis i turns only the i-th slice of pairs."""
+    pairs = pairs_per_axis(head_width, coordinates.shape[-1])
+    frequencies = theta ** (-torch.arange(pairs, dtype=torch.float32, device=coordinates.device) / max(pairs, 1))
+    angles = (coordinates.float().unsqueeze(-1) * frequencies).flatten(-2).unsqueeze(-2)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def inflated_rope_table(coordinates: Tensor, head_width: int, theta: float, turns: Tensor) -> Tensor:
+    """rope_table() of all axes but the first, and on top of it turns along the first, [2, ..., N, 1, pairs] in fp32.
+
+    `turns` [pairs] are radians per patch, learned from 0 on: a model whose weights come from one axis fewer starts as
+    exactly that model, since channels keep the axis that they had there.
+    """
+    cos, sin = rope_table(coordinates[..., 1:], head_width, theta)
+    angles = (coordinates[..., :1].float() * turns.float()).unsqueeze(-2)
+    return torch.stack([cos * angles.cos() - sin * angles.sin(), sin * angles.cos() + cos * angles.sin()])

@@ -227,7 +227,7 @@ class Tree:
         after = (before + 1).minimum(self.side.unsqueeze(-1) - 1).clamp(min=0)
         ends = ((before, 1 - (point - before)), (after, point - before))
         flat = images.flatten(2)
-        total = torch.zeros((), dtype=_real(images.dtype), device=images.device)
+        total = torch.zeros((), dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
         for corner in product(ends, repeat=self.ndim):
             places, shares = [], []
             for axis, (place, share) in enumerate(corner):
@@ -460,7 +460,9 @@ def _mean_pyramid(images: Tensor, count: int) -> Tensor:
     shape = tuple(images.shape[2:])
     levels = _levels(shape, 0, count - 1, torch.device("cpu"))
     # Levels are written into one tensor: to join them afterwards would copy the image once more.
-    flat = torch.empty(*images.shape[:2], levels.size, dtype=_real(images.dtype), device=images.device)
+    flat = torch.empty(
+        *images.shape[:2], levels.size, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device
+    )
     flat[..., : math.prod(shape)] = images.flatten(2)
     level, end = flat[..., : math.prod(shape)].unflatten(2, shape), math.prod(shape)
     for exponent, grid in enumerate(levels.grids[1:]):
@@ -544,8 +546,3 @@ def _log2(power: int) -> int:
 def _top(shape: tuple[int, ...]) -> int:
     """log2 of the root's side."""
     return (max(shape) - 1).bit_length()
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that averages are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.layers.init import Constant, Normal, Table, indices, mark
-from vitrail.layers.patches import sincos
+from vitrail.layers.tokens import sincos
 from vitrail.recipe import config
 
 Ids = tuple[int, ...]

@@ -1,9 +1,9 @@
 """The models, one file each."""
 
 from vitrail.models.autoencoder import Autoencoder, AutoencoderConfig
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViT, DiffusionViTConfig
 from vitrail.models.dit import DiT, DiTConfig
-from vitrail.models.encoder import EncoderConfig
 from vitrail.models.mae import MAE, DecoderConfig, MAEConfig
 from vitrail.models.sap import SAP, SAPConfig
 from vitrail.models.unetr import UNETR, UNETRConfig

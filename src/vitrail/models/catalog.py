@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from vitrail.errors import UserError
-from vitrail.layers.masks import RandomMask
 from vitrail.layers.tokens import AdaptiveTokens
+from vitrail.models.config import EncoderConfig
 from vitrail.models.diffusion_vit import DiffusionDecoderConfig, DiffusionViTConfig
 from vitrail.models.dit import DiTConfig
-from vitrail.models.encoder import EncoderConfig
-from vitrail.models.mae import DecoderConfig, MAEConfig
+from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
 from vitrail.models.vit import StudyViTConfig, ViTConfig
@@ -107,13 +106,9 @@ def measure(entry: Entry) -> dict[str, Any]:
         "size": entry.size,
         "parameters": sum(p.numel() for p in model.parameters()),
         "flops": round(model.flops().forward),
-        "input": _input(entry.config),
+        "input": " x ".join(map(str, (*entry.config.extent, entry.config.channels))),
         "origin": entry.origin,
     }
-
-
-def _input(config: Any) -> str:
-    return " x ".join(map(str, (*config.extent, config.channels)))
 
 
 def find(name: str) -> list[Entry]:

@@ -16,11 +16,11 @@ from vitrail.layers.block import TimeEmbed, check_times
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.decoder import DecodedModel, DecoderBlocks, TokenDecoder
+from vitrail.models.config import DecoderBlocks, EncoderConfig
 from vitrail.models.dit import DenoiserConfig
-from vitrail.models.encoder import EncoderConfig
+from vitrail.models.encoder import DecodedModel, TokenDecoder
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 
 @config
@@ -44,8 +44,7 @@ class DiffusionViTConfig(DenoiserConfig):
     time_scale: float = 1.0  # of times, which are steps, or 1000 times those of flow; 0.001 gives SiT's, of 0 to 1
 
     def __post_init__(self) -> None:
-        if self.time_steps < 1:
-            raise ValueError(f"time_steps {self.time_steps} must be at least 1")
+        must("be at least 1", time_steps=self.time_steps)
         if not isinstance(self.encoder.tokens, UniformTokens):
             raise ValueError("encoder.tokens: noise has no structure for an adaptive tree to follow; use kind: uniform")
         variables = self.encoder.variables
@@ -79,9 +78,9 @@ class DiffusionViT(DecodedModel):
 
     def encoder_stages(self) -> list[Stage]:
         embed, *rest = super().encoder_stages()
-        return [embed.more(self.embed, ("times",), self.time_embed), *rest]
+        return [embed.more(self.begin, ("times",), self.time_embed), *rest]
 
-    def embed(self, x: Tensor, side: Side) -> Tensor:
+    def begin(self, x: Tensor, side: Side) -> Tensor:
         x = self.encoder.embed(x, side)
         times = check_times(side.get("times"), x.shape[0], scale=self.config.time_scale, limit=self.config.time_steps)
         return x + self.time_embed(times).to(x.dtype).unsqueeze(1)

@@ -29,9 +29,10 @@ from vitrail.layers.block import (
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.config import EncoderConfig, ModelConfig, Positions, fill_size
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 # What the sizes are made of, where the recipe does not say.
 DIT: dict[str, Any] = {
@@ -76,10 +77,8 @@ class DenoiserConfig(ModelConfig):
 
     def settle(self) -> None:
         super().settle()
-        if not self.time_scale > 0:
-            raise ValueError(f"time_scale {self.time_scale} must be above 0")
-        if self.condition_channels < 0:
-            raise ValueError(f"condition_channels {self.condition_channels} must be at least 0")
+        must("be above 0", time_scale=self.time_scale)
+        must("be at least 0", condition_channels=self.condition_channels)
 
     @property
     def channels_in(self) -> int | None:
@@ -175,12 +174,12 @@ class DiT(EncodedModel):
     def stages(self) -> list[Stage]:
         embed, *blocks = self.encoder_stages()
         return [
-            embed.more(self.embed, ("times", "labels"), self.time_embed, self.label_embed),
+            embed.more(self.begin, ("times", "labels"), self.time_embed, self.label_embed),
             *blocks,
             Stage("final", lambda x, side: self.final(x), uses=(self.final,)),
         ]
 
-    def embed(self, x: Tensor, side: Side) -> Tensor:
+    def begin(self, x: Tensor, side: Side) -> Tensor:
         """[condition; tokens]."""
         x = self.encoder.embed(x, side)
         return join_condition(self.condition(side, x.shape[0]).to(x.dtype), x)

@@ -1,60 +1,45 @@
-"""The encoder that all models share: tokens in, tokens out, in any number of dimensions.
+"""From tokens to features and back, as all models share it, in any number of dimensions.
 
+The encoder:
 - only the patches that are given are embedded; each comes with its own coordinates, adaptive ones with their size
 - channels together, or as variables with tokenizers of their own that are aggregated
 - positions: sin-cos, learned (starting as sin-cos), axial rotations (rope) or none
 - LayerNorm or RMSNorm, before or after each branch; GELU or SwiGLU, grouped-query heads, QK-norm, LayerScale, drop path
 - class token and registers before the patches
 Parameter names are timm's where timm has them (patch_embed.proj, blocks.0.attn.qkv, ...).
+
+The decoder:
+- a linear layer to a width of its own, positions again, blocks of the encoder's make, norm, and a linear layer
+- without blocks, the last layer alone
+- drop path is spread over its own blocks, from 0 to its own rate
+A decoder that brings tokens of its own (mask tokens, say) overrides derive(), place(), run_block(), wanted().
+
+What can be set of both is in models/config.py.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.layers.attention import WHOLE, TokenSequence
-from vitrail.layers.block import Block, BlockConfig, ModulatedBlock, make_norm, scale_by_depth, swiglu_hidden
+from vitrail.layers.block import Block, BlockConfig, CrossBlock, ModulatedBlock, make_norm, scale_by_depth
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import Constant, Normal, Table, constants, mark
-from vitrail.layers.patches import (
+from vitrail.layers.patches import num_voxels
+from vitrail.layers.tokens import (
+    AdaptiveTokens,
     grid_coordinates,
-    grid_of,
     inflated_rope_table,
-    num_voxels,
     pairs_per_axis,
-    per_axis,
     rope_table,
     sincos,
 )
-from vitrail.layers.tokens import AdaptiveTokens, TokensConfig, UniformTokens
-from vitrail.layers.variables import Ids, VariableEmbed, VariablesConfig
+from vitrail.layers.variables import Ids, VariableEmbed, VariableHead
+from vitrail.models.config import DecoderBlocks, EncoderConfig
 from vitrail.models.model import Model, Side, Stage, block_stages, encoder_of, spread_drop_path
-from vitrail.recipe import config
-
-Positions = Literal["sincos", "learned", "rope", "none"]
-
-# The make of an encoder, where neither the recipe nor its size says another.
-MAKE: dict[str, Any] = {"mlp": "gelu", "norm": "layer", "bias": True, "positions": "sincos", "theta": 100.0}
-LLAMA: dict[str, Any] = {"mlp": "swiglu", "norm": "rms", "bias": False, "positions": "rope", "theta": 500_000.0}
-
-# The keys that a named size stands for; "B/16" is B with 16-voxel patches. UCF-B is UCF-VIT's, 2B and 8B are
-# torchtitan-mae's.
-SIZES: dict[str, dict[str, Any]] = {
-    "Ti": {"width": 192, "depth": 12, "heads": 3},
-    "S": {"width": 384, "depth": 12, "heads": 6},
-    "B": {"width": 768, "depth": 12, "heads": 12},
-    "L": {"width": 1024, "depth": 24, "heads": 16},
-    "H": {"width": 1280, "depth": 32, "heads": 16},
-    "g": {"width": 1408, "depth": 40, "heads": 16, "hidden": 6144},
-    "G": {"width": 1664, "depth": 48, "heads": 16, "hidden": 8192},
-    "UCF-B": {"width": 768, "depth": 12, "heads": 12, "positions": "learned"},
-    "2B": {"width": 3072, "depth": 16, "heads": 32, "kv_heads": 8, "hidden": 11264, "patch": 8, **LLAMA},
-    "8B": {"width": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "patch": 8, **LLAMA},
-}
 
 # Parameters of the encoder that are tables and tokens, not weight matrices; and the tokenizers of variables: decay
 # would shrink those that no batch carries, which have no gradient to hold against it.
@@ -67,222 +52,6 @@ SPARED = [
     "patch_embed.bias",
     "aggregate.query",
 ]
-
-
-SIZED: Any = None  # the default of keys that follow the size, or else MAKE
-
-
-@config
-class EncoderConfig:
-    sizes: ClassVar[dict[str, dict[str, Any]]] = SIZES
-    make: ClassVar[dict[str, Any]] = MAKE
-
-    size: str | None = None  # "B" or "B/16"; the keys below override it
-    width: int | None = None
-    depth: int | None = None
-    heads: int | None = None
-    patch: int | tuple[int, ...] | None = None  # voxels: one number or one per axis
-    kv_heads: int | None = None  # fewer than heads: grouped-query attention
-    mlp: Literal["gelu", "swiglu"] = SIZED
-    mlp_ratio: float | None = None  # hidden over width; default 4 for gelu, Llama's two thirds of it for swiglu
-    hidden: int | None = None  # the hidden width itself
-    norm: Literal["layer", "rms"] = SIZED
-    eps: float = 1e-6
-    bias: bool = SIZED  # in the linear layers
-    qk_norm: bool = False
-    layer_scale: float | None = None  # its starting value
-    drop_path: float = 0.0  # of the last block; earlier ones less
-    init: Literal["xavier", "depth_scaled"] = "xavier"  # Xavier's; or torchtitan's, see layers/block.py
-    positions: Positions = SIZED
-    theta: float = SIZED  # longest wavelength of rope over 2 pi, in patches
-    rope: Literal["axial", "superposed"] = "axial"  # superposed: as with one axis fewer, and learned turns on the first
-    rope_scale: float = 1.0  # of coordinates; DINOv3's weights want 4 pi over the patches along an axis
-    rope_origin: Literal["first", "centre"] = "first"  # where tokens before the patches stand: first patch, or centre
-    cls_token: bool = False
-    cls_position: bool = True  # with learned positions, the class token has one too
-    registers: int = 0
-    patch_norm: bool = False  # LayerNorm of the patch's voxels and of its token (dual patch norm)
-    patch_bias: bool | None = None  # in the layer that embeds patches; null: as `bias`, and none with patch_norm
-    input_norm: bool = False  # one more norm before the first block
-    residual: Literal["pre", "post"] = "pre"  # blocks are x + f(norm(x)), or x + norm(f(x))
-    tokens: TokensConfig = UniformTokens()
-    variables: VariablesConfig | None = None  # channels known by name; null: all channels together
-
-    def __post_init__(self) -> None:
-        adaptive = self.tokens if isinstance(self.tokens, AdaptiveTokens) else None
-        known = {"kv_heads": None, **({"hidden": None} if self.mlp_ratio is None else {}), **self.make}
-        placed = adaptive is not None and adaptive.told != "number"
-        if adaptive is not None and adaptive.told == "pixels":
-            known["positions"] = "none"  # which the layer of their pixels takes the place of
-        sizes = self.sizes
-        if placed:  # learned positions of a size have no table for trees
-            sizes = {name: {key: one for key, one in s.items() if one != "learned"} for name, s in sizes.items()}
-        fill_size(self, sizes, known)
-        check_heads(self.width, self.heads, self.kv_heads)
-        check_mlp(self.width, self.mlp_ratio, self.hidden)
-        check_drop_path(self.drop_path)
-        assert self.depth is not None
-        assert self.patch is not None
-        if self.depth < 1:
-            raise ValueError(f"depth {self.depth} must be at least 1")
-        if min((self.patch,) if isinstance(self.patch, int) else self.patch, default=0) < 1:
-            raise ValueError(f"patch {self.patch} must be at least 1 voxel along every axis")
-        if self.eps < 0:
-            raise ValueError(f"eps {self.eps} must not be negative")
-        if self.theta <= 0:
-            raise ValueError(f"theta {self.theta} must be above 0")
-        if not self.rope_scale > 0:
-            raise ValueError(f"rope_scale {self.rope_scale} must be above 0")
-        if self.rope == "superposed" and self.positions != "rope":
-            raise ValueError(f"rope: superposed belongs to positions: rope, not {self.positions}")
-        if self.registers < 0:
-            raise ValueError(f"registers {self.registers} must be at least 0")
-        if placed and self.positions == "learned":
-            raise ValueError(
-                "positions: learned has no table for the places of adaptive tokens; use sincos or rope, or set "
-                "tokens.told: number"
-            )
-        if adaptive is not None and adaptive.per_variable and not self.separate:
-            raise ValueError(
-                "tokens.per_variable: a tree for each variable gives tokens that hold one variable each; "
-                "set variables.aggregate: none (and name the variables in variables.known)"
-            )
-        if self.patch_norm and self.variables is not None:
-            raise ValueError("patch_norm is for channels that are embedded together; leave out patch_norm or variables")
-
-    @property
-    def separate(self) -> bool:
-        """Tell whether each variable has tokens of its own."""
-        return self.variables is not None and self.variables.aggregate == "none"
-
-    @property
-    def parts(self) -> int:
-        """Count the variables that have tokens of their own: 1 where a token holds all channels."""
-        return len(self.variables.known) if self.variables is not None and self.separate else 1
-
-    def patch_on(self, ndim: int) -> tuple[int, ...]:
-        """Voxels of a patch along each of so many axes."""
-        assert self.patch is not None
-        return per_axis(self.patch, ndim)
-
-    def count_tokens(self, size: tuple[int, ...]) -> int:
-        """Tokens of one sample of this size, with all known variables."""
-        return self.tokens.count(size, self.patch_on(len(size))) * self.parts
-
-    def grid(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the places on a grid that tokens of an image of this size are told, for a table of them."""
-        if isinstance(self.tokens, AdaptiveTokens):
-            return (self.tokens.length, *(1 for _ in size[1:]))
-        return grid_of(size, self.patch_on(len(size)))
-
-    def check_size(self, ndim: int, size: tuple[int, ...] | None) -> None:
-        """Refuse widths and sizes that cannot work, once these are known."""
-        if self.rope == "superposed" and ndim < 2:
-            raise ValueError("rope: superposed needs at least two axes")
-        self.check_positions(self.block(), ndim)
-        patch = self.patch_on(ndim)
-        if size is not None and isinstance(self.tokens, AdaptiveTokens):
-            self.tokens.check(size, patch)
-        elif size is not None:
-            grid_of(size, patch)
-
-    def check_positions(self, block: BlockConfig, ndim: int) -> None:
-        """Refuse blocks in which an axis would get no channel at all: positions would vanish silently."""
-        head_width, ndim = block.width // block.heads, ndim - (self.rope == "superposed")
-        room = {"rope": head_width, "sincos": block.width, "learned": block.width}.get(self.positions)
-        if room is not None and pairs_per_axis(room, ndim) < 1:
-            what = "head width" if self.positions == "rope" else "width"
-            raise ValueError(
-                f"{what} {room} has no room for {self.positions} positions on {ndim} axes; use at least {2 * ndim}"
-            )
-
-    def block(self) -> BlockConfig:
-        assert self.width is not None
-        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
-        given["kv_heads"] = self.kv_heads or self.heads
-        given["hidden"] = hidden_width(self.width, self.mlp, self.mlp_ratio, self.hidden)
-        return BlockConfig(**given)
-
-
-def fill_size(c: Any, sizes: dict[str, dict[str, Any]], optional: Mapping[str, Any]) -> None:
-    """Give a config the keys that its named size stands for, where it does not say them itself.
-
-    A number after a stroke is the patch. `optional` keys have a value for configs without a size, too.
-    """
-    known, like = dict(optional), "XL/2" if "XL" in sizes else "B/16" if "B" in sizes else next(iter(sizes), "...")
-    if c.size is not None:
-        name, _, patch = c.size.partition("/")
-        if name not in sizes or ("/" in c.size and not (patch.isdigit() and int(patch))):
-            raise ValueError(f"size {c.size!r} is unknown; use one of {', '.join(sizes)}, as in 'size: {like}'")
-        known |= sizes[name] | ({"patch": int(patch)} if patch else {})
-    for key in ("width", "depth", "heads", "patch", *optional):
-        if getattr(c, key) is None:
-            if key not in known:
-                raise ValueError(f"{key} is missing; give it, or a named size such as 'size: {like}'")
-            object.__setattr__(c, key, known[key])
-
-
-class ModelConfig:
-    """Base of the configs of models with an encoder; each has the keys ndim, channels and shape."""
-
-    ndim: int
-    channels: int | None
-    shape: int | tuple[int, ...] | None
-
-    def settle(self) -> None:
-        """Refuse axes and channels that make no sense; named variables say how many channels there are."""
-        if self.ndim < 1:
-            raise ValueError(f"ndim {self.ndim} must be at least 1")
-        known = encoder_of(self).variables
-        if known is not None and self.channels not in (None, len(known.known)):
-            raise ValueError(
-                f"channels {self.channels} contradicts the {len(known.known)} variables that are known; leave it out"
-            )
-        if known is not None:
-            object.__setattr__(self, "channels", len(known.known))
-        if self.channels is not None and self.channels < 1:
-            raise ValueError(f"channels {self.channels} must be at least 1")
-
-    @property
-    def channels_in(self) -> int | None:
-        """Channels of the images that go in."""
-        return self.channels
-
-    @property
-    def extent(self) -> tuple[int, ...] | None:
-        """Voxels of the input along each axis; None where they are not known."""
-        return None if self.shape is None else per_axis(self.shape, self.ndim)
-
-    def check(self) -> None:
-        """Refuse what cannot be trained, once channels and shape are known."""
-        encoder_of(self).check_size(self.ndim, self.extent)
-
-
-def hidden_width(width: int, mlp: str, ratio: float | None, hidden: int | None) -> int:
-    if hidden is not None:
-        return hidden
-    if ratio is not None:
-        return int(width * ratio)
-    return 4 * width if mlp == "gelu" else swiglu_hidden(width)
-
-
-def check_heads(width: Any, heads: Any, kv_heads: Any = None) -> None:
-    if min(width, heads) < 1 or width % heads:
-        raise ValueError(f"width {width} must be a multiple of heads {heads}")
-    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
-        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}")
-
-
-def check_mlp(width: Any, ratio: float | None, hidden: int | None) -> None:
-    if hidden is not None and hidden < 1:
-        raise ValueError(f"hidden {hidden} must be at least 1")
-    if ratio is not None and int(width * ratio) < 1:
-        raise ValueError(f"mlp_ratio {ratio} must be above 0, and give a width of {width} at least one hidden channel")
-
-
-def check_drop_path(rate: float) -> None:
-    if not 0 <= rate < 1:
-        raise ValueError(f"drop_path {rate} must be at least 0 and below 1")
 
 
 def rope_turns(c: EncoderConfig, ndim: int, head_width: int) -> nn.Parameter | None:
@@ -391,7 +160,7 @@ class Encoder(nn.Module):
             return None
         patches = self.to_patches(coordinates)
         if any(self.origin):
-            patches = patches - constants(tuple(self.origin), patches)
+            patches = patches - constants(tuple(self.origin), patches.device)
         patches = nn.functional.pad(patches * self.config.rope_scale, (0, 0, prefix, 0))
         theta = self.config.theta if theta is None else theta
         if turns is None:
@@ -400,7 +169,7 @@ class Encoder(nn.Module):
 
     def to_patches(self, coordinates: Tensor) -> Tensor:
         """Coordinates in voxels to units of patches, the first patch at 0."""
-        return coordinates / constants(self.patch, coordinates) - 0.5
+        return coordinates / constants(self.patch, coordinates.device) - 0.5
 
     def positions(self, coordinates: Tensor, width: int, learned: "LearnedPositions | None") -> Tensor | None:
         """Return what is added to tokens at these coordinates, None when nothing is."""
@@ -430,7 +199,7 @@ class Encoder(nn.Module):
 
     def log_sizes(self, sizes: Tensor, valid: Tensor | None) -> Tensor:
         """Sizes in powers of two of a patch; 0 for padding."""
-        return (sizes.clamp(min=1) / constants(self.patch, sizes)).log2() * (
+        return (sizes.clamp(min=1) / constants(self.patch, sizes.device)).log2() * (
             1.0 if valid is None else valid.unsqueeze(-1)
         )
 
@@ -533,3 +302,139 @@ class LearnedPositions(nn.Module):
         for axis, size in enumerate(self.grid):
             index = index * size + patches[..., axis].round().long()
         return self.table[index]
+
+
+class TokenDecoder(nn.Module):
+    """[B, prefix + N, encoder's width] -> [B, N, P*channels]. `c` None: no blocks, the last layer alone."""
+
+    needs: ClassVar[tuple[str, ...]] = ("coordinates", "sizes", "valid", "variables")
+    sequence: TokenSequence = WHOLE
+
+    def __init__(
+        self,
+        c: DecoderBlocks | None,
+        encoder: Encoder,
+        channels: int,
+        *,
+        shape: tuple[int, ...] | None = None,
+        block: type[nn.Module] = Block,
+    ):
+        super().__init__()
+        e = encoder.config
+        if c is not None:
+            c.check(e, len(encoder.patch))
+        self.block_config = e.block() if c is None else c.block(e)
+        self.width, self.heads, self.prefix = self.block_config.width, self.block_config.heads, encoder.prefix
+        self.rates = [] if c is None else spread_drop_path(c.drop_path, c.depth)
+        self.rope, self.add_places = encoder.rope, encoder.describe  # of the encoder's make, at this width
+        learned = c is not None and e.positions == "learned"
+        sized = None if c is None else encoder.size_embed
+        self.embed = None if c is None else nn.Linear(encoder.width, self.width, bias=e.bias)
+        self.pos_embed = LearnedPositions(self.width, e, shape) if learned else None
+        self.size_embed = None if sized is None else type(sized)(sized.in_features, self.width)
+        ndim = len(encoder.patch)
+        self.rope_turns = None if c is None else rope_turns(e, ndim, self.width // self.heads)
+        self.theta = None if c is None else c.theta
+        self.blocks = nn.ModuleList(block(self.block_config) for _ in self.rates)
+        if e.init == "depth_scaled":
+            scale_by_depth(self.blocks)
+        self.norm = None if c is None else make_norm(e.norm, self.width, e.eps)
+        voxels = num_voxels(encoder.patch)
+        self.head: nn.Linear
+        if e.variables is None:
+            self.head = nn.Linear(self.width, voxels * channels, bias=e.bias)
+        else:
+            self.head = VariableHead(self.width, voxels, len(e.variables.known), bias=e.bias, separate=e.separate)
+
+    def derive(self, side: Side) -> Side:
+        """Add the rotation table at this head width to what the encoder derived."""
+        if not self.blocks:
+            return side
+        return side | {"decoder_rope": self.sequence.table(self.turn(side["coordinates"], self.prefix))}
+
+    def turn(self, coordinates: Tensor, prefix: int) -> Tensor | None:
+        """The encoder's rotations, at this decoder's head width."""
+        head_width = self.width // self.heads
+        return self.rope(coordinates, prefix=prefix, head_width=head_width, turns=self.rope_turns, theta=self.theta)
+
+    def stages(self, first_block: int) -> list[Stage]:
+        """`first_block` is where its rows begin in the drop-path table."""
+        return [
+            Stage("embed", self.place, self.needs, self.placing),
+            *block_stages(self.blocks, self.run_block, self.needs, first_block),
+            Stage("head", self.predict, self.needs, (self.norm, self.head)),
+        ]
+
+    @property
+    def placing(self) -> tuple[nn.Module | nn.Parameter | None, ...]:
+        """The parts that place() reads."""
+        return (self.embed, self.pos_embed, self.size_embed)
+
+    def place(self, x: Tensor, side: Side) -> Tensor:
+        if self.embed is None:
+            return x
+        x = self.embed(x)
+        patches = self.describe(x[:, self.prefix :], side)
+        return torch.cat([x[:, : self.prefix], patches], dim=1) if self.prefix else patches
+
+    def describe(self, x: Tensor, side: Side) -> Tensor:
+        """Add to tokens what tells them apart, with the decoder's own tables."""
+        return self.add_places(x, side, width=self.width, learned=self.pos_embed, sizes=self.size_embed)
+
+    def run_block(self, block: nn.Module, x: Tensor, side: Side, drop_path: Tensor | None) -> Tensor:
+        return block(x, side["decoder_rope"], drop_path, side.get("encoder_mask"))
+
+    def wanted(self, side: Side) -> int:
+        """Count the tokens, the last ones, that are predicted: all patches."""
+        return side["coordinates"].shape[1]
+
+    def predict(self, x: Tensor, side: Side) -> Tensor:
+        """Only what is asked for goes through the last norm and layer."""
+        x = x[:, -self.wanted(side) :]
+        return self.to_voxels(x if self.norm is None else self.norm(x), side)
+
+    def to_voxels(self, x: Tensor, side: Side) -> Tensor:
+        return self.head(x, side.get("variables")) if isinstance(self.head, VariableHead) else self.head(x)
+
+    @property
+    def features(self) -> int:
+        """Values that a token predicts, with all known variables; a token of one variable predicts that alone."""
+        head = self.head
+        return head.voxels if isinstance(head, VariableHead) and head.separate else head.out_features
+
+    def flops(self, tokens: int, predicted: int = 0, predict_visible: bool = True) -> Flops:
+        """Forward of one sample of so many tokens, of all known variables.
+
+        `predicted` mask tokens come beside these, which themselves are predicted only with `predict_visible`.
+        """
+        wanted, memory = predicted + (tokens if predict_visible else 0), tokens + self.prefix
+        outside = 2.0 * wanted * self.width * self.features
+        if self.embed is None:
+            return Flops(outside=outside)
+        cross = isinstance(self.blocks[0], CrossBlock)  # it asks for visible tokens once more
+        outside += 2.0 * memory * self.embed.in_features * self.width
+        if self.size_embed is not None:
+            sized = tokens + (wanted if cross else predicted)
+            outside += 2.0 * sized * self.size_embed.in_features * self.width
+        c = self.block_config
+        one = c.flops(wanted, memory) if cross else c.flops(memory + predicted)
+        return one * len(self.blocks) + Flops(outside=outside)
+
+
+class DecodedModel(EncodedModel):
+    """Base of the models that are an encoder and a decoder of tokens."""
+
+    decoder: TokenDecoder
+
+    def derive(self, side: Side) -> Side:
+        return self.decoder.derive(self.encoder.derive(side))
+
+    def stages(self) -> list[Stage]:
+        decoder = self.decoder.stages(self.encoder.depth)
+        return [*self.encoder_stages(), *(stage.within("decoder") for stage in decoder)]
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+    def drop_path_rates(self) -> list[float]:
+        return [*super().drop_path_rates(), *self.decoder.rates]

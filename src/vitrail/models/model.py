@@ -45,6 +45,14 @@ def filled(config: Any, facts: dict[str, Any]) -> Any:
     return config
 
 
+def sizes_of(recipe: Any, name: str) -> tuple[int, ...]:
+    """Return data.crop or data.block, one number for each axis of the model."""
+    try:
+        return per_axis(getattr(recipe.data, name), recipe.model.ndim)
+    except ValueError as error:
+        raise UserError(f"data.{name}: {error}; model.ndim is {recipe.model.ndim}") from None
+
+
 def variable_ids(config: Any, names: Sequence[str] | None, channels: int) -> tuple[int, ...] | None:
     """Return the places of a batch's variables among those that the model knows; None where it knows no names."""
     known = known_variables(config)
@@ -77,8 +85,8 @@ def make_inputs(
 ) -> tuple[dict[str, Any], Tokens]:
     """Keyword inputs of a model for normalised images [B, C, *S], and their tokens (the way back to voxels).
 
-    `variables` names the channels in order; adaptive trees grow on `scored` (the data as read, in which
-    the values in `span` are black and white) and vary with `draws`.
+    `variables` names the channels in order; adaptive trees grow on `scored` (the data, not normalised,
+    in which the values in `span` are black and white) and vary with `draws`.
     Where the images are a `slab` of larger ones, the inputs are of the larger ones, with Rows in the place of values.
     """
     if images.ndim != config.ndim + 2:
@@ -150,6 +158,7 @@ class Model(nn.Module, ABC):
     config: Any  # the frozen config that the model was built from
     sequence: TokenSequence = WHOLE  # where the other tokens of a sample are
     watching: dict[str, Tensor] | None = None  # a dict put here is filled with the size of activations by stage
+    eyes: Any = None  # what normalises raw data for it and cuts them into samples: vitrail.load() puts it here
 
     @abstractmethod
     def stages(self) -> list[Stage]:
@@ -178,6 +187,25 @@ class Model(nn.Module, ABC):
     def inputs(self, images: Tensor, variables: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the inputs of forward() for normalised images [B, C, *S]: model(**model.inputs(images))."""
         return make_inputs(self.config, images, variables=variables)[0]
+
+    def predict(self, values: Any, **options: Any) -> Any:
+        """Predict from raw values [*S], [C, *S] or [N, C, *S] of any size, normalised as the run's data were.
+
+        It gives what the run was trained for, on the grid of the values; docs/predict.md lists the options.
+        """
+        return self._seen().predict(self, values, **options)
+
+    def embed(self, values: Any, **options: Any) -> Any:
+        """Return features [D, *grid] of raw values, one for each patch; options are those of predict()."""
+        return self._seen().predict(self, values, write="embeddings", **options)
+
+    def _seen(self) -> Any:
+        if self.eyes is None:
+            raise UserError(
+                "this model was not loaded from a run, so how raw data are normalised is not known; load it with "
+                "vitrail.load(run), or call model(**model.inputs(images)) with normalised images"
+            )
+        return self.eyes
 
     def forward(self, x: Tensor, **side: Any) -> Tensor:
         """Run all stages; when watched, also note the root mean square of the activations after each."""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import num_voxels
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig
+from vitrail.models.config import EncoderConfig, ModelConfig
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 
 @config
@@ -32,10 +33,7 @@ class SAPConfig(ModelConfig):
     shape: int | tuple[int, ...] | None = None  # size of the input in voxels; default: data.crop
 
     def __post_init__(self) -> None:
-        if self.classes is not None and self.classes < 1:
-            raise ValueError(f"classes {self.classes} must be at least 1")
-        if self.features < 1:
-            raise ValueError(f"features {self.features} must be at least 1")
+        must("be at least 1", classes=self.classes, features=self.features)
         self.settle()
 
     def build(self) -> "SAP":
@@ -59,9 +57,9 @@ class SAP(EncodedModel):
         initialise_here(self)
 
     def stages(self) -> list[Stage]:
-        return [*self.encoder_stages(), Stage("head", self.predict, uses=(self.expand, self.head))]
+        return [*self.encoder_stages(), Stage("head", self.name_voxels, uses=(self.expand, self.head))]
 
-    def predict(self, x: Tensor, side: Side) -> Tensor:
+    def name_voxels(self, x: Tensor, side: Side) -> Tensor:
         x = self.expand(x[:, self.encoder.prefix :]).unflatten(-1, (self.voxels, -1))  # B N P F
         return self.head(nn.functional.gelu(x)).flatten(-2)
 

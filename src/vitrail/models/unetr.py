@@ -33,9 +33,10 @@ from vitrail.layers.flops import Flops
 from vitrail.layers.init import initialise_here
 from vitrail.layers.patches import grid_of
 from vitrail.layers.tokens import UniformTokens
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig
+from vitrail.models.config import EncoderConfig, ModelConfig
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 STEPS = 4
 _INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -62,10 +63,7 @@ class UNETRConfig(ModelConfig):
     def __post_init__(self) -> None:
         if self.ndim not in _INTERPOLATION:
             raise ValueError(f"ndim {self.ndim} must be 1, 2 or 3: there are no other convolutions")
-        if self.features < 1:
-            raise ValueError(f"features {self.features} must be at least 1")
-        if self.classes is not None and self.classes < 1:
-            raise ValueError(f"classes {self.classes} must be at least 1")
+        must("be at least 1", features=self.features, classes=self.classes)
         self.settle()
         if self.decoder == "linear":
             return
@@ -129,7 +127,8 @@ class UNETRConfig(ModelConfig):
 
 
 class UNETR(EncodedModel):
-    """forward(patches [B, N, P*C], coordinates=[B, N, ndim], image=[B, C, *S]) -> logits [B, classes, *S].
+    """Called (`Model.forward` runs `stages()`) with patches [B, N, P*C], coordinates [B, N, ndim] and image [B, C, *S];
+    gives logits [B, classes, *S].
 
     Without skips, and with the linear decoder, there is no image, and S is the configured shape (or the tree's).
     """

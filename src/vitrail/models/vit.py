@@ -19,9 +19,10 @@ from vitrail.layers.attention import CrossAttention, mask_of
 from vitrail.layers.block import BlockConfig
 from vitrail.layers.flops import Flops
 from vitrail.layers.init import Normal, initialise_here, mark
-from vitrail.models.encoder import EncodedModel, EncoderConfig, ModelConfig, Positions
+from vitrail.models.config import EncoderConfig, ModelConfig, Positions
+from vitrail.models.encoder import EncodedModel
 from vitrail.models.model import Side, Stage
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 
 @config
@@ -41,10 +42,8 @@ class ViTConfig(EncoderConfig, ModelConfig):
         super().__post_init__()
         if self.pool == "cls" and not self.cls_token:
             raise ValueError("pool: cls needs cls_token: true")
-        if self.classes is not None and self.classes < 0:
-            raise ValueError(f"classes {self.classes} must be at least 0")
-        if not 0 <= self.head_dropout < 1:
-            raise ValueError(f"head_dropout {self.head_dropout} must be at least 0 and below 1")
+        must("be at least 0", classes=self.classes)
+        must("be at least 0 and below 1", head_dropout=self.head_dropout)
         self.settle()
 
     def build(self) -> "ViT":

@@ -53,6 +53,7 @@ class Autoencode(Objective):
     best_metric = "mse_over_variance"
     larger_is_better = frozenset({"psnr", "ssim"})
     pictured = 4
+    predicts = ("reconstructions",)
 
     def __init__(self, c: AutoencodeConfig, model: AutoencoderConfig, statistics: Statistics):
         self.config, self.model, self.statistics = c, model, statistics
@@ -107,8 +108,12 @@ class Autoencode(Objective):
             "ssim": sums["ssim"] / sums["samples"],
         }
 
+    def reconstruct(self, batch: Batch, output: Tensor, targets: Targets) -> tuple[Tensor, Tensor | None]:
+        """Return the samples again [B, C, *S]; of all voxels alike."""
+        return output.float() * targets.std + targets.mean, None
+
     def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
-        again = (output.float() * targets.std + targets.mean).cpu().numpy()
+        again = self.reconstruct(batch, output, targets)[0].cpu().numpy()
         return [{"pair": pair} for pair in zip(batch.values.float().cpu().numpy(), again, strict=True)]
 
     def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:

@@ -28,7 +28,7 @@ from vitrail.objectives.objective import (
     inputs_of,
     tables_of,
 )
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 
 @config
@@ -40,8 +40,7 @@ class ClassifyConfig:
     names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing {self.smoothing} must be at least 0 and below 1")
+        must("be at least 0 and below 1", smoothing=self.smoothing)
         check_names(self.names)
 
     def build(self, model: Any, statistics: Statistics) -> "Classify":
@@ -60,6 +59,7 @@ class Classify(Objective):
     best_metric = "accuracy"
     larger_is_better = frozenset({"accuracy", "top5"})
     pictured = 24
+    predicts = ("classes",)
 
     def __init__(self, c: ClassifyConfig, model: Any, statistics: Statistics):
         self.config, self.model, self.statistics = c, model, statistics

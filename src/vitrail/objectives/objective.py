@@ -46,6 +46,7 @@ class Objective(ABC):
     pictured: int = 3  # samples in a picture
     axes: TokenAxes = TokenAxes()  # which inputs and targets have a row for each token
     wants_average: ClassVar[bool] = False  # results of raw weights are much worse than those of their average (ema)
+    predicts: ClassVar[tuple[str, ...]] = ()  # what of new data can be written, beside embeddings; the first is usual
     decodes: ClassVar[bool] = False  # it makes latents, which the recipe's codec turns into pixels
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -145,6 +146,8 @@ def check_pictures(kind: type[Objective]) -> None:
 class VoxelObjective(Objective):
     """An objective that gives each voxel a class: overlapping tiles are put together before their voxels are scored."""
 
+    predicts = ("classes", "probabilities")
+
     @abstractmethod
     def logits(self, output: Tensor, targets: Any) -> Tensor:
         """[B, classes, *S] of what the model gives."""
@@ -158,7 +161,7 @@ class VoxelObjective(Objective):
         return {}
 
 
-def labels_of(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
+def labels_wanted(objective: Any, model: Any) -> Literal["item", "voxel"] | None:
     """Return what an objective learns the classes of, by its config and that of its model."""
     if hasattr(objective, "labels_with"):
         return objective.labels_with(model)

@@ -67,6 +67,7 @@ class Targets:
 class Reconstruct(Objective):
     metrics = ("loss", "mse", "variance", "mse_over_variance")
     best_metric = "mse_over_variance"
+    predicts = ("reconstructions",)
 
     def __init__(self, c: ReconstructConfig, model: MAEConfig, statistics: Statistics):
         assert model.shape is not None
@@ -231,7 +232,8 @@ class Reconstruct(Objective):
         assert isinstance(model, MAE)
         return model.flops(predict_visible=self.config.on == "all")
 
-    def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
+    def reconstruct(self, batch: Batch, output: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Return samples whose hidden voxels are as predicted, and where these are: both [B, C, *S]."""
         skip, tokens = targets.num_visible, targets.tokens
         assert tokens is not None
         hidden = targets.index[:, skip:]
@@ -240,7 +242,10 @@ class Reconstruct(Objective):
         truth = tokens.values.float()
         pasted = truth.scatter(1, index, output.float()[:, skip:] * std + mean)
         painted = torch.zeros_like(truth).scatter(1, index, 1.0)
-        prediction, covered = (tokens.paint(t).cpu().numpy() for t in (pasted, painted))
+        return tokens.paint(pasted), tokens.paint(painted)
+
+    def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
+        prediction, covered = (t.cpu().numpy() for t in self.reconstruct(batch, output, targets))
         names = batch.variables or tuple(f"variable {number}" for number in range(batch.values.shape[1]))
         return [
             {"target": target, "prediction": guess, "hidden": hid > 0.5, "variables": names}

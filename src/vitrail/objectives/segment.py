@@ -1,6 +1,7 @@
 """Name the class of each voxel: Dice, cross-entropy and their kin.
 
-- labels are volumes beside the images, or inside the same file; model.classes follows from their names
+- labels are volumes beside the images, or inside the same file; model.classes follows from their names. Formats that
+  name no classes, such as plain NIfTI, need objective.names or model.classes
 - the loss of a sample is 1 - soft Dice, a mean over its classes, plus cross-entropy, a mean over its voxels (MONAI's
   DiceCE); samples are added up, so every layout and accumulation gives the same gradient
 - `dice_bce` and `focal` judge each class by itself, by the sigmoid of its logit: soft Dice plus binary cross-entropy,
@@ -35,6 +36,8 @@ from vitrail.objectives.objective import (
     tables_of,
 )
 from vitrail.recipe import config
+
+APART = ("dice_bce", "focal")  # losses that judge each class by itself, by a sigmoid
 
 
 @config
@@ -109,15 +112,15 @@ class Segment(VoxelObjective):
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
-    def losses(self, output: Tensor, targets: Targets) -> Tensor:
-        """Return the loss of each sample [B]."""
-        c, logits = self.config, self.logits(output, targets)
-        return segmentation_loss(
-            logits, targets.labels, kind=c.loss, squared=c.squared, smooth=c.smooth, gamma=c.gamma, ignore=c.ignore
-        )
+    def likelihood(self, logits: Tensor) -> Tensor:
+        """Return probabilities [B, classes, *S] of logits: each class by itself where the loss judges it so."""
+        return logits.sigmoid() if self.config.loss in APART else logits.softmax(dim=1)
+
+    def each(self, output: Tensor, targets: Targets) -> Tensor:
+        return segmentation_loss(self.logits(output, targets), targets.labels, self.config)
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
-        each = self.losses(output, targets)
+        each = self.each(output, targets)
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
@@ -145,9 +148,6 @@ class Segment(VoxelObjective):
 
     def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
         return tables_of(counts, self.names, "voxels")
-
-    def each(self, output: Tensor, targets: Targets) -> Tensor:
-        return self.losses(output, targets)
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         def ratio(part: float, whole: float) -> float:
@@ -192,21 +192,13 @@ class Segment(VoxelObjective):
         return caption
 
 
-def segmentation_loss(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    kind: str = "dice_ce",
-    squared: bool = True,
-    smooth: tuple[float, float] = (0.0, 1e-6),
-    gamma: float = 2.0,
-    ignore: int | None = None,
-) -> Tensor:
+def segmentation_loss(logits: Tensor, labels: Tensor, c: SegmentConfig) -> Tensor:
     """Return the loss of each sample [B], for logits [B, C, *S] and labels [B, *S]."""
-    scored = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore  # [B, *S]
+    kind, smooth = c.loss, c.smooth
+    scored = torch.ones_like(labels, dtype=torch.bool) if c.ignore is None else labels != c.ignore  # [B, *S]
     labels = labels.where(scored, 0)
     voxels = scored.flatten(1).sum(dim=1).clamp(min=1)
-    apart = kind in ("dice_bce", "focal")  # each class by itself, by a sigmoid
+    apart = kind in APART
     logs = functional.logsigmoid(logits) if apart else logits.log_softmax(dim=1)
     if kind != "ce":
         true = torch.zeros_like(logs).scatter_(1, labels.unsqueeze(1), scored.unsqueeze(1).to(logs.dtype))
@@ -214,14 +206,14 @@ def segmentation_loss(
     if kind in ("dice", "dice_ce", "dice_bce"):
         share = logs.exp() * scored.unsqueeze(1)
         both = (share * true).flatten(2).sum(dim=2)  # B C
-        predicted = (share.square() if squared else share).flatten(2).sum(dim=2)
+        predicted = (share.square() if c.squared else share).flatten(2).sum(dim=2)
         dice = (2 * both + smooth[0]) / (predicted + true.flatten(2).sum(dim=2) + smooth[1])
         # A sample without any scored voxel has nothing to learn from, but still counts as one.
         each = each + (1 - dice).mean(dim=1) * scored.flatten(1).any(dim=1)
     if apart:
         wrong = functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mul(scored.unsqueeze(1))
         if kind == "focal":  # by how unlikely what is true still is
-            wrong = wrong * (gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
+            wrong = wrong * (c.gamma * functional.logsigmoid(logits * (1 - 2 * true))).exp()
         each = each + wrong.mean(dim=1).flatten(1).sum(dim=1) / voxels
     if kind in ("ce", "dice_ce"):
         surprise = -logs.gather(1, labels.unsqueeze(1)).squeeze(1) * scored  # [B, *S]

@@ -468,21 +468,10 @@ def check_memory(case: Case) -> None:
                 "pieces of an MLP are always recomputed",
                 Change(("parallel.chunk.mlp=null",)),
             )
-        pieces = c.chunk.mlp is not None
-        known = recompute.all_roles(blocks, pieces=pieces)
-        for role in c.recompute.keep or ():
-            if role not in known:
-                rest = ",".join(other for other in c.recompute.keep or () if other in known)
-                raise Impossible(
-                    f"parallel.recompute.keep: {recompute.no_role(role, known)}",
-                    Change((f"parallel.recompute.keep=[{rest}]" if rest else "parallel.recompute=full",)),
-                )
-        budget, least = c.recompute.budget, recompute.least_budget(blocks, pieces=pieces)
-        if budget is not None and budget < least:
-            raise Impossible(
-                f"parallel.recompute.budget: {recompute.too_small(budget, least)}",
-                Change((f"parallel.recompute.budget={math.ceil(100 * least) / 100:g}",)),
-            )
+        try:
+            recompute.plan(blocks, c.recompute, pieces=c.chunk.mlp is not None)
+        except recompute.Unfit as error:
+            raise Impossible(error.sentence, Change((error.instead,))) from None
     if c.chunk.head is not None and not chunk.has_head(case.model):
         raise Impossible(f"parallel.chunk.head: {chunk.no_head(case.model)}", Change(("parallel.chunk.head=null",)))
 

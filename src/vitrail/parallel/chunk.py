@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.errors import UserError
 from vitrail.layers.block import MLP, SwiGLU, join_condition, split_condition
 from vitrail.layers.variables import VariableHead
-from vitrail.models.decoder import TokenDecoder
 from vitrail.models.dit import DiT, Final
+from vitrail.models.encoder import TokenDecoder
 from vitrail.models.model import Model, Side
 from vitrail.models.sap import SAP
 from vitrail.recipe.sections import Chunk
@@ -109,10 +109,10 @@ def _final(final: Final, size: int) -> None:
 
 
 def _sap(model: SAP, size: int) -> None:
-    inner, prefix = model.predict, model.encoder.prefix
+    inner, prefix = model.name_voxels, model.encoder.prefix
 
-    def predict(x: Tensor, side: Side) -> Tensor:
+    def name_voxels(x: Tensor, side: Side) -> Tensor:
         # The tokens before the patches are cut off by the head itself: each piece gets some to cut.
         return in_pieces(lambda piece: inner(F.pad(piece, (0, 0, prefix, 0)), side), x[:, prefix:], size)
 
-    model.predict = predict  # type: ignore[method-assign]
+    model.name_voxels = name_voxels  # type: ignore[method-assign]

@@ -16,7 +16,6 @@ Shapes: B batch, L queries a rank, M keys a rank, H heads, G key-value heads, K 
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -66,14 +65,12 @@ def choose_ulysses(heads: int, kv_heads: int, context: int, wanted: int | None =
     )
 
 
-def split_context(
-    root: DeviceMesh, ulysses: int, *, axis: str = "context", timeout: timedelta | None = None
-) -> tuple[Ranks, Ranks]:
+def split_context(root: DeviceMesh, ulysses: int) -> tuple[Ranks, Ranks]:
     """Make the rings and the Ulysses groups of a mesh's context ranks; return this rank's ring and its Ulysses group.
 
-    Makes process groups, so all ranks call it, with equal arguments; PyTorch's own time-out if none is given.
+    Makes process groups, so all ranks call it, with equal arguments.
     """
-    group = root[axis].get_group()
+    group = root["context"].get_group()
     context = dist.get_world_size(group)
     assert context % ulysses == 0, (context, ulysses)
     if ulysses == context:
@@ -83,8 +80,8 @@ def split_context(
     names = root.mesh_dim_names
     assert names is not None
     ring, traders = (
-        dist.new_subgroups_by_enumeration(groups, timeout=timeout)[0]
-        for groups in ranks_of_context(root.mesh, names.index(axis), ulysses)
+        dist.new_subgroups_by_enumeration(groups)[0]
+        for groups in ranks_of_context(root.mesh, names.index("context"), ulysses)
     )
     return Ranks.of(ring), Ranks.of(traders)
 
@@ -117,7 +114,9 @@ def context_keys(
 ) -> ContextKeys:
     """Make the keys of attend_context(), where each rank has `keys` of them.
 
-    `keep` best lies on the host, where its split waits for nothing; what it selects with goes to the device.
+    `keep` [n] are the indices of those that are real, for all samples; `valid` [B, n] says which of these a sample may
+    see. Both are equal on all ranks. `keep` best lies on the host, where its split waits for nothing; what it selects
+    with goes to the device.
     """
     here = ulysses.size * keys
     if keep is None:
@@ -166,24 +165,15 @@ def picked(x: Tensor, pick: slice | Tensor | None) -> Tensor:
 
 
 def attend_context(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ring: Ranks,
-    ulysses: Ranks,
-    keep: Tensor | None = None,
-    valid: Tensor | None = None,
-    keys: ContextKeys | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, ring: Ranks, ulysses: Ranks, keys: ContextKeys | None = None
 ) -> Tensor:
     """Attention of this rank's queries [B, L, H, K] over the keys and values [B, M, G, K] of all ranks.
 
-    All the keys, in order of ranks, are M times ring times ulysses. `keep` [n] are the indices of those that are real,
-    for all samples; `valid` [B, n] says which of these a sample may see. Both are equal on all ranks. A sample that
-    sees none gives 0. For many calls, both are made into `keys` once, by context_keys().
+    All of them, in order of ranks, are M times ring times ulysses; `keys` tell which are seen, by default all. A sample
+    that sees none gives 0.
     """
     if keys is None:
-        keys = context_keys(k.shape[1], ring=ring, ulysses=ulysses, keep=keep, valid=valid, device=k.device)
+        keys = context_keys(k.shape[1], ring=ring, ulysses=ulysses)
     if ulysses.size > 1:
         k, v = repeat_groups(q.shape[2], k, v, ulysses.size)
         if q.shape[1] == k.shape[1]:

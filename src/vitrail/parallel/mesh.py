@@ -179,6 +179,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def spread_like(parameter: Tensor, shard: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+    """Make a rank's shard a part of a tensor that is spread as a parameter is, or so over another mesh."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh, shape, stride = mesh or parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return every rank's x, one after another along dim, on every rank; backward: sums, scattered."""
     return x if dist.get_world_size(group) == 1 else _Gather.apply(x, dim % x.ndim, group)

@@ -61,6 +61,14 @@ class Plan:
         return Again(share=len(recomputed) / len(self.kept), kept=frozenset.intersection(*by_role))
 
 
+class Unfit(UserError):
+    """A choice that a model's blocks cannot follow: a sentence without advice, and a key to set instead."""
+
+    def __init__(self, sentence: str, instead: str):
+        super().__init__(f"{sentence}; set {instead}")
+        self.sentence, self.instead = sentence, instead
+
+
 def plan(blocks: Sequence[nn.Module], choice: Choice, *, pieces: bool = False) -> Plan:
     """Plan a choice for all blocks of a model; refuse roles that none of them has, and budgets that none meets.
 
@@ -80,16 +88,14 @@ def plan(blocks: Sequence[nn.Module], choice: Choice, *, pieces: bool = False) -
     known = all_roles(blocks, pieces=pieces)
     for role in choice.keep:
         if role not in known:
-            raise UserError(f"parallel.recompute.keep: {no_role(role, known)}; leave it out")
+            rest = ",".join(other for other in choice.keep if other in known)
+            raise Unfit(
+                f"parallel.recompute.keep: {role!r} is no role of this model's blocks; they have "
+                f"{', '.join(known) or 'none'} (MLPs in pieces have none)",
+                f"parallel.recompute.keep=[{rest}]" if rest else "parallel.recompute=full",
+            )
     kept = tuple(frozenset(choice.keep).intersection(roles_of(block, pieces=pieces)) for block in blocks)
     return Plan(kept, f"every block is recomputed but for {_listed(frozenset(choice.keep))}")
-
-
-def apply(blocks: Sequence[nn.Module], choice: Choice) -> Plan:
-    """Plan and carry out at once, for the blocks of a whole model."""
-    made = plan(blocks, choice)
-    carry_out(blocks, made.kept)
-    return made
 
 
 def carry_out(blocks: Sequence[nn.Module], entries: Sequence[Kept]) -> None:
@@ -103,11 +109,6 @@ def carry_out(blocks: Sequence[nn.Module], entries: Sequence[Kept]) -> None:
 
 def all_roles(blocks: Sequence[nn.Module], *, pieces: bool = False) -> list[str]:
     return sorted({role for block in blocks for role in roles_of(block, pieces=pieces)})
-
-
-def no_role(role: str, known: Sequence[str]) -> str:
-    shown = ", ".join(known) or "none"
-    return f"{role!r} is no role of this model's blocks; they have {shown} (MLPs in pieces have none)"
 
 
 def roles_of(block: nn.Module, *, pieces: bool = False) -> dict[str, list[nn.Module]]:
@@ -235,29 +236,21 @@ def sizes_of(block: nn.Module, *, pieces: bool = False) -> Sizes | None:
     return Sizes(width, everything, sizes, worth)
 
 
-def least_budget(blocks: Sequence[nn.Module], *, pieces: bool = False) -> float:
-    """Return the share that remains when everything is recomputed, of the block that keeps the most."""
-    sizes = [sizes_of(block, pieces=pieces) for block in blocks]
-    return max((size.entry / size.all for size in sizes if size is not None), default=0.0)
-
-
-def too_small(budget: float, least: float) -> str:
-    return f"{budget:g} is less than the {least:.2g} that remains when everything is recomputed"
-
-
 def _within(budget: float, blocks: Sequence[nn.Module], pieces: bool) -> Plan:
     """Plan each block within the budget by itself, so that all are, however many tokens each kind of block sees."""
     if budget == 1:
         return Plan((None,) * len(blocks), "budget 1: no recomputation")
-    least = least_budget(blocks, pieces=pieces)
+    every = [sizes_of(block, pieces=pieces) for block in blocks]
+    least = max((sizes.entry / sizes.all for sizes in every if sizes is not None), default=0.0)
     if budget < least:
-        raise UserError(
-            f"parallel.recompute.budget: {too_small(budget, least)}; use {math.ceil(100 * least) / 100:g} or more"
+        raise Unfit(
+            f"parallel.recompute.budget: {budget:g} is less than the {least:.2g} that remains when everything is "
+            "recomputed",
+            f"parallel.recompute.budget={math.ceil(100 * least) / 100:g}",
         )
     kept: list[Kept] = []
     shares: dict[str, str] = {}
-    for block in blocks:
-        sizes = sizes_of(block, pieces=pieces)
+    for block, sizes in zip(blocks, every, strict=True):
         if sizes is None:
             kept.append(EVERYTHING)
             continue

@@ -249,17 +249,22 @@ def take_apart(tree: Any, leaves: list[Tensor], device: str) -> Hashable:
 
 def put_together(tree: Any, leaves: Iterator[Tensor]) -> Any:
     """Return the same tree with these tensors."""
+    return map_tensors(lambda _: next(leaves), tree)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return the same tree with every tensor changed, in the order of take_apart()."""
     if isinstance(tree, Tensor):
-        return next(leaves)
-    if isinstance(tree, CONSTANTS):
-        return tree
+        return function(tree)
     if isinstance(tree, dict):
-        return {name: put_together(value, leaves) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        values = [put_together(value, leaves) for value in tree]
+        return {name: map_tensors(function, value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, CONSTANTS):
+        values = [map_tensors(function, value) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if isinstance(tree, type) or not dataclasses.is_dataclass(tree):
+        return tree
     # Fields alone: anything that was computed from the old tensors and kept must be computed again.
     new = object.__new__(type(tree))
     for field in dataclasses.fields(tree):
-        object.__setattr__(new, field.name, put_together(getattr(tree, field.name), leaves))
+        object.__setattr__(new, field.name, map_tensors(function, getattr(tree, field.name)))
     return new

@@ -24,19 +24,8 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws
-from vitrail.layers.patches import (
-    WHOLE,
-    Part,
-    Slab,
-    cut,
-    gather_tokens,
-    join,
-    mark_copies,
-    part_size,
-    per_axis,
-    real_rows,
-)
-from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens
+from vitrail.layers.patches import WHOLE, Part, Slab, cut, join, mark_copies, part_size, per_axis, real_rows
+from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens, gather_tokens
 from vitrail.models.model import encoder_of
 from vitrail.parallel.agree import Group
 from vitrail.parallel.mesh import Layout, gather
@@ -128,7 +117,10 @@ class Split:
         return mine, self._targets(objective.axes, targets, lists, made)
 
     def judge(self, judge: Callable[[Tensor, Any], Any], output: Tensor, targets: Any) -> Any:
-        """Call `judge(output, targets)` for what prepare() has given and the model's output for this part."""
+        """Return `judge(output, targets)`, which is the objective's loss, measure or logits, of this part.
+
+        `targets` are what prepare() has given, `output` is the model's.
+        """
         if isinstance(targets, Whole):
             output, targets = targets.lists.join(self._outputs(output)), targets.targets
         return judge(output, targets)

@@ -14,6 +14,7 @@ Built by hand it is a plain dataclass; read from a recipe, pydantic checks every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
@@ -33,6 +34,24 @@ def config(cls: type[T]) -> type[T]:
     # A plain dict is what pydantic's ConfigDict is at run time: no import of pydantic is needed here.
     made.__pydantic_config__ = {"extra": "forbid"}
     return made
+
+
+_RULES: dict[str, Callable[[float], bool]] = {
+    "be above 0": lambda value: value > 0,
+    "be at least 0": lambda value: value >= 0,
+    "be at least 0 and below 1": lambda value: 0 <= value < 1,
+    "be at least 1": lambda value: value >= 1,
+    "not be negative": lambda value: value >= 0,
+}
+
+
+def must(rule: str, **values: float | tuple[float, ...] | None) -> None:
+    """Refuse values of a config, or numbers of a tuple, that do not keep a rule of the table; None is no value."""
+    for name, value in values.items():
+        if isinstance(value, tuple) and not all(map(_RULES[rule], value)):
+            raise ValueError(f"{name} {list(value)} must each {rule}")
+        if isinstance(value, float | int) and not _RULES[rule](value):
+            raise ValueError(f"{name} {value} must {rule}")
 
 
 _HOMES = {

@@ -166,11 +166,9 @@ def diff(old: Any, new: Any, key: str = "") -> list[Change]:
 
 def unsafe_changes(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """List the changes that a continued run may not carry."""
-    return [change for change in diff(old, new) if not _is_safe(change[0])]
-
-
-def _is_safe(key: str) -> bool:
-    return any(key == safe or key.startswith(safe + ".") for safe in SAFE_KEYS)
+    return [
+        change for change in diff(old, new) if not any(f"{change[0]}.".startswith(f"{safe}.") for safe in SAFE_KEYS)
+    ]
 
 
 def _holds_mappings(*lists: list[Any]) -> bool:

@@ -70,6 +70,23 @@ def _check_rise(name: str, pair: Pair) -> None:
         raise ValueError(f"{name}: {list(pair)} must rise; give the smaller number first")
 
 
+class Ranged(Plain):
+    """The common part of kinds that make two values the ends of a range."""
+
+    to: Pair
+
+    def __post_init__(self) -> None:
+        _check_rise("to", self.to)
+
+    @property
+    def ends(self) -> Pair:
+        return self.to
+
+    @property
+    def clips(self) -> bool:
+        return True
+
+
 @config
 class Standard(Plain):
     """Mean 0 and variance 1, as measured."""
@@ -108,7 +125,7 @@ class Given(Plain):
 
 
 @config
-class Percentiles(Plain):
+class Percentiles(Ranged):
     """Two percentiles become the ends of a range: for data with rare extremes."""
 
     kind: Literal["percentiles"] = "percentiles"
@@ -120,11 +137,7 @@ class Percentiles(Plain):
         low, high = self.percentiles
         if not 0 <= low < high <= 100:
             raise ValueError(f"percentiles: {[low, high]} must rise from 0 or more to 100 or less")
-        _check_rise("to", self.to)
-
-    @property
-    def ends(self) -> Pair:
-        return self.to
+        super().__post_init__()
 
     @property
     def clips(self) -> bool:
@@ -135,29 +148,18 @@ class Percentiles(Plain):
 
 
 @config
-class MinMax(Plain):
+class MinMax(Ranged):
     """The smallest and the largest value become the ends of a range; what lies beyond those measured is clipped."""
 
     kind: Literal["minmax"] = "minmax"
     to: Pair = (-1.0, 1.0)  # what they become
-
-    @property
-    def clips(self) -> bool:
-        return True
-
-    def __post_init__(self) -> None:
-        _check_rise("to", self.to)
-
-    @property
-    def ends(self) -> Pair:
-        return self.to
 
     def pair(self, looked: Looked) -> Pair:
         return between(looked.low, looked.high, self.to)
 
 
 @config
-class Window(Plain):
+class Window(Ranged):
     """Two values become the ends of a range, and what lies beyond them is clipped: windows of CT, in its units."""
 
     kind: Literal["window"] = "window"
@@ -166,17 +168,9 @@ class Window(Plain):
 
     measured: ClassVar[bool] = False
 
-    @property
-    def clips(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
         _check_rise("window", self.window)
-        _check_rise("to", self.to)
-
-    @property
-    def ends(self) -> Pair:
-        return self.to
+        super().__post_init__()
 
     def pair(self, looked: Looked | None = None) -> Pair:
         return between(*self.window, self.to)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail.recipe.kinds import nearest
 from vitrail.recipe.normalize import Given
-from vitrail.recipe.yaml import Key, dotted, show
+from vitrail.recipe.yaml import Key, dotted, leaves, show
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -37,9 +37,9 @@ GIB = 2**30
 def absurd(recipe: Recipe) -> list[str]:
     """Return a sentence for each number that is too large for any machine."""
     problems = [
-        f"{key}: {_short(number)} is too large; expected at most {_short(LARGEST)}"
-        for key, number in _numbers(recipe.to_tree(), "")
-        if abs(number) > LARGEST and key != "run.seed"
+        f"{dotted(key)}: {_short(number)} is too large; expected at most {_short(LARGEST)}"
+        for key, number in leaves(recipe.to_tree())
+        if isinstance(number, int) and abs(number) > LARGEST and key != ("run", "seed")
     ]
     if problems:
         return problems
@@ -113,15 +113,6 @@ def stacks(config: Any, key: str = "model") -> Iterator[tuple[str, Any]]:
 def least_parameters(stack: Any) -> int:
     """Count those of attention and the MLP; what is shared or narrow may make it less."""
     return 2 * stack.depth * stack.width**2
-
-
-def _numbers(tree: Any, key: str) -> Iterator[tuple[str, int]]:
-    if isinstance(tree, dict | list):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for name, value in items:
-            yield from _numbers(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, int):
-        yield key, tree
 
 
 def _short(number: int) -> str:

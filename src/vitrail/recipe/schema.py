@@ -125,7 +125,7 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
             told = [problem.sentence for problem in explained]
             raise _refusal([*found, *(sentence for sentence in told if sentence not in found)])
         for key in reset:
-            _remove(whole, key)
+            at(whole, key[:-1]).pop(key[-1])
     if found := found or check_across(recipe):
         raise _refusal(found)
     return recipe
@@ -155,12 +155,6 @@ def _refusal(problems: list[str]) -> UserError:
     more = len(problems) - MAX_PROBLEMS
     shown = problems if more <= 0 else [*problems[: MAX_PROBLEMS - 1], f"and {more + 1} more problems"]
     return UserError("\n".join(shown))
-
-
-def _remove(tree: Any, key: Key) -> None:
-    for name in key[:-1]:
-        tree = tree[name]
-    tree.pop(key[-1])
 
 
 def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list[str]]:

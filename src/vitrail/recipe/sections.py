@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 from vitrail.recipe import normalize as ways
 from vitrail.recipe.durations import Clock, Every, EveryOrOff, Rule, RunLength, SaveEvery
 
+MOST_PROFILED = 100  # steps: a trace holds everything that was done in them
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 
 
@@ -304,7 +305,9 @@ class Data(Section):
     bad: Literal["error", "skip", "fill"] = Field(
         default="error", description="what data that cannot be used do: end the run, give way to others, or be filled"
     )
-    most_bad: Annotated[int, Field(ge=0)] = Field(default=100, description="samples a rank may skip, with bad: skip")
+    most_bad: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="samples a rank may skip in a run, with bad: skip"
+    )
     retries: Annotated[int, Field(ge=0)] = Field(default=3, description="times a read that failed is tried again")
     read_limit: Clock = Field(default=120, description="end the run when reading a sample takes longer")
     stage: Stage | None = Field(default=None, description="copy what is read to a disk of the node first")
@@ -462,6 +465,29 @@ class Eval(Section):
     )
 
 
+class Profile(Section):
+    """Steps whose time is taken apart, and snapshots of a GPU's memory."""
+
+    steps: tuple[PositiveInt, PositiveInt] | None = Field(
+        default=None, description="the first and the last step to look at, as `metrics.jsonl` counts them"
+    )
+    ranks: Literal["all"] | Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = Field(
+        default=(0,), description="ranks that are looked at, or all"
+    )
+    memory: bool = Field(
+        default=False, description="snapshots of a GPU's memory: after these steps, and where it runs out"
+    )
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Profile:
+        if self.steps is None and not self.memory:
+            raise ValueError("give steps, such as [10, 15], or memory: true")
+        first, last = self.steps or (1, 1)
+        if last < first or last - first >= MOST_PROFILED:
+            raise ValueError(f"steps: expected a first and a last step, at most {MOST_PROFILED}, not {[first, last]}")
+        return self
+
+
 class Log(Section):
     """What a run shows, and how often."""
 
@@ -480,4 +506,6 @@ class Log(Section):
     report: bool = Field(
         default=True, description="a page at evaluations and at the end; `vitrail report RUN` makes one at any time"
     )
-    profile: Literal["off"] = "off"
+    profile: Literal["off"] | Profile = Field(
+        default="off", description="a trace of some steps and where their time went; or off"
+    )

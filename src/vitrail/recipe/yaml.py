@@ -71,12 +71,19 @@ def plain(value: Any, key: Key = ()) -> Any:
     )
 
 
-def non_finite(value: Any, key: Key = ()) -> list[str]:
+def leaves(tree: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield what is no mapping and no list, or an empty one, with its key."""
+    if not tree or not isinstance(tree, dict | list):
+        yield key, tree
+        return
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from leaves(value, (*key, name))
+
+
+def non_finite(tree: Any) -> list[str]:
     """Return a sentence for every number that is infinite or not a number."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return [f"{dotted(key)}: expected a finite number, got {value}"]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [sentence for name, item in items for sentence in non_finite(item, (*key, name))]
+    found = ((key, value) for key, value in leaves(tree) if isinstance(value, float) and not math.isfinite(value))
+    return [f"{dotted(key)}: expected a finite number, got {value}" for key, value in found]
 
 
 def merge(parent: Any, child: Any, cleared: set[Key], key: Key = ()) -> Any:

@@ -25,7 +25,7 @@ from vitrail.report.metrics import (
     select,
     split_sessions,
 )
-from vitrail.report.units import compact, count, number_of, percent, plain
+from vitrail.report.units import compact, count, describe_most, number_of, percent, plain
 
 _QUIET = 300.0  # seconds without a line after which a run without an end is taken for dead
 _SPEEDS = ("step_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "hfu", "data_wait")
@@ -87,11 +87,13 @@ def summarize(
         ),
         "sessions": sessions,
         "skipped": [{k: line.get(k) for k in ("step", "reason", "counters")} for line in select(lines, "skip")],
+        "bad": _count_bad(lines),
         "checkpoints": [
             {k: line.get(k) for k in ("step", "path", "seconds", "bytes", "time")}
             for line in select(lines, "checkpoint")
         ],
         "pictures": [{k: line.get(k) for k in ("step", "path", "caption")} for line in select(lines, "picture")],
+        "profiles": [{k: line.get(k) for k in ("step", "steps", "path")} for line in select(lines, "profile")],
     }
     facts["cost"] = _count_cost(facts, train, start, recipe)
     facts["warnings"] = warnings + _find_warnings(facts, lines)
@@ -208,10 +210,32 @@ def _judge(raw: Sequence[Line], now: float) -> tuple[str, str | None, str | None
     return ("running" if silent < max(_QUIET, 5 * gap) else "interrupted"), None, None
 
 
+def _count_bad(lines: Sequence[Line]) -> dict[str, Any]:
+    """Count the samples that all sessions skipped as bad data, and the items that they would have come from."""
+    found = select(lines, "bad")
+    items: dict[str, int] = {}
+    for line in found:
+        for item, number in (line["items"] if isinstance(line.get("items"), dict) else {}).items():
+            if math.isfinite(number_of(number)):
+                items[item] = items.get(item, 0) + int(number_of(number))
+    most = max((n for n in (number_of(line.get("samples")) for line in found) if math.isfinite(n)), default=0)
+    return {"samples": max(int(most), sum(items.values())), "items": items}
+
+
+def describe_bad(bad: dict[str, Any]) -> str:
+    """Say how many samples were skipped and what most of them would have come from."""
+    if not bad["samples"]:
+        return ""
+    return f"{count(bad['samples'])} sample{'s' * (bad['samples'] > 1)} skipped{describe_most(bad['items'])}"
+
+
 def _state_verdict(facts: dict[str, Any]) -> str:
     """Say in one phrase how the run stands."""
     done, total = facts["step"], facts["steps"]
     where = f"at step {count(done)} of {count(total)}" if total else f"at step {count(done)}"
+    if facts["status"] in ("failed", "interrupted"):
+        saved = max((number_of(point["step"]) for point in facts["checkpoints"]), default=math.nan)
+        where += f", saved up to step {count(saved)}" if math.isfinite(saved) else ", nothing saved"
     phrase = {
         "done": f"Done {where}",
         "failed": f"Failed {where}",
@@ -282,6 +306,8 @@ def _find_warnings(facts: dict[str, Any], lines: Sequence[Line]) -> list[str]:
     if skipped:
         steps = ", ".join(plain(s["step"], 12) for s in facts["skipped"][:5]) + (", …" if skipped > 5 else "")
         found.append(f"{skipped} step{'s were' if skipped > 1 else ' was'} skipped (step {steps}).")
+    if bad := describe_bad(facts["bad"]):
+        found.append(f"Bad data: {bad}.")
     train = select(lines, "train")
     broken = sum(not math.isfinite(number_of(line.get("loss"))) for line in train)
     if broken:

@@ -23,7 +23,15 @@ from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
 from vitrail.report.charts import chart_of, script, script_hash
-from vitrail.report.facts import MOST_LINES, describe_flops, describe_time, explain_no_mfu, summarize, warn_of_torn
+from vitrail.report.facts import (
+    MOST_LINES,
+    describe_bad,
+    describe_flops,
+    describe_time,
+    explain_no_mfu,
+    summarize,
+    warn_of_torn,
+)
 from vitrail.report.figures import embed_image, save_svg, try_to_draw
 from vitrail.report.metrics import (
     Line,
@@ -38,6 +46,7 @@ from vitrail.report.metrics import (
     read_recipe,
     select,
 )
+from vitrail.report.profiles import Profiled, show_profile
 from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
 if TYPE_CHECKING:
@@ -208,6 +217,8 @@ def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
         there = is_there(find_inside(run, point["path"]))
         if there or place < _MOST_ROWS:
             kept = "yes" if there else "no"
+            if point["step"] == (facts["best_eval"] or {}).get("step"):
+                kept += ", the best"
             rows.append(
                 (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
             )
@@ -286,6 +297,19 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else math.nan
 
 
+def read_profile(run: Path, facts: dict[str, Any], warnings: list[str]) -> Profiled | None:
+    """Read where the time of the last profiled steps went; what cannot be shown becomes a warning."""
+    if not facts["profiles"]:
+        return None
+    path = find_inside(run, facts["profiles"][-1]["path"])
+    if path is None:
+        warnings.append("The profile was left out: its path does not lead into the run folder.")
+        return None
+    table, complaint = read_json(path)
+    warnings += [complaint] if complaint else []
+    return show_profile(table)
+
+
 def list_skips(facts: dict[str, Any]) -> list[Row]:
     """List the steps whose update was not taken."""
     newest = facts["skipped"][-_MOST_ROWS:]
@@ -325,6 +349,12 @@ def list_data(card: Any) -> list[Row]:
     if dtype is not None:
         rows.append(("dtype", _show(dtype)))
     return rows + [(str(key), _show(value)) for key, value in rest.items()]
+
+
+def list_bad(facts: dict[str, Any]) -> list[Row]:
+    """List what was skipped as bad data in all sessions."""
+    bad = describe_bad(facts["bad"])
+    return [("bad data", bad)] if bad else []
 
 
 def _show(value: Any) -> str:
@@ -477,7 +507,8 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "speed": list_speed(facts),
         "cost": list_cost(facts),
         "groups": list_groups(lines),
-        "data": list_data(data),
+        "profile": read_profile(run, facts, notes),
+        "data": list_data(data) + list_bad(facts),
         "skips": list_skips(facts),
         "initial": list_initial(facts),
         "sessions": list_sessions(facts),

@@ -166,7 +166,7 @@ def segmentation_panel(
     """Draw rows of {image, truth, prediction} to a PNG and return its path.
 
     `image` is [C, spatial], `truth` and `prediction` are numbers of classes [spatial], drawn over the first of what is
-    shown of the image; volumes show planes and slices. Voxels of label `ignore` are not scored.
+    shown of the image; volumes show planes and slices. Voxels of label `ignore` are not scored. Rows may lack truth.
     """
     rows = rows[:_MOST_ROWS]
     abouts = about_rows(rows)
@@ -175,18 +175,19 @@ def segmentation_panel(
     spans = _ranges([row["image"] for row in rows], groups)
     colours = np.stack([label_colour(number) for number in range(len(names))])
     seen: set[int] = set()
+    known = "truth" in rows[0]
 
     def painted(number: int, _: Group, kind: int, cut: Cut) -> np.ndarray:
         row, spacing, place = rows[number], abouts[number].spacing, kind if kind < len(groups) else 0
         picture = paint(take(_pick(row["image"], groups[place]), cut[1], spacing), spans[place])
         if kind < len(groups):
             return picture
-        truth = kind == len(groups)
+        truth = known and kind == len(groups)
         labels = take(np.asarray(row["truth" if truth else "prediction"])[None], cut[1], spacing)[0]
         seen.update(np.unique(labels).tolist())
         return overlay(picture, labels, colours, ignore if truth else None)
 
-    kinds = [group.name or "image" for group in groups] + ["true labels", "prediction"]
+    kinds = [*(group.name or "image" for group in groups), *(["true labels"] if known else []), "prediction"]
     whole = Group("", groups[0].channels, "")
     look = lay_out(painted, abouts, [whole], kinds, cuts)
     shown = [number for number in range(1, len(names)) if number in seen][:_MOST_KEYS]

@@ -4,6 +4,7 @@ Every function takes None and non-finite values, because a report must not fail 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 MISSING = "–"  # an en dash: shown where a value is not known
@@ -66,6 +67,15 @@ def count(value: Any) -> str:
     """Write a whole number with thousands set apart: 1,334."""
     number = number_of(value)
     return f"{round(number):,}" if math.isfinite(number) else MISSING
+
+
+def describe_most(counts: Mapping[str, int], most: int = 3) -> str:
+    """Name in brackets what was counted most often: ` (a.png 3 times, b.png once and 2 others)`; nothing of nothing."""
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
+    named = [f"{name} {'once' if n == 1 else f'{n} times'}" for name, n in ordered[:most]]
+    more = len(ordered) - len(named)
+    rest = f" and {more} other{'s' * (more > 1)}" if more else ""
+    return f" ({', '.join(named)}{rest})" if named else ""
 
 
 def percent(fraction: Any) -> str:

@@ -19,11 +19,11 @@ import hashlib
 import json
 import platform
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -220,9 +220,9 @@ def data_facts(
         for number in range(0 if dataset is None else len(dataset.sources)):
             assert dataset is not None
             tick()
-            facts = _describe(dataset, number) | {
-                "files": _files(dataset, number, configs[name][number], run_dir, tick)
-            }
+            # The run may lie in the folder of its data.
+            files = data_state(configs[name][number], dataset.sources[number], tick, [run_dir])
+            facts = _describe(dataset, number) | {"files": files}
             then = _entry(before, name, number)
             if not (_untouched(then, facts) and isinstance(then.get("values"), list)):
                 then = {"values": _look(dataset, number, tick)}
@@ -285,21 +285,15 @@ def _describe(dataset: Dataset, number: int) -> Facts:
     shapes = [extent.shape for extent in dataset.extents if extent.source == number]
     classes = None
     if dataset.labels == "item":
-        classes = _sum(repr([(item.name.rpartition("/")[2], item.label) for item in source.items]).encode())
+        classes = crc32(repr([(item.name.rpartition("/")[2], item.label) for item in source.items]).encode())
     return {
         "items": len(shapes),
         "shape": list(shapes[0]) if len(set(shapes)) == 1 else None,
-        "shapes": _sum(repr(shapes).encode()),
+        "shapes": crc32(repr(shapes).encode()),
         "variables": list(source.variables),
         "dtype": str(source.dtype),
         "classes": classes,
     }
-
-
-def _files(
-    dataset: Dataset, number: int, config: Any, run_dir: Path, tick: Callable[[], None]
-) -> dict[str, Any] | None:
-    return data_state(config, dataset.sources[number], tick, [run_dir])  # which may lie in the folder of its data
 
 
 def _look(dataset: Dataset, number: int, tick: Callable[[], None]) -> list[int | None]:
@@ -323,10 +317,6 @@ def _look(dataset: Dataset, number: int, tick: Callable[[], None]) -> list[int |
 
 def _read(dataset: Dataset, read: Callable[[], np.ndarray]) -> int | None:
     try:
-        return _sum(np.ascontiguousarray(timed(read, lambda: dataset.where, dataset.policy.limit)).tobytes())
+        return crc32(np.ascontiguousarray(timed(read, lambda: dataset.where, dataset.policy.limit)).tobytes())
     except (UserError, OSError, ValueError):  # training finds out, and does with bad data what the recipe says
         return None
-
-
-def _sum(content: bytes) -> int:
-    return zlib.crc32(content)

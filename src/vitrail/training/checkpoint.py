@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from vitrail import disk
 from vitrail.errors import UserError
 from vitrail.parallel.agree import Group, gather_json, share_json
-from vitrail.parallel.mesh import Mesh
+from vitrail.parallel.mesh import Mesh, local, spread_like
 from vitrail.report.facts import strict
 from vitrail.sums import sealed, sum_of_file
 from vitrail.weights.runs import (
@@ -40,6 +40,7 @@ from vitrail.weights.runs import (
 )
 from vitrail.weights.safe_dcp import TensorReader, TensorWriter, UnsafeCheckpoint
 
+BEST = "best.json"
 WRITTEN = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|\.manifest\.json\.[0-9a-f]{16}\.part")
 
 
@@ -97,17 +98,9 @@ class Checkpoints:
             job.join()
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local().detach().to("cpu", copy=True)
-            return DTensor.from_local(
-                local,
-                self.cpu_mesh.like(tensor.device_mesh),
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
-        return tensor.detach().to("cpu", copy=True)
+        copied = local(tensor).detach().to("cpu", copy=True)
+        mesh = self.cpu_mesh.like(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+        return spread_like(tensor, copied, mesh)
 
     def _write(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any], best: set[int]) -> None:
         began = time.monotonic()
@@ -123,8 +116,8 @@ class Checkpoints:
     ) -> tuple[int, str | None]:
         """Write this rank's tensors, and on rank 0 the rest; returns bytes written and an error, alike on all ranks."""
         # Agreed on before PyTorch's own collectives: a rank that stays away from those would leave the others waiting.
-        local = {name: _local(tensor) for name, tensor in state.items()}
-        mine = [sum(t.nbytes for t in local.values()), next((n for n, t in local.items() if not _is_finite(t)), None)]
+        held = {name: local(tensor) for name, tensor in state.items()}
+        mine = [sum(t.nbytes for t in held.values()), next((n for n, t in held.items() if not _is_finite(t)), None)]
         sizes, broken = zip(*gather_json(mine, self.group), strict=True)
         needed, bad = sum(sizes), next((name for name in broken if name), None)
         if bad is not None:
@@ -160,6 +153,7 @@ class Checkpoints:
                     disk.remove(partial, inside=self.folder)
                 else:
                     self._prune(max(2, self.keep))
+                    self._mark_best()
         return size, share_json(errors[0] if errors else None, self.group)
 
     def _make_room(self, step: int, needed: int, best: set[int]) -> tuple[str, str | None]:
@@ -206,6 +200,12 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # a name that is taken: the next save tries again
                     disk.publish(old, doomed)  # so that a kill leaves no half checkpoint under a good name
                     self._discard(doomed)
+
+    def _mark_best(self) -> None:
+        """Tell whoever lists the folder which checkpoint is the best; `--checkpoint best` asks the manifests."""
+        if self.best is not None:
+            told = {"checkpoint": checkpoint_name(self.best[1]), "score": self.best[0]}
+            disk.write_whole(self.folder / BEST, json.dumps(told) + "\n", durable=False)
 
     def tidy(self) -> None:
         """Keep no more than was asked for, at a good end."""
@@ -285,10 +285,6 @@ class Checkpoints:
                 continue
             if isinstance(value, int | float) and self.is_better(value):
                 self.best = (value, int(folder.name[5:]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:

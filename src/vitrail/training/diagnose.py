@@ -1,6 +1,6 @@
-"""Looks at a recipe before a training: a picture of what the model will see, and where time goes.
+"""Looks at a recipe before a training: a picture of what the model will see, where time goes, and batches themselves.
 
-Both set up the parts of a run as a training would, and leave nothing behind: no run folder is made.
+All set up the parts of a run as a training would, and leave nothing behind: no run folder is made.
 """
 
 import itertools
@@ -8,12 +8,13 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from vitrail.data.batch import Batch
 from vitrail.data.look.inspect import open_source, suggest_crop
@@ -22,12 +23,14 @@ from vitrail.data.look.preview import preview as draw_preview
 from vitrail.data.order.sampler import Order
 from vitrail.data.reading.loader import Loader
 from vitrail.errors import UserError
+from vitrail.foreign import trusted
+from vitrail.launch.world import find_world
 from vitrail.objectives.objective import Objective
 from vitrail.parallel.agree import on_chief
 from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import layout_of
 from vitrail.parallel.split import Alone
-from vitrail.recipe import Recipe
+from vitrail.recipe import Recipe, steps_of
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.report.figures import check_picture
@@ -39,6 +42,7 @@ from vitrail.training.setup import (
     DataParts,
     Place,
     build_model,
+    find_place,
     make_loader,
     make_sampler,
     normalised,
@@ -50,6 +54,7 @@ Mode = Literal["real", "syn", "io"]
 WARM_UP = 3  # steps that are not counted: compilation, caches
 ROUNDS = 3
 LONG = 10**9  # steps of a run that a measurement never reaches
+ENDLESS = (f"run.steps={LONG}", "schedule.steps=null")  # so that no rate comes to its end
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,51 @@ def preview(recipe: Given, out: str | Path, *, samples: int = 4, overrides: Sequ
         return drawn | {"normalised": normalised(parts.recipe, parts.data)}
 
 
+def batches(
+    recipe: Given, *, overrides: Sequence[str] = (), first: int = 0, last: int | None = None, trust: bool = False
+) -> Iterator[Batch]:
+    """Yield this rank's batches of the steps `first` to `last` (by default to the run's end), as training has them.
+
+    For a loop of one's own: `vitrail.data.batches(recipe)`.
+
+    They come in the same order and with the same values, augmented, on the recipe's device, read ahead by threads.
+    Ranks that share samples get them whole. A process group that is there is used; otherwise the ranks of the launcher
+    meet as for a training, until the batches end. `trust` is that of train().
+    """
+    recipe = find_recipe(recipe, overrides)
+    with trusted(trust), _met(recipe) as place:
+        parts = open_before_model(recipe, place)
+        total = steps_of(parts.recipe.run.steps, batch=parts.data.batch, epoch=parts.sampler.epoch)
+        end = total if last is None else last
+        if not 0 <= first <= end <= total:
+            raise UserError(f"first, last: {first} to {end} are no steps of this run, which has {total}")
+        layout = layout_of(recipe.parallel, place.world.size)
+        which = place.world.rank // (layout.context * layout.tensor) % layout.data  # of the ranks with other samples
+        with closing(parts.loader(Alone(layout, which)).batches(first, end)) as found:
+            yield from found
+
+
+@contextmanager
+def _met(recipe: Recipe) -> Iterator[Place]:
+    """Meet the other ranks, in their process group if they have one."""
+    if not dist.is_initialized():
+        place = find_place(recipe)
+        try:
+            yield place
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return
+    world = replace(find_world(), rank=dist.get_rank(), size=dist.get_world_size())
+    cuda = torch.cuda.is_available() and recipe.run.device != "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    store, group = dist.HashStore(), dist.new_group(backend="gloo")
+    try:
+        yield Place(world, device, torch.get_num_threads(), store, store, group, group)
+    finally:
+        dist.destroy_process_group(group)
+
+
 def bench(
     what: Any,
     *,
@@ -135,7 +185,7 @@ def bench(
     training = [mode for mode in modes if mode != "io"]
     for place, number in enumerate(workers or (None,)):
         more = [] if number is None else [f"data.workers={number}"]
-        with opened(recipe, [*overrides, f"run.steps={LONG}", *more]) as parts:
+        with opened(recipe, [*overrides, *ENDLESS, *more]) as parts:
             batch = parts.data.batch
             if training and place == 0:  # reading threads are compared by loading alone
                 results += _train(parts, training, seconds)

@@ -268,9 +268,10 @@ class Meter:
     seconds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
-    def add(self, seconds: float, wait: float) -> None:
+    def add(self, seconds: float, wait: float, *, slowed: bool = False) -> None:
+        """Note the seconds of a step; those of one that was `slowed` by being looked at do not count."""
         self.steps_seen += 1
-        if self.steps_seen > WARM_UP_STEPS:
+        if self.steps_seen > WARM_UP_STEPS and not slowed:
             self.seconds.append(seconds)
             self.waits.append(wait)
 
@@ -315,6 +316,6 @@ def memory_gib(device: torch.device) -> float:
     """Largest memory so far: of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
+    from vitrail.data.look.preview import peak_rss
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_rss()

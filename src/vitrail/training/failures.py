@@ -244,15 +244,9 @@ FLIGHTS = "flight-recorder"  # folder of a run with the latest collectives of it
 SLOW_PHASE = 1800.0
 OPENING = 6 * 3600.0  # large folders are scanned, locks are waited for
 PHASES = {
-    "start": SLOW_PHASE,
-    "staging": SLOW_PHASE,
-    "opening the data": OPENING,
-    "encoding": OPENING,
-    "validation": SLOW_PHASE,
-    "drawing": SLOW_PHASE,
-    "sampling": SLOW_PHASE,
-    "measuring": SLOW_PHASE,
-    "saving": SLOW_PHASE,
+    **dict.fromkeys(("start", "staging", "validation", "drawing", "sampling", "saving"), SLOW_PHASE),
+    **dict.fromkeys(("measuring", "profiling"), SLOW_PHASE),
+    **dict.fromkeys(("opening the data", "encoding"), OPENING),
 }
 
 REQUEUE = 75  # exit code of a run that was stopped and can be continued

@@ -342,14 +342,13 @@ class Journal:
         self.note(f"step {step}: the {what} is not finite; the step is skipped")
         self.log("skip", step=step, reason=f"{what} is not finite", counters=counters)
 
-    def bad(self, news: list[list[str]], *, step: int, bad: tuple[int, int]) -> None:
-        """Report bad data that any rank has met: each item once, in the sentences of the ranks."""
-        sentences = list(dict.fromkeys(sentence for rank in news for sentence in rank))
+    def bad(self, sentences: list[str], *, step: int, samples: int, items: dict[str, int], filled: int) -> None:
+        """Report bad data of the batch of a step: its items, sentences on those that are new, and counts of the run."""
         for sentence in sentences:
             self.note(sentence)
-        if bad[1] and not sentences:
-            self.note(f"step {step}: {bad[1]} absent chunks were read as the fill value so far")
-        self.log("bad", step=step, samples=bad[0], filled_chunks=bad[1], sentences=sentences)
+        if filled and not items:
+            self.note(f"step {step}: {filled} absent chunks were read as the fill value so far")
+        self.log("bad", step=step, samples=samples, items=items, filled_chunks=filled, sentences=sentences)
 
     def saved(self, outcome: dict[str, Any], *, then: str | None) -> None:
         """Report the end of a save (step, error, seconds, bytes); of one that failed, also what then follows."""

@@ -15,6 +15,16 @@ foreach_mul_ = torch._foreach_mul_
 foreach_sign_ = torch._foreach_sign_
 foreach_sub_ = torch._foreach_sub_
 
+dump_memory = torch.cuda.memory._dump_snapshot  # what a GPU's memory holds, and its history, as a file
+
+
+def record_memory(most: int | None) -> None:
+    """Note from now on who asks for a GPU's memory and gives it back, the latest events; None ends it."""
+    if most is None:
+        torch.cuda.memory._record_memory_history(None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=most)
+
 
 def recorded_collectives() -> dict[str, Callable[[], bytes]]:
     """Return how to ask each backend of this build for its latest collectives."""

@@ -1,6 +1,7 @@
-"""One sitting of a run: everything around the training loop, from the recipe to the last line of the log.
+"""One sitting of a run: the training loop and everything around it, from the recipe to the last line of the log.
 
-The trainer knows one step. The session knows the folder, pictures, validation, checkpoints, signals and the end.
+The loop takes batches and gives each to the trainer, which knows one step. The session knows the folder, pictures,
+validation, checkpoints, signals and the end.
 """
 
 import dataclasses
@@ -23,25 +24,25 @@ from vitrail import disk
 from vitrail.contents import FORMAT, check_name
 from vitrail.data.batch import Batch
 from vitrail.data.dataset import check_mixing
-from vitrail.data.files.stage import as_opened
-from vitrail.data.reading.loader import count_bad
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.statistics import stored as stored_statistics
-from vitrail.errors import RunFailed, UserError
-from vitrail.parallel.agree import gather_json, on_chief, on_chief_for_long, share_json, together
+from vitrail.errors import BadData, RunFailed, UserError
+from vitrail.parallel.agree import on_chief, on_chief_for_long, share_json, together
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.recipe.durations import clock_of
 from vitrail.recipe.load import as_meant
 from vitrail.training.alike import compare_data, data_facts
+from vitrail.training.bad import BadSamples, way_on
 from vitrail.training.checkpoint import Checkpoints, check_space
 from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
-from vitrail.training.garbage import Garbage
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
 from vitrail.training.memory import short_of_memory
 from vitrail.training.pictures import Pictures
+from vitrail.training.profiling import FOLDER, Profiling
 from vitrail.training.runfolder import RunFolder, beside
 from vitrail.training.setup import (
     Place,
@@ -54,7 +55,7 @@ from vitrail.training.setup import (
     open_parts,
 )
 from vitrail.training.shown import check_shown
-from vitrail.training.trainer import Progressed, Timed, Trainer
+from vitrail.training.trainer import Garbage, Progressed, Timed, Trainer
 from vitrail.weights import Report, load_initial
 from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
 
@@ -98,7 +99,7 @@ class Session:
         on_chief(lambda: self.opened.extend(open_loggers(recipe)), place.control)
         self.run_dir = Path(on_chief(lambda: str(choose_folder(recipe, place, fresh)), place.control))
         # Rank 0 looks and everybody hears, so that no rank sees a folder that another has changed meanwhile.
-        known = on_chief(lambda: find_statistics(self.run_dir), place.control)
+        known = on_chief(lambda: (newest_manifest(self.run_dir) or {}).get("statistics"), place.control)
         if recipe.data.stage is not None:  # before the data are opened, since it may take long
             together(lambda: self.stage(recipe), place.control)
         statistics = None if known is None else stored_statistics(known)
@@ -140,7 +141,7 @@ class Session:
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
         look = {"kind": recipe.objective.kind, "held_out": self.data.valid is not None, "slices": recipe.log.slices}
         self.pictures = Pictures(self.evaluator, place.control, **look)
-        self.bad_told = (0, False)  # samples skipped, and whether chunks were filled, as last told
+        self.bad = BadSamples()
         self.notes: list[str] = [self.evaluator.note] if self.data.valid is not None and self.evaluator.note else []
         for part in (self.data.train, self.data.valid):
             self.notes += [] if part is None else part.notes
@@ -159,7 +160,7 @@ class Session:
 
     def stage(self, recipe: Recipe) -> None:
         for configs in (recipe.data.train, recipe.data.valid):
-            as_opened(recipe.data, configs, tick=partial(self.watchdog.beat, 0, "staging"))
+            configs_to_open(recipe.data, configs, tick=partial(self.watchdog.beat, 0, "staging"))
 
     def know_data(self) -> dict[str, Any]:
         datasets = {"train": self.data.train, "valid": self.data.valid}
@@ -190,7 +191,8 @@ class Session:
         if others and not self.other_data:
             raise UserError(
                 f"{self.run_dir} was begun with other data ({'; '.join(others[:5])}); bring those back, start beside "
-                "it with --fresh, or continue it on the new ones with --other-data"
+                "it with --fresh, or continue it on the new ones with --other-data, as after bad data were mended or "
+                "removed"
             )
         self.notes += [f"continued on other data: {other}" for other in others]
 
@@ -244,6 +246,7 @@ class Session:
         on_chief(lambda: self.checkpoints.set_aside_newer(manifest["step"]), self.place.control)
         if self.place.world.chief:
             self.checkpoints.remember_best(self.metric_name)
+        self.bad.take_up(manifest.get("bad"))
         best = share_json(self.checkpoints.best, self.place.control)
         self.checkpoints.best = None if best is None else (best[0], best[1])
         if manifest["threads"] != self.place.threads:
@@ -276,6 +279,7 @@ class Session:
             samples=trainer.samples,
         )
         loaders = (loader, self.evaluator.loader)
+        self.bad.begin(loaders)
         meter = Meter(
             batch=self.data.batch,
             tokens=self.objective.tokens_per_sample(),
@@ -296,26 +300,24 @@ class Session:
         loaded = loader.batches(trainer.done, trainer.total)
         batches = Timed(loaded, loader.has_next)
         # The trainer sees the batch to come, if it is here; nothing is read afterwards.
-        with closing(loaded), trainer.expecting(batches.coming), Garbage() as garbage:
-            for batch, wait in batches:
+        profiling = Profiling(recipe.log.profile, trainer, self.run_dir, self.journal, self.watchdog.beat)
+        with closing(loaded), trainer.expecting(batches.coming), profiling, Garbage() as garbage:
+            for batch, wait in profiling.steps(batches):
                 began = time.perf_counter()
                 rate, watch = trainer.rate, bool(watch_every) and trainer.done % watch_every == 0
                 compiling = meter.steps_seen < 2
                 self.watchdog.beat(trainer.done, "training", allowance=SLOW_PHASE if compiling else None)
                 overdue = clock is not None and self.place.world.chief and time.monotonic() - saved >= clock
                 wishes: Any = {"stop_wish": self.stop_wish(), "save_wish": overdue}
-                told = trainer.step(batch, **wishes, watch=watch, bad=count_bad(*loaders))
-                meter.add(time.perf_counter() - began + wait, wait)
+                told = trainer.step(batch, **wishes, watch=watch, bad=self.bad.look(loaders))
+                meter.add(time.perf_counter() - began + wait, wait, slowed=profiling.slows(trainer.done))
                 garbage.between(trainer.done)
                 rms = told.activation_rms or rms
                 if not told.finite:
                     self.skip(batch, told)
                 self.journal.progress.update(trainer.done, {"loss": told.loss, "lr": rate})
-                found = (told.bad[0], told.bad[1] > 0)
-                if found != self.bad_told:
-                    self.bad_told = found
-                    news = [sentence for each in loaders for sentence in each.bad.take_news()]
-                    self.journal.bad(gather_json(news, self.place.control), step=trainer.done, bad=told.bad)
+                share = trainer.sample_share
+                self.bad.tell(told.bad, self.journal, self.place.control, step=trainer.done, share=share)
                 if due("log") or told.stop:
                     self.tell(told, rate, meter, rms)
                     rms = None
@@ -392,7 +394,7 @@ class Session:
         from vitrail.launch.machine import environment
 
         assert self.folder is not None
-        for place in (self.run_dir, self.run_dir / "pictures"):
+        for place in (self.run_dir, self.run_dir / "pictures", self.run_dir / FOLDER):
             disk.sweep(place)
         try:
             self.folder.write("recipe.yaml", self.recipe.to_yaml())
@@ -414,7 +416,8 @@ class Session:
             "grad_norm": told.grad_norm,
             "skipped": trainer.skipped,
             **of_all_ranks(meter.read(), self.place.control),
-            **{name: n for name, n in zip(("bad_samples", "filled_chunks"), told.bad, strict=True) if n},
+            **({"bad_samples": number} if (number := self.bad.items.total()) else {}),
+            **({"filled_chunks": told.bad[1]} if told.bad[1] else {}),
         }
         self.journal.step(fields | ({"activation_rms": rms} if rms else {}))
 
@@ -462,7 +465,8 @@ class Session:
         self.note_saved(self.checkpoints.wait())
         self.check_folder()
         metrics = self.last_metrics[1] if self.last_metrics and self.last_metrics[0] == trainer.done else None
-        trainer.save(self.checkpoints, metrics, (metrics or {}).get(self.metric_name))
+        more = {"metrics": metrics, "bad": self.bad.to_json()}
+        trainer.save(self.checkpoints, more, (metrics or {}).get(self.metric_name))
 
     def check_folder(self) -> None:
         """End on all ranks where the run folder is no longer at its place."""
@@ -503,9 +507,11 @@ class Session:
         self.end(reason, "")
 
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
-        """Leave a record of a run that had begun and nothing of one that had not; returns what to raise."""
+        """Leave a record of a run that had ever begun and nothing of a new one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
         error = short_of_memory(error, self.recipe, self.watchdog)
+        if isinstance(error, BadData) and (begun or list_checkpoints(self.checkpoints.folder)):
+            error = type(error)(f"{error}; {way_on(error, self.run_dir, self.recipe.data)}")
         if isinstance(error, UserError) and size > 1:
             error = type(error)(f"rank {rank}: {error}")
         # A save under way may still become a good one; without another rank it ends soon, one way or the other.
@@ -514,7 +520,7 @@ class Session:
         error, story = self.watchdog.explain(error)  # first of all: the others are waiting, and their clocks run
         if wait:
             self.note_saved(within(patience, self.checkpoints.wait), then="the run ends without it")
-        if self.folder is not None and not begun and isinstance(error, UserError):
+        if self.folder is not None and self.folder.new and not begun and isinstance(error, UserError):
             self.folder.discard_if_new()
         else:
             self.end("failed", story)
@@ -551,12 +557,6 @@ def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
         except (BadCheckpoint, AttributeError, KeyError, TypeError, ValueError):
             continue
     return None
-
-
-def find_statistics(run_dir: Path) -> dict[str, Any] | None:
-    """Return mean and std that a run to be continued was normalised with, and those of its entries."""
-    manifest = newest_manifest(run_dir)
-    return None if manifest is None else manifest["statistics"]
 
 
 def refuse_changes(run_dir: Path, recipe: Recipe) -> None:

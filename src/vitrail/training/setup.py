@@ -21,7 +21,7 @@ from vitrail.data.augment import Augmenter
 from vitrail.data.batch import Labelling, Statistics
 from vitrail.data.chunks import decoded as chunks
 from vitrail.data.dataset import Dataset
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.normalize import Values
 from vitrail.data.order.mixture import one_variable_each
 from vitrail.data.order.sampler import Order
@@ -34,9 +34,9 @@ from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
 from vitrail.layers.init import init_rules, initialise
 from vitrail.layers.patches import per_axis
-from vitrail.models.model import Model, encoder_of, filled, known_variables
+from vitrail.models.model import Model, encoder_of, filled, known_variables, sizes_of
 from vitrail.objectives.generate import range_of
-from vitrail.objectives.objective import Objective, check_prepare, labels_of
+from vitrail.objectives.objective import Objective, check_prepare, labels_wanted
 from vitrail.parallel.agree import Group, on_chief, on_chief_for_long, together
 from vitrail.parallel.check import refuse
 from vitrail.parallel.float8 import rows_of
@@ -125,14 +125,6 @@ class DataParts:
     facts: dict[str, Any] | None = None  # by which a run that goes on knows its data again
 
 
-def sizes_of(recipe: Recipe, name: str) -> tuple[int, ...]:
-    """Return data.crop or data.block, one number an axis."""
-    try:
-        return per_axis(getattr(recipe.data, name), recipe.model.ndim)
-    except ValueError as error:
-        raise UserError(f"data.{name}: {error}; model.ndim is {recipe.model.ndim}") from None
-
-
 def open_data(
     recipe: Recipe, place: Place, known: Statistics | None, *, beat: Callable[[], None] = lambda: None
 ) -> DataParts:
@@ -141,7 +133,7 @@ def open_data(
     `beat` is called by every rank, again and again while this takes long.
     """
     crop, c = sizes_of(recipe, "crop"), recipe.data
-    labels = labels_of(recipe.objective, recipe.model)
+    labels = labels_wanted(recipe.objective, recipe.model)
     by_name = known_variables(recipe.model) is not None
     statistics.check(c)
     use_cache(c.cache_mib << 20)
@@ -149,10 +141,10 @@ def open_data(
 
     def open_all(tick: Callable[[], None]) -> tuple[Dataset, Dataset | None]:
         options: dict[str, Any] = {"labels": labels, "settings": c, "tick": tick}
-        train = Dataset(as_opened(c, c.train, tick=tick), crop, where="data.train", mixed=by_name, **options)
+        train = Dataset(configs_to_open(c, c.train, tick=tick), crop, where="data.train", mixed=by_name, **options)
         valid = None
         if c.valid:
-            valid = Dataset(as_opened(c, c.valid, tick=tick), crop, where="data.valid", mixed=by_name, **options)
+            valid = Dataset(configs_to_open(c, c.valid, tick=tick), crop, where="data.valid", mixed=by_name, **options)
         if valid is None or valid.variables == train.variables:
             return train, valid
         if len(train.groups) == 1 or not set(valid.variables) <= set(train.variables):

@@ -21,6 +21,7 @@ from vitrail.data.order.mixture import Groups
 from vitrail.data.order.sampler import Extent, Order, Sample, choose
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
+from vitrail.data.source import without
 
 Blend = Literal["gaussian", "constant"]
 SIGMA, LEAST = 0.125, 1e-3  # of a window; the weight of its corners at least: those of MONAI
@@ -168,22 +169,35 @@ def blend_weights(window: tuple[int, ...], blend: Blend) -> Tensor:
 
 def in_voxels(loader: Loader, tile: Sample, logits: Tensor, labels: Tensor) -> Voxels:
     """Bring logits [K, *S] and labels [*S] of a tile's sample to the voxels of its window: [K, *window], [*window]."""
-    reader, across = loader.reader, loader.reader.item(tile.source, tile.item).slices
+    across = loader.reader.item(tile.source, tile.item).slices
+    if not is_moved(loader, tile):
+        return Voxels(in_window(loader, tile, logits), labels if across is None else labels.unsqueeze(across))
+    return Voxels(in_window(loader, tile, logits), torch.from_numpy(loader.reader.labels_of(tile)).long())
+
+
+def is_moved(loader: Loader, tile: Sample) -> bool:
+    """Tell whether the voxels of a tile's sample are others than those of its window."""
+    reader = loader.reader
     (layout,) = reader.layouts([tile])
-    kept = reader.kept(tile.source, tile.item, tile.window)
-    if kept == reader.crop and set(layout.scale) == {1.0}:
-        return (
-            Voxels(logits, labels) if across is None else Voxels(logits.unsqueeze(across + 1), labels.unsqueeze(across))
-        )
-    each = ([0], [layout.size], [layout.spacing], [layout.scale], [0])
-    move = loader.augmenter.geometry.draw_many(*each)[0]  # voxel o of the crop lies at origin + matrix o
-    factors = reader.kept(tile.source, tile.item, reader.factors(tile.source, tile.item, tile.window))
-    for axis, (size, factor) in enumerate(zip(kept, factors, strict=True)):
-        places = (torch.arange(size) + 0.5) / factor - 0.5
-        places = ((places - move.origin[axis]) / move.matrix[axis, axis]).clamp(0, logits.shape[axis + 1] - 1).float()
-        low = places.floor().long()
-        high = (low + 1).clamp(max=logits.shape[axis + 1] - 1)
-        share = (places - low).view([-1 if a == axis + 1 else 1 for a in range(logits.ndim)])
-        logits = torch.lerp(logits.index_select(axis + 1, low), logits.index_select(axis + 1, high), share)
-    own = torch.from_numpy(reader.labels_of(tile)).long()
-    return Voxels(logits if across is None else logits.unsqueeze(across + 1), own)
+    kept = without(tile.window, reader.item(tile.source, tile.item).slices)
+    return kept != reader.crop or set(layout.scale) != {1.0}
+
+
+def in_window(loader: Loader, tile: Sample, values: Tensor) -> Tensor:
+    """Bring values [K, *S] of a tile's sample to the voxels of its window [K, *window], interpolated if need be."""
+    reader, across = loader.reader, loader.reader.item(tile.source, tile.item).slices
+    if is_moved(loader, tile):
+        (layout,) = reader.layouts([tile])
+        kept = without(tile.window, across)
+        each = ([0], [layout.size], [layout.spacing], [layout.scale], [0])
+        move = loader.augmenter.geometry.draw_many(*each)[0]  # voxel o of the crop lies at origin + matrix o
+        factors = without(reader.factors(tile.source, tile.item, tile.window), across)
+        for axis, (size, factor) in enumerate(zip(kept, factors, strict=True)):
+            places = (torch.arange(size) + 0.5) / factor - 0.5
+            places = ((places - move.origin[axis]) / move.matrix[axis, axis]).clamp(0, values.shape[axis + 1] - 1)
+            low = places.float().floor().long()
+            high = (low + 1).clamp(max=values.shape[axis + 1] - 1)
+            share = (places.float() - low).view([-1 if a == axis + 1 else 1 for a in range(values.ndim)])
+            below, above = (values.index_select(axis + 1, at.to(values.device)) for at in (low, high))
+            values = torch.lerp(below, above, share.to(values.device))
+    return values if across is None else values.unsqueeze(across + 1)

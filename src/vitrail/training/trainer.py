@@ -1,4 +1,4 @@
-"""The one training loop.
+"""One step of a training, and the state that it changes; the loop is `Session.loop` (session.py).
 
 A step: this rank's slice of the batch, in micro-batches; sums of losses backward; one small all-reduce of loss, count,
 gradient norm and stop wishes; then every rank takes the same decision (step, skip, stop) from the same numbers.
@@ -12,11 +12,13 @@ The weights of a step stay as they are until the next update, so that the averag
 `owe` says that it is behind, `settle` (or whoever asks for it) brings it up to date.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from vitrail.training.optimizers.optimizer import (
     step,
 )
 from vitrail.training.private import foreach_lerp_, foreach_mul_
+from vitrail.training.schedule import in_steps
 from vitrail.training.setup import DataParts, Parts, Place
 from vitrail.weights.runs import BadCheckpoint, check_tensors, read_tensors, stored_tensors
 
@@ -108,10 +111,6 @@ class Progressed:
     save: bool = False  # whether a checkpoint is due by the clock
 
 
-class TooManySkips(UserError):
-    pass
-
-
 class Trainer:
     """The state of a run and how one step changes it; knows nothing of folders, logs or pictures."""
 
@@ -122,7 +121,9 @@ class Trainer:
         self.epoch = epoch
         planned = recipe.schedule.steps
         self.planned = self.total if planned is None else self.steps(planned)  # steps that the schedule is for
-        self.warmup = steps_of(recipe.schedule.warmup, total=self.planned, batch=data.batch, epoch=epoch)
+        count = partial(steps_of, total=self.planned, batch=data.batch, epoch=epoch)
+        self.schedule = in_steps(recipe.schedule, count)
+        self.warmup = count(recipe.schedule.warmup)
         self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
@@ -144,7 +145,12 @@ class Trainer:
     @property
     def rate(self) -> float:
         """Learning rate of the step to come."""
-        return self.recipe.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+        return self.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+
+    @property
+    def sample_share(self) -> float:
+        """Share of the ranks that have samples of their own: those that share samples count the same bad ones."""
+        return self.flow.layout.data / self.place.world.size
 
     # ------------------------------------------------------------ one step
 
@@ -198,8 +204,7 @@ class Trainer:
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         sizes = None if rms is None else self.flow.merge({name: float(value) for name, value in rms.items()})
         stop = next((reason for reason, votes in zip(STOP_REASONS, wished, strict=True) if votes), None)
-        share = self.flow.layout.data / self.place.world.size  # ranks that share samples count the same ones
-        all_bad = (round(skipped * share), round(filled * share))
+        all_bad = (round(skipped * self.sample_share), round(filled * self.sample_share))
         loss = loss_sum_all / count_all if count_all else math.nan
         return Progressed(loss, norm, finite, stop, sizes, all_bad, bool(save))
 
@@ -217,8 +222,7 @@ class Trainer:
         return factor, finite.logical_not().float()
 
     def _forward_backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        number = len(range(0, len(batch), self._micro(batch)))
-        return self.flow.forward_backward(self._prepared(batch), number, self.judge)
+        return self.flow.forward_backward(self._prepared(batch), len(self._micro_batches(batch)), self.judge)
 
     def _prepared(self, batch: Batch) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield the inputs and targets of micro-batches, none of which is kept here."""
@@ -227,8 +231,8 @@ class Trainer:
         del ahead
         self._seed("step", self.done)
         yield first.pop()
-        for start in range(self._micro(batch), len(batch), self._micro(batch)):
-            yield self.prepare(self._narrow(batch, start))
+        for micro in self._micro_batches(batch)[1:]:
+            yield self.prepare(micro)
 
     @contextmanager
     def expecting(self, coming: Callable[[], Batch | None]) -> Iterator[None]:
@@ -252,7 +256,7 @@ class Trainer:
     def _prepare_first(self, batch: Batch, number: int) -> tuple[dict[str, Any], Any]:
         """Prepare the first micro-batch of a step, the same at whatever time."""
         self._seed("prepare", number)
-        return self.prepare(self._narrow(batch, 0))
+        return self.prepare(self._micro_batches(batch)[0])
 
     def _seed(self, purpose: str, number: int) -> None:
         """Seed PyTorch's generator, which only a user's own model draws from; it then resumes exactly, too."""
@@ -260,24 +264,32 @@ class Trainer:
         for generator in self._generators:  # torch.manual_seed() looks for all kinds of devices first
             generator.manual_seed(seed)
 
-    def _micro(self, batch: Batch) -> int:
-        return self.recipe.data.micro_batch or len(batch)
-
-    def _narrow(self, batch: Batch, start: int) -> Batch:
-        return batch.narrow(start, min(start + self._micro(batch), len(batch)))
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """Return what goes through the model at once, views of the batch; the batch itself where that is all of it."""
+        number, size = len(batch.counters), self.recipe.data.micro_batch
+        if size is None or size >= number:
+            return [batch]
+        return [batch.narrow(start, min(start + size, number)) for start in range(0, number, size)]
 
     def prepare(self, micro: Batch) -> tuple[dict[str, Any], Any]:
         """Return inputs of the model and targets for judge(), this rank's part of them."""
         draws = Draws(self.recipe.run.seed, micro.counters)
-        inputs, targets = self.flow.split.prepare(self.objective, micro, draws)
+        split = self.flow.split
+        if split.alone:
+            inputs, targets = self.objective.prepare(micro, draws)
+        else:
+            inputs, targets = split.prepare(self.objective, micro, draws)
         drop_path = drop_path_table(draws, self.drop_path_rates)
         if drop_path is not None:
             inputs["drop_path"] = sent(drop_path, self.place.device)
         return inputs, targets
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
-        """Return the loss of a micro-batch."""
-        return self.flow.split.judge(self.objective.loss, output, targets)
+        """Return the objective's loss of a micro-batch, of this rank's part by way of `split.judge`."""
+        split = self.flow.split
+        return (
+            self.objective.loss(output, targets) if split.alone else split.judge(self.objective.loss, output, targets)
+        )
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
@@ -300,7 +312,7 @@ class Trainer:
         """End the run after too many skipped steps in a row."""
         limit = self.recipe.run.stop_after_skips
         if self.skipped_in_a_row >= limit:
-            raise TooManySkips(
+            raise UserError(
                 f"loss or gradient was not finite in {limit} steps in a row, up to step {self.done}; "
                 "look at these samples (metrics.jsonl, event 'skip'), lower optimizer.lr or use precision.compute=fp32"
             )
@@ -309,7 +321,7 @@ class Trainer:
         """Refuse to end a run whose last steps were skipped: what it ends with may be of no use."""
         if self.skipped_in_a_row:
             number = "step was" if self.skipped_in_a_row == 1 else f"{self.skipped_in_a_row} steps were"
-            raise TooManySkips(
+            raise UserError(
                 f"the last {number} skipped, up to the end at step {self.done}, since loss or gradient was not finite, "
                 "and nothing was saved after them; look at these samples (metrics.jsonl, event 'skip'), go past them "
                 f"with run.steps={self.done + 1} or more, lower optimizer.lr or use precision.compute=fp32"
@@ -374,8 +386,38 @@ class Trainer:
         restore_state(self.optimizer, moments, manifest["optimizer_steps"])
         check_tensors(stored, self.tensors())
 
-    def save(self, checkpoints: Checkpoints, metrics: dict[str, float] | None, metric: float | None) -> None:
-        checkpoints.save(self.done, self.tensors(), self.numbers() | {"metrics": metrics}, metric)
+    def save(self, checkpoints: Checkpoints, more: dict[str, Any], metric: float | None) -> None:
+        """Save the state of this training, with more that the manifest is to hold."""
+        checkpoints.save(self.done, self.tensors(), self.numbers() | more, metric)
+
+
+COLLECT_EVERY = 50  # steps
+
+
+class Garbage:
+    """Inside, Python's garbage is collected between steps, by all ranks at the same ones: `between(step)` does so.
+
+    Python collects whenever it has made so many objects: in the middle of a step, on another rank each time, and all
+    wait for that one. What is there at the start of the loop is not looked at again, so that a collection takes a
+    moment.
+    """
+
+    def __enter__(self) -> "Garbage":
+        self.enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def between(self, step: int) -> None:
+        """Collect, if it is time to."""
+        if step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, *error: Any) -> None:
+        gc.unfreeze()
+        if self.enabled:
+            gc.enable()
 
 
 class Timed:

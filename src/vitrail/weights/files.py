@@ -4,6 +4,7 @@ Tensors are read one at a time, when they are asked for, so that no rank needs r
 """
 
 import argparse
+import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -237,40 +238,40 @@ def _open_run(path: Path) -> Weights:
     folder, manifest = find_checkpoint(run, step)
     recipe = stored_recipe(manifest)
     prefix = "ema." if which_weights(None, recipe) == "ema" else "model."
-    shapes = {
-        name.removeprefix(prefix): tuple(size)
-        for name, size in stored_tensors(folder, manifest).items()
-        if name.startswith(prefix)
-    }
-
-    def load(names: list[str]) -> dict[str, Tensor]:
-        state = {prefix + name: torch.empty(shapes[name]) for name in names}
-        try:
-            load_tensors(folder, manifest, state)
-        except (BadCheckpoint, UnsafeCheckpoint) as error:
-            raise UserError(f"{folder}: {error}; try another checkpoint of this run") from None
-        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-
+    shapes, read = _tensors_of(folder, manifest, stored_tensors(folder, manifest), prefix, "checkpoint of this run")
     notes = [f"{'averaged' if prefix == 'ema.' else 'plain'} weights of step {manifest['step']}"]
     if fitted := manifest.get("statistics"):
         mean, std = (", ".join(f"{value:.4g}" for value in fitted[key]) for key in ("mean", "std"))
         notes.append(f"the run's images were normalised by mean {mean} and std {std}")
     classes = getattr(recipe.objective, "names", None)
-    return Weights(str(path), shapes, _at_once(shapes, load), config=recipe.model, classes=classes, notes=notes)
+    return Weights(str(path), shapes, read, config=recipe.model, classes=classes, notes=notes)
 
 
-def _at_once(
-    shapes: dict[str, tuple[int, ...]], load: Callable[[list[str]], dict[str, Tensor]]
-) -> Callable[[str], Tensor]:
-    """Read a small checkpoint in one go, as each load reads the metadata again; a large one tensor by tensor."""
+def _tensors_of(
+    folder: Path, manifest: dict[str, Any], stored: Mapping[str, torch.Size], prefix: str, another: str
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
+    """Return the shapes of the tensors below a prefix, without it, and what reads one; `another` is what to try else.
+
+    A small checkpoint is read in one go, as each load reads the metadata again; a large one tensor by tensor.
+    """
+    shapes = {name.removeprefix(prefix): tuple(size) for name, size in stored.items() if name.startswith(prefix)}
+    small = 4 * sum(math.prod(shape) for shape in shapes.values()) <= READ_AT_ONCE
     kept: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
-        if not kept and 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) <= READ_AT_ONCE:
-            kept.update(load(list(shapes)))
-        return kept[name] if name in kept else load([name])[name]
+        if name not in kept:
+            state = {prefix + one: torch.empty(shapes[one]) for one in (shapes if small else [name])}
+            try:
+                load_tensors(folder, manifest, state)
+            except (BadCheckpoint, UnsafeCheckpoint) as error:
+                raise UserError(f"{folder}: {error}; try another {another}") from None
+            found = {one.removeprefix(prefix): tensor for one, tensor in state.items()}
+            if not small:
+                return found[name]
+            kept.update(found)
+        return kept[name]
 
-    return read
+    return shapes, read
 
 
 # ---------------------------------------------------------------- checkpoints of torchtitan
@@ -281,19 +282,10 @@ def _open_dcp(path: Path) -> Weights:
     files = {p.name: None for p in path.iterdir() if p.suffix == ".distcp" and p.is_file() and not p.is_symlink()}
     folder = {"files": files, "foreign": True}
     try:
-        found = {name: tuple(size) for name, size in stored_tensors(path, folder).items()}
+        found = stored_tensors(path, folder)
     except UnsafeCheckpoint as error:
         raise UserError(f"{path}: {error}; save the model's tensors as safetensors where you trust it") from None
     prefix = "model." if any(name.startswith("model.") for name in found) else ""
-    shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
-    shapes = {name: shape for name, shape in shapes.items() if name != "freqs_cis"}  # complex, and computed here
-
-    def load(names: list[str]) -> dict[str, Tensor]:
-        state = {prefix + name: torch.empty(shapes[name]) for name in names}
-        try:
-            load_tensors(path, folder, state)
-        except (BadCheckpoint, UnsafeCheckpoint) as error:
-            raise UserError(f"{path}: {error}; try another checkpoint") from None
-        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-
-    return Weights(str(path), shapes, _at_once(shapes, load))
+    found.pop(f"{prefix}freqs_cis", None)  # complex, and computed here
+    shapes, read = _tensors_of(path, folder, found, prefix, "checkpoint")
+    return Weights(str(path), shapes, read)

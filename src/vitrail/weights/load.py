@@ -99,16 +99,7 @@ def load_initial(
 ) -> Report:
     """Load what the section `init` of a recipe asks for; `names` are the classes of its `objective`."""
     try:
-        report = load_weights(
-            model,
-            init.path,
-            adapter=init.adapter,
-            only=init.only,
-            head=init.head,
-            strict=init.strict,
-            names=names,
-            whole=whole,
-        )
+        report = load_weights(model, init.path, names=names, whole=whole, **init.model_dump(exclude={"path"}))
     except UserError as error:
         raise UserError(f"init: {error}") from None
     learned, asked = LEARNED.get(report.adapter), _predicted(objective)

@@ -29,15 +29,14 @@ TIMM: Rules = [
     (r"blocks\.\d+\.(\d+\..*)", r"blocks.\1"),  # in chunks, as DINOv2 is trained
     (r"(blocks\.\d+\..*)", r"\1"),
 ]
-MAE: Rules = [
-    *TIMM,
+_DECODER: list[tuple[str, str]] = [  # beside its blocks
     (r"mask_token", "decoder.mask_token"),
     (r"decoder_pos_embed", "decoder.pos_embed"),
     (r"decoder_embed\.(.*)", r"decoder.embed.\1"),
-    (r"decoder_blocks\.(.*)", r"decoder.blocks.\1"),
     (r"decoder_norm\.(.*)", r"decoder.norm.\1"),
     (r"decoder_pred\.(.*)", r"decoder.head.\1"),
 ]
+MAE: Rules = [*TIMM, *_DECODER, (r"decoder_blocks\.(.*)", r"decoder.blocks.\1")]
 _HF_LAYER: list[tuple[str, str]] = [
     (r"(?:attention\.)?attention\.(?:query|q_proj)\.", "attn.q."),
     (r"(?:attention\.)?attention\.(?:key|k_proj)\.", "attn.k."),
@@ -65,12 +64,8 @@ HF: Rules = [
     (_HF_BLOCKS + r"\.(\d+\..*)", r"blocks.\1"),
     (_HF + r"(?:layernorm|norm)\.(.*)", r"norm.\1"),
     (r"classifier\.(.*)", r"head.\1"),
-    (r"decoder\.mask_token", "decoder.mask_token"),
-    (r"decoder\.decoder_pos_embed", "decoder.pos_embed"),
-    (r"decoder\.decoder_embed\.(.*)", r"decoder.embed.\1"),
     (r"decoder\.decoder_(?:layers|encoder\.layer)\.(\d+\..*)", r"decoder.blocks.\1"),
-    (r"decoder\.decoder_norm\.(.*)", r"decoder.norm.\1"),
-    (r"decoder\.decoder_pred\.(.*)", r"decoder.head.\1"),
+    *((r"decoder\." + pattern, to) for pattern, to in _DECODER),
 ]
 DIT: Rules = [
     (r"pos_embed", "pos_embed"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.layers.patches import per_axis
-from vitrail.models.decoder import DecoderBlocks
+from vitrail.models.config import DecoderBlocks
 from vitrail.models.model import encoder_of
 from vitrail.weights import pieces
 from vitrail.weights.files import Weights

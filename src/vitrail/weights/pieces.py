@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.layers.patches import grid_coordinates, per_axis, sincos
+from vitrail.layers.patches import per_axis
+from vitrail.layers.tokens import grid_coordinates, sincos
 
 Action = Literal["copied", "permuted", "resized", "inflated", "skipped", "unused"]
 

@@ -7,7 +7,6 @@ beside it says so; else the model's own grid decides, or the only grid that the 
 import math
 import re
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,32 +16,23 @@ from vitrail.weights.files import Weights
 from vitrail.weights.pieces import Piece, Target, Translation, times
 
 Grid = tuple[int, ...]
+FIRST = ("cls_token", "registers")  # tokens that stand before the patches, by their names in the vocabulary
 
 
 def place_positions(
     weights: Weights, found: dict[str, str], target: Target, out: Translation, *, adapter: str, silent: bool
 ) -> None:
     """Place position tables, class token and registers, by their names in the vocabulary; `silent`: it needs none."""
-    cls, registers, table = (found.get(n) for n in ("cls_token", "registers", "pos_embed"))
-    counts = tuple(math.prod(weights.shapes[n][:-1]) for n in (cls, registers) if n is not None)
-    skip, grid = 0, None
+    table, skip, grid = found.get("pos_embed"), 0, None
     if table is not None and adapter == "ucf" and "patch_embed.norm_in.weight" in found:
-        _numbers(weights, found, cls, registers, counts, target, out)
+        _numbers(weights, found, target, out)
         return
     if table is not None:
         if target.config.tokens.told == "number":
             out.problems.append("the file's positions are of places; set tokens.told: place")
-        skips: tuple[int, ...] = (int(cls is not None),)  # how many of its rows may be other tokens'
-        if adapter == "monai":
-            skips = (0,)
-        elif adapter == "timm" and not re.fullmatch(r"(register|storage)_tokens", registers or ""):
-            skips = (*skips, sum(counts), 0)
-        axes = _axes(weights, found, target)
-        # timm's published models with registers have no rows for any token before the patches.
-        unsure = adapter == "timm" and cls is not None and registers is None
-        skip, grid = _find_grid(weights, found, table, skips, axes, target, out, unsure=unsure, adapter=adapter)
-    _first_tokens(cls, registers, counts, table if skip else None, skip, target, out)
-    smooth = adapter != "hf" or registers is not None
+        skip, grid = _find_grid(weights, found, target, out, adapter)
+    _first_tokens(weights, found, skip, target, out)
+    smooth = adapter != "hf" or "registers" in found
     if grid is not None and table is not None:
         _table(weights, table, grid, skip, "encoder", target, out, smooth=smooth)
     elif table is None and target.positions in ("sincos", "learned") and not silent:
@@ -59,22 +49,14 @@ def place_positions(
         out.decoder.append("the decoder's class token has a position in the file, and none here")
 
 
-def _numbers(
-    weights: Weights,
-    found: dict[str, str],
-    cls: str | None,
-    registers: str | None,
-    counts: tuple[int, ...],
-    target: Target,
-    out: Translation,
-) -> None:
+def _numbers(weights: Weights, found: dict[str, str], target: Target, out: Translation) -> None:
     """Place tables with a row for each leaf of a tree, after one for the class token if there is one more than leaves.
 
     As UCF-VIT does it, they are interpolated along the sequence for trees of another length.
     """
     name, length = found["pos_embed"], target.config.tokens.length
     rows = math.prod(weights.shapes[name][:-1])
-    skip = int(cls is not None and rows % (2**target.ndim - 1) != 1)
+    skip = int("cls_token" in found and rows % (2**target.ndim - 1) != 1)
     for part, key in (("encoder", "pos_embed"), ("decoder", "decoder.pos_embed")):
         if key not in found:
             continue
@@ -84,32 +66,25 @@ def _numbers(
             out.pieces[ours] = Piece((found[key],), make)
         else:
             out.ignored[found[key]] = "the model has no such table"
-    _first_tokens(cls, registers, counts, name if skip else None, skip, target, out)
-
-
-def _axes(weights: Weights, found: dict[str, str], target: Target) -> int:
-    """Return how many axes the file's patches have: its kernel tells, unless that is a linear layer."""
-    kernel = weights.shapes.get(found.get("patch_embed.proj.weight", ""), ())
-    return len(kernel) - 2 if len(kernel) > 2 else target.ndim
+    _first_tokens(weights, found, skip, target, out)
 
 
 def _find_grid(
-    weights: Weights,
-    found: dict[str, str],
-    table: str,
-    skips: tuple[int, ...],
-    axes: int,
-    target: Target,
-    out: Translation,
-    *,
-    unsure: bool,
-    adapter: str,
+    weights: Weights, found: dict[str, str], target: Target, out: Translation, adapter: str
 ) -> tuple[int, Grid | None]:
-    """Return how many rows of a table are not patches', and the grid of the rest; say what cannot be known."""
-    shape = weights.shapes[table]
+    """Return how many rows of the table are not patches', and the grid of the rest; say what cannot be known."""
+    cls, registers = (found.get(name) for name in FIRST)
+    skips: tuple[int, ...] = (int(cls is not None),)  # how many of its rows may be other tokens'
+    if adapter == "monai":
+        skips = (0,)
+    elif adapter == "timm" and not re.fullmatch(r"(register|storage)_tokens", registers or ""):
+        skips = (*skips, sum(_first_counts(weights, found)), 0)
+    kernel = weights.shapes.get(found.get("patch_embed.proj.weight", ""), ())
+    axes = len(kernel) - 2 if len(kernel) > 2 else target.ndim  # it tells, unless it is a linear layer
+    shape = weights.shapes[found["pos_embed"]]
     rows = math.prod(shape[:-1])
     known = tuple(shape[1:-1]) if len(shape) == axes + 2 and axes > 1 else None  # a table that is an image
-    known = known or _grid_by_settings(weights, weights.shapes.get(found.get("patch_embed.proj.weight", ""), ())[2:])
+    known = known or _grid_by_settings(weights, kernel[2:])
     fits = [(skip, known) for skip in skips if known is not None and rows - skip == math.prod(known)]
     if fits:
         return fits[0]
@@ -121,7 +96,8 @@ def _find_grid(
     if grid is None:
         equal = "are no square grid, with or without a class token" if axes == 2 else "are no grid of equal sides"
         out.wrong.append(f"its {rows} positions {equal}, nor one shaped as the model's")
-    elif unsure and not skip and not doubt:
+    elif adapter == "timm" and cls is not None and registers is None and not skip and not doubt:
+        # timm's published models with registers have no rows for any token before the patches.
         doubt = f"{times(grid)}, or another grid and a row for the class token"
     if doubt and own is not None and grid == own:
         out.notes.append(f"its {rows} positions may be {doubt}; the model's own grid was taken, {times(own)}")
@@ -169,28 +145,23 @@ def _grid_by_settings(weights: Weights, patch: tuple[int, ...]) -> Grid | None:
         if isinstance(timm, dict):
             size = tuple(timm["input_size"][1:])
         else:
-            size, patch = (per_axis(_tupled(settings[key]), 2) for key in ("image_size", "patch_size"))
+            size, patch = (per_axis(settings[key], 2) for key in ("image_size", "patch_size"))
         return tuple(s // p for s, p in zip(size, patch, strict=True))
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _first_counts(weights: Weights, found: dict[str, str]) -> tuple[int, int]:
+    """Count the file's class tokens and registers."""
+    names = (found.get(name) for name in FIRST)
+    cls, registers = (0 if name is None else math.prod(weights.shapes[name][:-1]) for name in names)
+    return cls, registers
 
 
-def _first_tokens(
-    cls: str | None,
-    registers: str | None,
-    counts: tuple[int, ...],
-    table: str | None,
-    skip: int,
-    target: Target,
-    out: Translation,
-) -> None:
-    c = target.config
-    names = [n for n in (cls, registers) if n is not None]
-    have = (counts[0] if cls else 0, counts[-1] if registers else 0)
+def _first_tokens(weights: Weights, found: dict[str, str], skip: int, target: Target, out: Translation) -> None:
+    """Place the tokens before the patches, to which the first `skip` rows of the table belong."""
+    c, have = target.config, _first_counts(weights, found)
+    names = [found[name] for name in FIRST if name in found]
     wanted = (int(c.cls_token), c.registers)
     if have != wanted:
         said = [f"{n} {what}" for n, what in zip(have, ("class token", "registers"), strict=True)]
@@ -200,11 +171,13 @@ def _first_tokens(
         )
     elif names:
         own_row = "encoder.pos_embed.cls" in target.parameters  # the class token's position is a parameter of its own
+        counts = tuple(count for count, name in zip(have, FIRST, strict=True) if name in found)
+        table = [found["pos_embed"]] if skip else []
         make = partial(pieces.first_rows, counts=counts, added=0 if own_row and skip < 2 else skip)
-        out.pieces["encoder.prefix_tokens"] = Piece((*names, *([table] if table else [])), make)
+        out.pieces["encoder.prefix_tokens"] = Piece((*names, *table), make)
         if own_row:
             row = partial(pieces.class_row, there=skip == 1)
-            out.pieces["encoder.pos_embed.cls"] = Piece((table or names[0],), row)
+            out.pieces["encoder.pos_embed.cls"] = Piece((*table, *names)[:1], row)
 
 
 def _table(

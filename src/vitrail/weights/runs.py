@@ -5,6 +5,7 @@ everything else and the size and checksum of every file. A folder with a good ma
 checkpoint.
 """
 
+import math
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from vitrail.contents import check_contents, check_name
+from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import read_json
 from vitrail.models.model import Model
@@ -195,15 +197,17 @@ def reason_of(error: BaseException) -> str:
 def load(run: str | Path, *, checkpoint: str | int | None = None, weights: str | None = None) -> Model:
     """Return the trained model of a run, on the CPU and ready to be called; averaged weights where the run has them."""
 
-    def read(path: Path, manifest: dict[str, Any]) -> Model:
-        recipe = stored_recipe(manifest)
-        with torch.device("meta"):
-            model: Model = recipe.model.build()
-        model.to_empty(device="cpu")
-        load_weights(model, path, manifest, which_weights(weights, recipe), None)
-        return model.eval()
+    return with_checkpoint(run, checkpoint, lambda path, manifest: read_model(path, manifest, weights))
 
-    return with_checkpoint(run, checkpoint, read)
+
+def read_model(path: Path, manifest: dict[str, Any], weights: str | None = None) -> Model:
+    """Return the model of a verified checkpoint, on the CPU and ready to be called."""
+    recipe = stored_recipe(manifest)
+    with torch.device("meta"):
+        model: Model = recipe.model.build()
+    model.to_empty(device="cpu")
+    load_weights(model, path, manifest, which_weights(weights, recipe), None)
+    return model.eval()
 
 
 def stored_recipe(manifest: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
@@ -251,23 +255,59 @@ def with_checkpoint(
 
 
 def list_or_refuse(run: str | Path, checkpoint: str | int | None) -> list[Path]:
-    """List the checkpoints of a run that were asked for, newest first."""
+    """List the checkpoints of a run that were asked for, newest first: of a step, the "last" or the "best"."""
     check_name(Path(run), "run folder")
     folder = Path(run) / "checkpoints"
     found = list_checkpoints(folder)
+    checkpoint = None if checkpoint == "last" else checkpoint
+    if checkpoint == "best" and found:
+        checkpoint = find_best(run, found)
+    elif checkpoint not in (None, "best") and not str(checkpoint).isdecimal():
+        raise UserError(f"checkpoint: {checkpoint!r} is not a step; give a number such as 200, or one of best and last")
     if checkpoint is not None:
-        if not str(checkpoint).isdecimal():
-            raise UserError(f"checkpoint: {checkpoint!r} is not a step; give a number such as 200")
-        found = [p for p in found if int(p.name[5:]) == int(checkpoint)]
+        found = [p for p in found if p.name == checkpoint_name(int(checkpoint))] if checkpoint != "best" else []
     if not found:
-        wanted = "checkpoint" if checkpoint is None else f"checkpoint of step {checkpoint}"
+        wanted = "checkpoint" if checkpoint in (None, "best") else f"checkpoint of step {checkpoint}"
         have = ", ".join(str(int(p.name[5:])) for p in list_checkpoints(folder)) or "none"
         raise UserError(f"{run}: no {wanted} here (there are: {have}); give the folder of a run that has saved one")
     return found
 
 
+def best_step(folders: Sequence[Path]) -> tuple[int, str, float] | None:
+    """Find the best of some checkpoints by what each says of held-out data: its step, the metric and its value.
+
+    None where none was measured. The metric is the one by which the run keeps its best; of equals the first is best.
+    """
+    best: tuple[int, str, float] | None = None
+    for folder in sorted(folders):
+        try:
+            manifest = read_manifest(folder)
+        except BadCheckpoint:
+            continue
+        recipe = stored_recipe(manifest)
+        objective = recipe.objective.build(recipe.model, stored_statistics(manifest["statistics"]))
+        name = recipe.checkpoint.best or objective.best_metric
+        value = (manifest.get("metrics") or {}).get(name)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if best is None or (value > best[2] if name in objective.larger_is_better else value < best[2]):
+            best = (manifest["step"], name, float(value))
+    return best
+
+
+def find_best(run: str | Path, folders: Sequence[Path]) -> int:
+    """Return the step of the best of some checkpoints of a run."""
+    best = best_step(folders)
+    if best is None:
+        raise UserError(
+            f"{run}: none of its checkpoints was measured on held-out data, so none is best; give a step, or leave "
+            "it out for the newest (data.valid and eval.every make a run measure)"
+        )
+    return best[0]
+
+
 def find_checkpoint(run: str | Path, checkpoint: str | int | None) -> tuple[Path, dict[str, Any]]:
-    """Return a verified checkpoint of a run: the one of a step, or the newest good one."""
+    """Return a verified checkpoint of a run: of a step, the best one, or the newest good one."""
     for _ in range(ATTEMPTS):
         problems, listed = [], list_or_refuse(run, checkpoint)
         check_contents(Path(run), reading=True)

@@ -21,7 +21,7 @@ from vitrail.data.augment.affine import resample, resample_labels
 from vitrail.data.augment.geometry import Geometry, Moves, flip_first, orient
 from vitrail.data.augment.intensity import change_intensity, changes_intensity, jitter, mix, spoil
 from vitrail.data.batch import Batch, Statistics
-from vitrail.data.source import Item
+from vitrail.data.source import Item, without
 from vitrail.draws import sent, uniforms
 from vitrail.errors import UserError
 from vitrail.layers.patches import Slab
@@ -111,15 +111,11 @@ class Augmenter:
         # Whether samples are needed whole, whatever their window: for anything but turns by whole voxels.
         self.resamples = bool(self.geometry.moves or changes or c.mixup or c.cutmix)
 
-    def window(self, item: Item, crop: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    def window(self, item: Item) -> tuple[int, ...]:
         """Voxels of an item that one sample is cut from, for the worst draw; 1 across slices."""
-        cut = item.slices
-        keep = [axis for axis in range(len(item.shape)) if axis != cut]
-        spacing, scale = ([of[axis] for axis in keep] for of in (item.spacing, item.scale))
-        found = list(self.geometry.window([item.shape[axis] for axis in keep], spacing, scale))
-        if cut is not None:
-            found.insert(cut, 1)
-        return tuple(found)
+        of_sample = (without(values, item.slices) for values in (item.shape, item.spacing, item.scale))
+        found = self.geometry.window(*of_sample)
+        return found if item.slices is None else (*found[: item.slices], 1, *found[item.slices :])
 
     def touched(self, *sample: Any) -> np.ndarray | None:
         """Find the boxes of its window that a sample is made of, by Geometry.touched(); None for all."""

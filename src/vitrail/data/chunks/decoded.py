@@ -4,9 +4,7 @@
 - `ChunkCache` keeps what was decoded within a number of bytes. `shared` is the one that all sources of a process use;
   set its `limit`. Blocks of sources without chunks of their own are kept in the same way (data/reading/reader.py)
 - absent chunks raise MissingData, or count and read as the fill value; files of no bytes or cut short raise BadData
-- `find_layers` serves windows of one array that are known all at once: each chunk is decoded once and nothing is kept.
-  Chunks that lie side by side along the last two axes are put together in a layer, which stays in the cache of the
-  processor while all windows take their part of it, in long rows. Layers are read independently, by any thread
+- `open_array` opens an array with its axes and place; where its layout is not known here, tensorstore reads it
 """
 
 import itertools
@@ -16,15 +14,17 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.chunks.layout import Index, Layout, read_layout
-from vitrail.data.files.places import Place, Remote, fetch_remote
-from vitrail.data.reading.pool import LINE, Pool, Stopped, aligned
-from vitrail.errors import BadData, MissingData
-from vitrail.foreign import check_room, open_descriptor
+from vitrail.data.chunks.layout import Index, Layout, read_layout, read_names
+from vitrail.data.files.places import Place, Remote, as_folder, fetch_remote, is_longer
+from vitrail.data.reading.pool import Pool, Stopped
+from vitrail.data.stored import Stored, Window
+from vitrail.errors import BadData, MissingData, UserError
+from vitrail.foreign import check_plain, check_room, open_descriptor
 from vitrail.launch.world import find_world, share_of_cores
 
 DEFAULT_BYTES = 512 * 2**20
@@ -427,91 +427,129 @@ def _helpers() -> tuple[Pool, int]:
 shared = ChunkCache()
 
 
-MOST = 16 * 2**20  # bytes of a layer; if chunks are larger it has fewer axes, or is one chunk
+# ------------------------------------------------------------ arrays as they are opened
 
-Window = Sequence[slice]
-Finish = Callable[[np.ndarray], None]  # changes voxels in their place, or refuses them
+USUAL_AXES = {2: "yx", 3: "zyx", 4: "czyx", 5: "tczyx"}
+READ_ERRORS = (ValueError, NotImplementedError, OSError)  # what tensorstore raises for wrong or unreadable data
 
 
-class Layer:
-    """Chunks side by side: one along the first axes, all that windows touch along the others."""
+def open_array(place: Place, axes: Sequence[str] | None = None, *, fill: bool, **known: Any) -> Stored:
+    """Open an array, with what is `known` of it already (spacing, unit, origin, channels, names)."""
+    reader = open_chunks(place, fill=fill)
+    if reader is not None:
+        shape, chunk, dtype = reader.shape, reader.grid, reader.dtype
 
-    def __init__(
-        self,
-        reader: ChunkReader,
-        index: Index,
-        around: Sequence[range],
-        windows: Sequence[tuple[np.ndarray, Window]],
-        finish: Finish | None,
-    ):
-        self.reader, self.windows = reader, windows  # those of all layers, with the memory that they are copied to
-        self.index, self.around = index, around  # of its chunks along the first axes; along the others
-        self.finish = finish  # of voxels once they are copied
+        def read(window: Window) -> np.ndarray:
+            return shared.read(reader, window)
+    else:
+        store = _open_store(place, fill)
+        shape, dtype = tuple(int(n) for n in store.shape), np.dtype(store.dtype.numpy_dtype)
+        sizes = store.chunk_layout.read_chunk.shape or shape
+        chunk = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
+        check = _chunk_checker(place, store, shape, dtype)
 
-    def read(self) -> None:
-        """Decode the chunks that windows touch, and copy to each window its part of them."""
-        reader, ahead = self.reader, len(self.index)
-        sizes = reader.grid[ahead:]
-        wanted = [found for out, window in self.windows if (found := self._find(out, window)) is not None]
-        needed = {place for _, _, rest in wanted for place in itertools.product(*map(_touched, rest, sizes))}
-        if not needed:
+        def read(window: Window) -> np.ndarray:
+            check(window)
+            try:
+                return np.asarray(store[window].read().result())
+            except READ_ERRORS as error:
+                raise _explain(place, str(error)) from error
+
+    names = tuple(axes or USUAL_AXES.get(len(shape)) or [f"axis{i}" for i in range(len(shape))])
+    if len(names) != len(shape):
+        raise UserError(
+            f"{place} has {len(shape)} dimensions but its metadata names {len(names)} axes; mend the metadata"
+        )
+    # Chunks are often larger than a small array.
+    chunk = tuple(min(c, n) for c, n in zip(chunk, shape, strict=True))
+    return Stored(str(place), shape, names, dtype, chunk, read, chunk_reader=reader, **known)
+
+
+def lost_array(place: Place, axes: Sequence[str], problem: UserError, **known: Any) -> Stored:
+    """Return a stand-in for a level that is not there: copies of pyramids are often partial, and others may be read."""
+
+    def read(window: Window) -> np.ndarray:
+        raise problem
+
+    empty = (0,) * len(axes)
+    return Stored(str(place), empty, tuple(axes), np.dtype(np.uint8), empty, read, **known)
+
+
+def _open_store(place: Place, fill: bool) -> Any:
+    import tensorstore
+
+    if isinstance(place, Remote) and not place.uses_tensorstore:
+        raise UserError(
+            f"{place} has a codec that can be read from local folders, http(s), s3 and gs alone; copy it to one of them"
+        )
+    driver = "zarr3" if (place / "zarr.json").is_file() else "zarr" if (place / ".zarray").is_file() else "n5"
+    if isinstance(place, Path):
+        check_plain(place / "attributes.json")
+    threads = share_of_cores(find_world())
+    local = {"driver": "file", "path": f"{place.resolve()}/"}
+    spec = {
+        "driver": driver,
+        "kvstore": as_folder(str(place)) if isinstance(place, Remote) else local,
+        "fill_missing_data_reads": fill,
+        "recheck_cached_data": "open",
+        "context": {
+            "cache_pool": {"total_bytes_limit": 64 * 2**20},
+            # This process's share of the host, not all of it for every rank.
+            "data_copy_concurrency": {"limit": threads},
+            "file_io_concurrency": {"limit": max(4, threads)},
+        },
+    }
+    try:
+        store = tensorstore.open(spec, open=True, read=True).result()
+        return store.T if driver == "n5" else store  # in C order
+    except READ_ERRORS as error:
+        raise UserError(
+            f"{place} cannot be opened as {driver.rstrip('3')} ({_first_line(error)}); restore or rewrite it"
+        ) from error
+
+
+def _chunk_checker(place: Place, store: Any, shape: Sequence[int], dtype: np.dtype) -> Callable[[Window], None]:
+    """Return a call that refuses files that tensorstore would wait for, or that are too large for memory."""
+    sizes = store.chunk_layout.write_chunk.shape or shape
+    grid = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
+    size = math.prod(grid) * dtype.itemsize
+    check_room(f"a chunk of {place}", size)
+    name = read_names(place)
+    asked: set[str] = set()  # of a server, once each
+
+    def check(window: Window) -> None:
+        if name is None or len(window) < len(grid):  # of an empty array nothing is read
             return
-        shape = (*reader.grid[:ahead], *[len(a) * size for a, size in zip(self.around, sizes, strict=True)])
-        memory = _memory(reader.chunk_bytes + math.prod(shape) * reader.dtype.itemsize)
-        chunk, values = memory[: reader.chunk_bytes], memory[reader.chunk_bytes :]
-        values = values.view(reader.dtype).reshape(shape)
-        first = [a.start * size for a, size in zip(self.around, sizes, strict=True)]
-        used = _around([inside for _, inside, _ in wanted])  # the rest of the chunks is not copied
-        for place in sorted(needed):
-            along = [slice(p * size, (p + 1) * size) for p, size in zip(place, sizes, strict=True)]
-            copy_part(values[(*used, *_shift(along, first))], reader.decode((*self.index, *place), chunk)[used])
-        for out, inside, rest in wanted:
-            copy_part(out, values[(*inside, *_shift(rest, first))])
-            if self.finish is not None:
-                self.finish(out)
+        for part in parts(grid, window):
+            file = name(part.chunk)
+            if isinstance(place, Path):
+                check_file(f"{place}/{file}", size)
+            elif file not in asked and is_longer(place.joinpath(*file.split("/")), largest_file(size)):
+                raise BadData(f"{place}/{file} has more bytes than a chunk can need; {REMEDY}")
+            asked.add(file)
 
-    def _find(self, out: np.ndarray, window: Window) -> tuple[np.ndarray, tuple[slice, ...], Window] | None:
-        """Return where a window's part goes; and its voxels: of the layer along the first axes, else of the array."""
-        begin = [n * size for n, size in zip(self.index, self.reader.grid, strict=False)]
-        parts = [
-            slice(max(w.start, b), min(w.stop, b + size))
-            for w, b, size in zip(window, begin, self.reader.grid, strict=False)
-        ]
-        if any(part.start >= part.stop for part in parts):
-            return None
-        return out[_shift(parts, [w.start for w in window])], _shift(parts, begin), window[len(begin) :]
+    return check
 
 
-def find_layers(
-    reader: ChunkReader, windows: Sequence[tuple[np.ndarray, Window]], finish: Finish | None = None
-) -> list[Layer]:
-    """Return layers that hold all the windows; each comes with the memory that it is copied to."""
-    around = [_touched(w, size) for w, size in zip(_around([w for _, w in windows]), reader.grid, strict=True)]
-    ahead = max(0, len(around) - 2)
-    while math.prod(map(len, around[ahead:])) * reader.chunk_bytes > MOST and ahead < len(around):
-        ahead += 1
-    return [Layer(reader, index, around[ahead:], windows, finish) for index in itertools.product(*around[:ahead])]
+def check_file(file: str, size: int) -> bool:
+    """Return whether the file of a chunk of so many bytes is there; refuse one that is no plain file, or too large."""
+    check_plain(file)
+    if not os.path.exists(file):
+        return False
+    if os.path.getsize(file) > largest_file(size):
+        raise BadData(f"{file} has {os.path.getsize(file):,} bytes, more than a chunk can need; {REMEDY}")
+    return True
 
 
-def _around(windows: Sequence[Window]) -> tuple[slice, ...]:
-    return tuple(slice(min(w.start for w in axis), max(w.stop for w in axis)) for axis in zip(*windows, strict=True))
+def _explain(place: Place, problem: str) -> BadData:
+    if "is missing" in problem and "NOT_FOUND" in problem:
+        lost = problem.partition("NOT_FOUND: ")[2].partition(" [")[0]
+        return MissingData(
+            f"{lost}: restore the file, leave it out with `region`, "
+            "or set `missing: fill` if the writer left out chunks that hold only the fill value"
+        )
+    return BadData(f"{place} cannot be read ({_first_line(problem)}); {REMEDY}")
 
 
-def _touched(window: slice, size: int) -> range:
-    """Return the numbers of the chunks along an axis that a window touches."""
-    return range(window.start // size, -(-window.stop // size))
-
-
-def _shift(window: Window, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(w.start - o, w.stop - o) for w, o in zip(window, origin, strict=False))
-
-
-_local = threading.local()
-
-
-def _memory(size: int) -> np.ndarray:
-    """Return bytes of this thread's own, used again."""
-    memory: np.ndarray | None = getattr(_local, "memory", None)
-    if memory is None or len(memory) < size + LINE:
-        memory = _local.memory = np.empty(size + LINE, np.uint8)
-    return aligned(memory, size)
+def _first_line(problem: object) -> str:
+    return str(problem).partition(" [tensorstore_spec=")[0].splitlines()[0]

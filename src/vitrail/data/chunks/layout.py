@@ -188,9 +188,10 @@ def _parse_zarr3(document: dict[str, Any]) -> Layout:
 
 def _lay_out(found: _Zarr, dtype: np.dtype, document: dict[str, Any]) -> Layout:
     shape, grid, _, name, codecs, shards = found
-    fill, unpack = _fill(document.get("fill_value"), dtype), _any_chunk(_chain(codecs, grid, dtype))
+    fill, decode = _fill(document.get("fill_value"), dtype), _chain(codecs, grid, dtype)
     names = tuple(str(codec).removeprefix("numcodecs.") for codec, _ in codecs)
-    return Layout(shape, grid, dtype, fill, name, unpack, shards, _direct_chain(codecs, dtype), codecs=names)
+    direct = _direct_chain(codecs, dtype)
+    return Layout(shape, grid, dtype, fill, name, lambda data, _: decode(data), shards, direct, codecs=names)
 
 
 def _parse_shards(codec: dict[str, Any], grid: Index) -> tuple[list[dict[str, Any]], Index, Shards]:
@@ -312,11 +313,6 @@ def _parse_n5(document: dict[str, Any]) -> Layout:
 
 _NAMES = {"zarr.json": _names_zarr3, ".zarray": _names_zarr2, "attributes.json": _names_n5}
 _PARSERS = {"zarr.json": _parse_zarr3, ".zarray": _parse_zarr2, "attributes.json": _parse_n5}
-
-
-def _any_chunk(unpack: Callable[[Any], np.ndarray]) -> Callable[[Any, Index], np.ndarray]:
-    """Return the same decoder for all chunks, whatever their number."""
-    return lambda data, index: unpack(data)
 
 
 def _unpacker(

@@ -1,4 +1,4 @@
-"""Arrays of zarr and N5 hierarchies as stored arrays: decoded chunk by chunk, or by tensorstore where need be.
+"""What arrays of zarr and N5 hierarchies tell of themselves.
 
 - an array's own metadata tell axes and places: `transform` (C order), `pixelResolution` and its kin (x, y, z in N5),
   names of dimensions as xarray and zarr 3 keep them. NGFF metadata are in formats/ngff.py
@@ -6,152 +6,20 @@
   zlib, bz2, PNG, zip), of HDF5 (fletcher32), of zarr (crc32c) and of zstd frames, where the first chunk has one
 """
 
-import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitrail.data.chunks.decoded import REMEDY, ChunkReader, largest_file, open_chunks, parts, shared
-from vitrail.data.chunks.layout import read_names
-from vitrail.data.files.places import Place, Remote, as_folder, find_folders, is_longer, read_facts
+from vitrail.data.chunks.decoded import ChunkReader
+from vitrail.data.files.places import Place, find_folders, read_facts, read_object
 from vitrail.data.formats.ngff import load_attributes
 from vitrail.data.source import Source
-from vitrail.data.stored import Stored, Window, plain_unit
-from vitrail.errors import BadData, MissingData, UserError
-from vitrail.foreign import check_plain, check_room
-from vitrail.launch.world import find_world, share_of_cores
+from vitrail.data.stored import Stored, plain_unit
+from vitrail.errors import UserError
 
-USUAL_AXES = {2: "yx", 3: "zyx", 4: "czyx", 5: "tczyx"}
 KNOWN_AXES = {"time": "t", "channel": "c", "channels": "c"}
-READ_ERRORS = (ValueError, NotImplementedError, OSError)  # what tensorstore raises for wrong or unreadable data
-
-
-def open_array(place: Place, axes: Sequence[str] | None = None, *, fill: bool, **known: Any) -> Stored:
-    """Open an array, with what is `known` of it already (spacing, unit, origin, channels, names)."""
-    reader = open_chunks(place, fill=fill)
-    if reader is not None:
-        shape, chunk, dtype = reader.shape, reader.grid, reader.dtype
-
-        def read(window: Window) -> np.ndarray:
-            return shared.read(reader, window)
-    else:
-        store = _open_store(place, fill)
-        shape, dtype = tuple(int(n) for n in store.shape), np.dtype(store.dtype.numpy_dtype)
-        sizes = store.chunk_layout.read_chunk.shape or shape
-        chunk = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
-        check = _chunk_checker(place, store, shape, dtype)
-
-        def read(window: Window) -> np.ndarray:
-            check(window)
-            try:
-                return np.asarray(store[window].read().result())
-            except READ_ERRORS as error:
-                raise _explain(place, str(error)) from error
-
-    names = tuple(axes or USUAL_AXES.get(len(shape)) or [f"axis{i}" for i in range(len(shape))])
-    if len(names) != len(shape):
-        raise UserError(
-            f"{place} has {len(shape)} dimensions but its metadata names {len(names)} axes; mend the metadata"
-        )
-    # Chunks are often larger than a small array.
-    chunk = tuple(min(c, n) for c, n in zip(chunk, shape, strict=True))
-    return Stored(str(place), shape, names, dtype, chunk, read, chunk_reader=reader, **known)
-
-
-def lost_array(place: Place, axes: Sequence[str], problem: UserError, **known: Any) -> Stored:
-    """Return a stand-in for a level that is not there: copies of pyramids are often partial, and others may be read."""
-
-    def read(window: Window) -> np.ndarray:
-        raise problem
-
-    empty = (0,) * len(axes)
-    return Stored(str(place), empty, tuple(axes), np.dtype(np.uint8), empty, read, **known)
-
-
-def _open_store(place: Place, fill: bool) -> Any:
-    import tensorstore
-
-    if isinstance(place, Remote) and not place.uses_tensorstore:
-        raise UserError(
-            f"{place} has a codec that can be read from local folders, http(s), s3 and gs alone; copy it to one of them"
-        )
-    driver = "zarr3" if (place / "zarr.json").is_file() else "zarr" if (place / ".zarray").is_file() else "n5"
-    if isinstance(place, Path):
-        check_plain(place / "attributes.json")
-    threads = share_of_cores(find_world())
-    local = {"driver": "file", "path": f"{place.resolve()}/"}
-    spec = {
-        "driver": driver,
-        "kvstore": as_folder(str(place)) if isinstance(place, Remote) else local,
-        "fill_missing_data_reads": fill,
-        "recheck_cached_data": "open",
-        "context": {
-            "cache_pool": {"total_bytes_limit": 64 * 2**20},
-            # This process's share of the host, not all of it for every rank.
-            "data_copy_concurrency": {"limit": threads},
-            "file_io_concurrency": {"limit": max(4, threads)},
-        },
-    }
-    try:
-        store = tensorstore.open(spec, open=True, read=True).result()
-        return store.T if driver == "n5" else store  # in C order
-    except READ_ERRORS as error:
-        raise UserError(
-            f"{place} cannot be opened as {driver.rstrip('3')} ({_first_line(error)}); restore or rewrite it"
-        ) from error
-
-
-def _chunk_checker(place: Place, store: Any, shape: Sequence[int], dtype: np.dtype) -> Callable[[Window], None]:
-    """Return a call that refuses files that tensorstore would wait for, or that are too large for memory."""
-    sizes = store.chunk_layout.write_chunk.shape or shape
-    grid = tuple(int(n or whole) for n, whole in zip(sizes, shape, strict=True))
-    size = math.prod(grid) * dtype.itemsize
-    check_room(f"a chunk of {place}", size)
-    name = read_names(place)
-    asked: set[str] = set()  # of a server, once each
-
-    def check(window: Window) -> None:
-        if name is None or len(window) < len(grid):  # of an empty array nothing is read
-            return
-        for part in parts(grid, window):
-            file = name(part.chunk)
-            if isinstance(place, Path):
-                check_file(f"{place}/{file}", size)
-            elif file not in asked and is_longer(place.joinpath(*file.split("/")), largest_file(size)):
-                raise BadData(f"{place}/{file} has more bytes than a chunk can need; {REMEDY}")
-            asked.add(file)
-
-    return check
-
-
-def check_file(file: str, size: int) -> bool:
-    """Return whether the file of a chunk of so many bytes is there; refuse one that is no plain file, or too large."""
-    check_plain(file)
-    if not os.path.exists(file):
-        return False
-    if os.path.getsize(file) > largest_file(size):
-        raise BadData(f"{file} has {os.path.getsize(file):,} bytes, more than a chunk can need; {REMEDY}")
-    return True
-
-
-def _explain(place: Place, problem: str) -> BadData:
-    if "is missing" in problem and "NOT_FOUND" in problem:
-        lost = problem.partition("NOT_FOUND: ")[2].partition(" [")[0]
-        return MissingData(
-            f"{lost}: restore the file, leave it out with `region`, "
-            "or set `missing: fill` if the writer left out chunks that hold only the fill value"
-        )
-    return BadData(f"{place} cannot be read ({_first_line(problem)}); {REMEDY}")
-
-
-def _first_line(problem: object) -> str:
-    return str(problem).partition(" [tensorstore_spec=")[0].splitlines()[0]
-
-
-# ------------------------------------------------------------ what an array's own metadata tell
 
 
 def attributes_of(place: Place) -> tuple[str, dict[str, Any]] | None:
@@ -160,15 +28,11 @@ def attributes_of(place: Place) -> tuple[str, dict[str, Any]] | None:
     if found is not None or not (place / "attributes.json").is_file():
         return found
     try:
-        document = read_facts(place / "attributes.json")
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
+        document = read_object(place / "attributes.json")
+    except OSError as error:
         raise UserError(
             f"{place / 'attributes.json'} is not valid JSON ({error}); restore or rewrite the file"
         ) from error
-    if not isinstance(document, dict):
-        raise UserError(f"{place / 'attributes.json'} must hold a JSON object; restore or rewrite the file")
     return ("array" if "dimensions" in document else "group"), document
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from vitrail.data.files.paths import is_url, local_path, remote_state
 from vitrail.data.files.patterns import METADATA, find_volumes, fixed_part, has_stars, is_array
+from vitrail.data.source import reads_of
 from vitrail.data.stored import Stored, Window, chunks_in
 from vitrail.disk import MARK
 from vitrail.errors import UserError
@@ -107,18 +108,13 @@ def _places(config: Any, source: Any) -> list[Path]:
     if has_stars(path):
         with suppress(UserError):
             own = [_place(each.path) for each in find_volumes(path)]
-    declared = getattr(source, "files", None)
-    told = {_place(str(name)) for name in declared()} if callable(declared) else set()
+    what = reads_of(source)
+    told = {_place(str(name)) for name in what.files or ()}
     first = own if own[0].exists() else sorted(told)
-    names: set[str] = set()
-    labels: set[str] = set()
-    for entry in getattr(source, "entries", ()):
-        for stored in (*getattr(entry, "images", ()), getattr(entry, "labels", None)):
-            if stored is not None:
-                names |= {*stored.files} or ({stored.name} if stored is entry.labels else set())
-                labels |= {*stored.files, stored.name} if stored is entry.labels else set()
-    opened: Any = getattr(source, "config", None)
-    opened = opened if isinstance(getattr(opened, "path", None), str) else config
+    arrays = [(each.stored, each.is_labels) for each in what.arrays if each.window is not None]
+    names = {name for stored, is_labels in arrays for name in stored.files or ([stored.name] if is_labels else [])}
+    labels = {name for stored, is_labels in arrays if is_labels for name in (*stored.files, stored.name)}
+    opened = what.settings if isinstance(getattr(what.settings, "path", None), str) else config
     found = told | _absolute(names) if opened.path == config.path else set()  # and not the files of a copy
     # `labels` may be a path, or a name inside the file, under which something else may lie in the working folder.
     named, inside = _absolute([getattr(opened, "labels", None)]), _place(fixed_part(opened.path))
@@ -194,45 +190,39 @@ FACTS = (*METADATA, "dataset.json", "index.json")
 def needed_files(config: Any, path: Path) -> tuple[set[Path], set[Path]]:
     """Find the files that the source of a config reads, and links out of the data that it does not; `path` is local.
 
-    A source tells them by its own `files()`, or each of its arrays does; else it is what lies at the path.
+    A source tells them (`reads_of`), or each of its arrays does; else it is what lies at the path.
     """
-    source = config.open()
-    if callable(declared := getattr(source, "files", None)):
-        names = [local_path(name).absolute() for name in declared()]
+    what = reads_of(config.open())
+    if what.files is not None:
+        names = [local_path(name).absolute() for name in what.files]
         through = _Through(names)
         return {file for name in names for file in _walk(name, through)}, through.left_out
-    windows = getattr(source, "stored_window", None)
     files: set[Path] = set()
     read: set[Path] = set()  # files and folders
+    named: set[Path] = set()  # what is read of items that the entry's share leaves out, too
     around: set[Path] = set()  # arrays of labels: they may lie elsewhere in the hierarchy, or in another
     known: set[int] = set()  # arrays that many items share, as moments do, are listed once
-    for number, entry in enumerate(getattr(source, "entries", ())):
-        for stored in (*entry.images, entry.labels):
-            if stored is None or id(stored) in known or is_url(stored.name.partition("::")[0]):
-                continue
-            if stored.files or stored.chunk_reader is None:
-                known.add(id(stored))
-                read |= _files_of(stored)
-            elif windows is not None:
-                files |= set(_chunk_files(stored, windows(number, stored)))
-    named = set(read)
-    # Of the items that the entry's share leaves out, too: the copy's shares are counted by what is there.
-    for stored, is_labels in getattr(source, "listed", ()):
+    for stored, is_labels, window in what.arrays:
         if is_url(stored.name.partition("::")[0]):
             continue
-        named |= _files_of(stored) | {_place(level.name) for level in stored.levels}
-        if is_labels:
-            around.add(_place(stored.name))
-            if stored.files or stored.chunk_reader is None:
-                read |= _files_of(stored)
+        whole = stored.files or stored.chunk_reader is None
+        if window is None:
+            named |= _files_of(stored) | {_place(level.name) for level in stored.levels}
+            around |= {_place(stored.name)} if is_labels else set()
+        if whole and (is_labels or window is not None) and id(stored) not in known:
+            known.add(id(stored))
+            read |= _files_of(stored)
+        elif window is not None and not whole:
+            files |= set(_chunk_files(stored, window()))
+    named |= read
     through = _Through(files | named | around)
     files |= {file for name in read for file in _walk(name, through)}
     for array in around:
         files |= set(_metadata_around(array, through))
-    several = has_stars(str(path)) or hasattr(source, "keeps_chunks")
+    several = has_stars(str(path)) or what.hierarchy
     for top in [Path(each.path) for each in find_volumes(str(path))] if several else [path]:
         root = _hierarchy(top)
-        if root is None or windows is None:
+        if root is None or not what.arrays:
             files |= {*_walk(top, through), *_told_beside(top)}
         else:
             files |= set(_metadata(root, top, through))

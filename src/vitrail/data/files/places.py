@@ -133,6 +133,19 @@ def read_facts(place: Place) -> Any:
     return parse_json(read_plain(place))
 
 
+def read_object(name: str | Place, read: Callable[[Any], Any] = read_facts) -> dict[str, Any]:
+    """Read the object in a small JSON file, as `read` reads it; UserError for what is wrong with its text."""
+    try:
+        found = read(name)
+    except UserError:
+        raise
+    except ValueError as error:  # broken JSON, or bytes that are not text
+        raise UserError(f"{name} is not valid JSON ({error}); restore or rewrite the file") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{name} must hold a JSON object; restore or rewrite the file")
+    return found
+
+
 @lru_cache(maxsize=256)
 def read_remote(place: Remote) -> bytes | None:
     """Read a small file; None where there is none."""

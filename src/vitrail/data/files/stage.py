@@ -72,7 +72,7 @@ class Copy:
         return same and is_as_recorded(self.target, record)
 
 
-def as_opened(
+def configs_to_open(
     data: Any,  # the recipe's section
     configs: Sequence[Any],
     *,

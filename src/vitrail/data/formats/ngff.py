@@ -15,6 +15,7 @@ Writing a pyramid of an image, its labels beside it, and metadata that other too
 - a list of all files with their digests lies in s0/.vitrail, where readers of groups do not look: see disk.py
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vitrail import disk, foreign
-from vitrail.data.files.places import Place, find_folders, find_place, read_facts
+from vitrail.data.files.places import Place, find_folders, find_place, read_object
 from vitrail.disk import Tell, new_folder, told
 from vitrail.errors import UserError
 from vitrail.foreign import check_plain
@@ -91,7 +92,7 @@ def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
     """Read ("group" or "array", attributes) of a zarr node of either format; None where there are no metadata."""
     try:
         if _is_there(node / "zarr.json"):
-            document = _load_json(node / "zarr.json")
+            document = read_object(node / "zarr.json")
             attributes = document.get("attributes") or {}
             if not isinstance(attributes, dict):
                 raise UserError(f"{node / 'zarr.json'} has attributes that are no JSON object; rewrite the file")
@@ -99,9 +100,9 @@ def load_attributes(node: Place) -> tuple[str, dict[str, Any]] | None:
         for name, kind in ((".zgroup", "group"), (".zarray", "array")):
             if _is_there(node / name):
                 beside = node / ".zattrs"
-                return kind, _load_json(beside) if _is_there(beside) else {}
+                return kind, read_object(beside) if _is_there(beside) else {}
         if _is_there(node / ".zattrs"):  # some writers leave .zgroup out
-            return "group", _load_json(node / ".zattrs")
+            return "group", read_object(node / ".zattrs")
     except OSError as error:
         raise UserError(
             f"the zarr metadata of {node} cannot be read ({error.strerror}); check its permissions"
@@ -114,18 +115,6 @@ def _is_there(file: Place) -> bool:
     if isinstance(file, Path):
         check_plain(file)
     return file.is_file()
-
-
-def _load_json(path: Place) -> dict[str, Any]:
-    try:
-        document = read_facts(path)
-    except UserError:
-        raise
-    except ValueError as error:  # broken JSON, or bytes that are not text
-        raise UserError(f"{path} is not valid JSON ({error}); restore or rewrite the file") from error
-    if not isinstance(document, dict):
-        raise UserError(f"{path} must hold a JSON object; restore or rewrite the file")
-    return document
 
 
 def read_multiscale(path: str | Place) -> Multiscale:
@@ -343,74 +332,77 @@ def write_ome_zarr(
             f"chunks of {chunk}; give a 3-D image, three positive spacings, and positive levels and chunk"
         )
     with told(target), new_folder(target, force=force, seal="s0", tell=tell) as draft:
-        image_block = _describe_pyramid(name, spacing, unit, levels, version)
-        image_block["omero"] = {"channels": [_channel(name, volume.image.dtype)]}
+        image_block = describe_pyramid(name, spacing, unit, levels, version)
+        image_block["omero"] = {"channels": [describe_channel(name, volume.image.dtype)]}
         if version == "0.4":  # from 0.5 on the block's own version counts
             image_block["omero"]["version"] = version
         _write_pyramid(draft, volume.image, image_block, levels, version, chunk, _average)
         if volume.labels is not None:
-            label_block = _describe_pyramid(labels_name, spacing, unit, levels, version)
+            label_block = describe_pyramid(labels_name, spacing, unit, levels, version)
             properties = [{"label-value": i, "name": text} for i, text in enumerate(volume.label_names)]
             label_block["image-label"] = {"properties": properties, "source": {"image": "../../"}}
             if version == "0.4":
                 label_block["image-label"]["version"] = version
-            _create_group(draft / "labels", {"labels": [labels_name]}, version)
+            create_group(draft / "labels", {"labels": [labels_name]}, version)
             _write_pyramid(draft / "labels" / labels_name, volume.labels, label_block, levels, version, chunk, _vote)
     return target
 
 
-def _channel(name: str, dtype: np.dtype) -> dict[str, Any]:
+def describe_channel(name: str, dtype: np.dtype) -> dict[str, Any]:
     low, high = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else (0.0, 1.0)
     window = {"min": low, "max": high, "start": low, "end": high}
     return {"label": name, "color": "FFFFFF", "window": window, "active": True}
 
 
-def _describe_pyramid(
-    name: str, spacing: Sequence[float], unit: str | None, levels: int, version: str
+def describe_pyramid(
+    name: str,
+    spacing: Sequence[float],
+    unit: str | None,
+    levels: int,
+    version: str = "0.5",
+    *,
+    axes: Sequence[str] = ("z", "y", "x"),
+    origin: Sequence[float] | None = None,
+    factors: Sequence[Sequence[int]] | None = None,
+    channels: bool = False,
 ) -> dict[str, Any]:
-    """Describe a pyramid; a coarse voxel's centre lies half a coarse voxel less half a fine one from the origin."""
+    """Describe a pyramid; a coarse voxel's centre lies half a coarse voxel less half a fine one from the origin.
+
+    `origin` is the place of the first voxel's centre; `factors` are voxels of the finest level to one of each level.
+    """
     datasets = []
     for level in range(levels):
-        scale = [float(s) * 2**level for s in spacing]
-        shift = [float(s) * (2**level - 1) / 2 for s in spacing]
+        many = [2**level] * len(spacing) if factors is None else factors[level]
+        scale = [float(s) * n for s, n in zip(spacing, many, strict=True)]
+        first = [0.0] * len(spacing) if origin is None else origin
+        shift = [float(o) + float(s) * (n - 1) / 2 for o, s, n in zip(first, spacing, many, strict=True)]
+        if channels:
+            scale, shift = [1.0, *scale], [0.0, *shift]
         transforms = [{"type": "scale", "scale": scale}, {"type": "translation", "translation": shift}]
         datasets.append({"path": f"s{level}", "coordinateTransformations": transforms})
-    axes = [{"name": axis, "type": "space"} | ({"unit": unit} if unit else {}) for axis in "zyx"]
-    entry: dict[str, Any] = {"name": name, "axes": axes, "datasets": datasets}
+    told = [{"name": axis, "type": "space"} | ({"unit": unit} if unit else {}) for axis in axes]
+    told = [{"name": "c", "type": "channel"}, *told] if channels else told
+    entry: dict[str, Any] = {"name": name, "axes": told, "datasets": datasets}
     if version == "0.4":
         entry["version"] = version
     return {"multiscales": [entry]}
 
 
-def _create_group(path: Path, block: dict[str, Any], version: str) -> Any:
+def create_group(path: Path, block: dict[str, Any], version: str = "0.5", **beside: Any) -> Any:
+    """Make a group with NGFF metadata, and what else stands `beside` them."""
     import zarr
 
-    attributes = block if version == "0.4" else {"ome": {"version": version, **block}}
+    attributes = block if version == "0.4" else {"ome": {"version": version, **block}, **beside}
     return zarr.create_group(str(path), zarr_format=2 if version == "0.4" else 3, attributes=attributes)
 
 
 def _write_pyramid(
     path: Path, array: np.ndarray, block: dict[str, Any], levels: int, version: str, chunk: int, shrink: Shrink
 ) -> None:
-    import numcodecs
-    import zarr.codecs
-
-    group = _create_group(path, block, version)
-    options: dict[str, Any]
-    if version == "0.4":
-        codec = numcodecs.Zstd(level=3, checksum=True)
-        options = {"compressors": codec, "chunk_key_encoding": {"name": "v2", "separator": "/"}}
-    else:
-        options = {"compressors": zarr.codecs.ZstdCodec(level=3, checksum=True), "dimension_names": ("z", "y", "x")}
+    group = create_group(path, block, version)
     for level in range(levels):
-        stored = group.create_array(
-            f"s{level}",
-            shape=array.shape,
-            chunks=tuple(min(chunk, n) for n in array.shape),
-            dtype=array.dtype,
-            config={"write_empty_chunks": True},  # an absent chunk must always mean a loss
-            **options,
-        )
+        chunks = tuple(min(chunk, n) for n in array.shape)
+        stored = create_level(group, f"s{level}", array.shape, chunks, array.dtype, version=version)
         if version == "0.4":
             _hide_checksum(path / f"s{level}" / ".zarray")
         for lo in range(0, array.shape[0], chunk):
@@ -421,6 +413,36 @@ def _write_pyramid(
             array = np.concatenate(slabs)
 
 
+def create_level(
+    group: Any,
+    name: str,
+    shape: Sequence[int],
+    chunks: Sequence[int],
+    dtype: np.dtype,
+    *,
+    axes: Sequence[str] = ("z", "y", "x"),
+    version: str = "0.5",
+) -> Any:
+    """Make the array of a level, each of whose chunks carries a checksum."""
+    import numcodecs
+    import zarr.codecs
+
+    options: dict[str, Any]
+    if version == "0.4":
+        codec = numcodecs.Zstd(level=3, checksum=True)
+        options = {"compressors": codec, "chunk_key_encoding": {"name": "v2", "separator": "/"}}
+    else:
+        options = {"compressors": zarr.codecs.ZstdCodec(level=3, checksum=True), "dimension_names": tuple(axes)}
+    return group.create_array(
+        name,
+        shape=tuple(shape),
+        chunks=tuple(chunks),
+        dtype=dtype,
+        config={"write_empty_chunks": True},  # an absent chunk must always mean a loss
+        **options,
+    )
+
+
 def _hide_checksum(metadata: Path) -> None:
     """Leave out of zarr 2 metadata what tensorstore and older numcodecs refuse; each frame tells of its checksum."""
     document = json.loads(metadata.read_bytes())
@@ -428,10 +450,17 @@ def _hide_checksum(metadata: Path) -> None:
     metadata.write_text(json.dumps(document, indent=1))
 
 
-def _blocks(array: np.ndarray) -> np.ndarray:
+def coarser(values: np.ndarray, *, labels: bool, factors: Sequence[int] | None = None) -> np.ndarray:
+    """Return values at half the resolution: means, or the most frequent of labels; a factor of 1 leaves an axis."""
+    return (_vote if labels else _average)(_blocks(values, factors))
+
+
+def _blocks(array: np.ndarray, factors: Sequence[int] | None = None) -> np.ndarray:
     """Sort [z, y, x] into [8, z/2, y/2, x/2], the voxels of each 2^3 block; odd sizes repeat their last plane."""
-    array = np.pad(array, [(0, n % 2) for n in array.shape], mode="edge")
-    return np.stack([array[z::2, y::2, x::2] for z in (0, 1) for y in (0, 1) for x in (0, 1)])
+    factors = [2] * array.ndim if factors is None else factors
+    array = np.pad(array, [(0, -n % f) for n, f in zip(array.shape, factors, strict=True)], mode="edge")
+    starts = itertools.product(*map(range, factors))
+    return np.stack([array[tuple(slice(s, None, f) for s, f in zip(at, factors, strict=True))] for at in starts])
 
 
 def _average(blocks: np.ndarray) -> np.ndarray:

@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vitrail.data.chunks.decoded import ChunkReader, shared
+from vitrail.data.chunks.decoded import ChunkReader, check_file, open_array, shared
 from vitrail.data.chunks.layout import parse_layout, parse_packing, read_names
-from vitrail.data.chunks.nodes import check_file, open_array
 from vitrail.data.files.fingerprint import METADATA
 from vitrail.data.files.places import Place, Remote, find_place, read_facts
 from vitrail.data.stored import Stored

@@ -27,7 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vitrail.data.chunks.nodes import of_chunks, open_array
+from vitrail.data.chunks.decoded import open_array
+from vitrail.data.chunks.nodes import of_chunks
 from vitrail.data.files.handles import decoding
 from vitrail.data.files.paths import base_name, file_type, join, local_copy, read_bytes, read_exactly, read_json
 from vitrail.data.files.places import find_place

@@ -77,7 +77,7 @@ def caption(source: Source, facts: dict[str, Any]) -> str:
 
 def _volume_rows(source: Source) -> "list[list[Panel]]":
     """One row a variable (or one for colours), one column an axis; then labels over the first."""
-    from vitrail.report.views import Panel, colour_labels
+    from vitrail.report.views import Panel, colour_labels, shade
 
     item = source.items[0]
     middle, groups = _middle(item.shape), variable_groups(source.variables)
@@ -92,7 +92,7 @@ def _volume_rows(source: Source) -> "list[list[Panel]]":
         bar = scale_bar(values.shape[-1], item.spacing[wide], item.unit)
         place = f"{name} = {at}  ({source.axes[high]} down, {source.axes[wide]} right)"
         for row, (group, index) in zip(rows, groups, strict=True):
-            row.append(Panel(_shade(values[index]), f"{group}{place}", aspect, bar))
+            row.append(Panel(shade(values[index]), f"{group}{place}", aspect, bar))
         if has_labels(source):
             classes = _classes(source.read_labels(0, window).squeeze(axis))  # type: ignore[attr-defined]
             shown = colour_labels(rows[0][-1].picture, classes)
@@ -102,7 +102,7 @@ def _volume_rows(source: Source) -> "list[list[Panel]]":
 
 def _image_rows(source: Source, count: int) -> "list[list[Panel]]":
     """Images in rows of four; with several variables or labels one row an image."""
-    from vitrail.report.views import Panel, colour_labels
+    from vitrail.report.views import Panel, colour_labels, shade
 
     groups = variable_groups(source.variables)
     several = len(groups) > 1 or has_labels(source)
@@ -119,7 +119,7 @@ def _image_rows(source: Source, count: int) -> "list[list[Panel]]":
         words = name_of(item, 18) if plain else name_of(item, 34) + (f"  [{known}]" if known else "")
         for group, variables in groups:
             size = f"{group}{known or by(item.shape)}" if plain else f"{group}{by(item.shape)} pixels"
-            panels.append(Panel(_shade(values[variables]), f"{words}\n{size}", aspect, bar))
+            panels.append(Panel(shade(values[variables]), f"{words}\n{size}", aspect, bar))
         if has_labels(source):
             classes = _classes(source.read_labels(index, window))  # type: ignore[attr-defined]
             panels.append(Panel(colour_labels(panels[-len(groups)].picture, classes), f"{words}\nlabels", aspect, bar))
@@ -155,12 +155,6 @@ def spread(total: int, count: int) -> list[int]:
         return list(range(total))
     starts = np.arange(count + 1) * total // count
     return [int(i) for i in np.random.default_rng(7).integers(starts[:-1], starts[1:])]
-
-
-def _shade(values: np.ndarray) -> np.ndarray:
-    from vitrail.report.views import shade
-
-    return shade(values)
 
 
 def _classes(labels: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from vitrail.data.chunks.decoded import ChunkReader
 from vitrail.data.look.picture import by, name_of, variable_groups
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Job
-from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dtype
+from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dtype, without
 from vitrail.draws import Draws
 from vitrail.report.units import scale_bar
 
@@ -124,8 +124,8 @@ def _panels(
     from vitrail.report.views import HIDDEN, Panel, colour_labels, shade
 
     variables = variable_groups(batch.variables or source.variables)[0][1]
-    spacing = [s for axis, s in enumerate(item.spacing) if axis != item.slices]
-    wanted = [s * f for axis, (s, f) in enumerate(zip(item.spacing, item.scale, strict=True)) if axis != item.slices]
+    spacing = without(item.spacing, item.slices)
+    wanted = [s * f for s, f in zip(spacing, without(item.scale, item.slices), strict=True)]
     read, values = middle(raw[variables]), middle(batch.values[row].float().cpu().numpy()[variables])
     aspect = wanted[-2] / wanted[-1]
     label = f"  [{fact['label']}]" if fact["label"] else ""

@@ -188,18 +188,17 @@ def count_voxels(
         found = np.zeros([r.stop - r.start for r in region], bool)
         parts = list(itertools.product(*map(_whole_chunks, region, facts.chunk, facts.origin)))
         for part in parts:
-            try:
+
+            def read(part: Region = part) -> np.ndarray:
                 if len(parts) == 1:
                     raise error
+                found: np.ndarray = pool.submit(partial(look, part), partial(name, part)).result(policy.limit)
+                return found
+
+            if (values := policy.or_none(read, told, _warn)) is not None:
                 inner = tuple(slice(p.start - r.start, p.stop - r.start) for p, r in zip(part, region, strict=True))
-                found[inner] = pool.submit(partial(look, part), partial(name, part)).result(policy.limit)
+                found[inner] = values
                 tick()
-            except BadData as wrong:
-                if not policy.skips(wrong):
-                    raise
-                if str(wrong) not in told:
-                    log.warning("bad data, which data.filter takes for empty: %s", wrong)
-                    told.add(str(wrong))
         return found
 
     def finish(region: Region, job: Job) -> None:
@@ -227,6 +226,10 @@ def count_voxels(
     finally:
         pool.close()
     return counts
+
+
+def _warn(error: BadData) -> None:
+    log.warning("bad data, which data.filter takes for empty: %s", error)
 
 
 def _whole_chunks(piece: slice, chunk: int, origin: int) -> list[slice]:

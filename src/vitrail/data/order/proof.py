@@ -218,7 +218,7 @@ def samples_of(order: Order, entries: int) -> list[int]:
             found[extent.source] += order.tiles_of(number)
         return found.tolist()
     number = min(order.epoch, MOST)
-    counts = Counter(order(counter).source for counter in range(number))
+    counts = Counter(sample.source for sample in choose(order, range(number)))
     return [round(counts[entry] * order.epoch / number) for entry in range(entries)]
 
 

@@ -144,9 +144,7 @@ class Sampler:
             math.prod(int(np.diff(c).max()) + size - 1 for c, size in zip(cuts, window, strict=True))
             for (_, window), (cuts, *_) in alike.items()
         )  # in voxels
-        # The latest blocks: each is asked for `reuse` times.
-        self._latest: dict[tuple[int, int], int] = {}  # their numbers, by pass and visit
-        self._known: dict[int, Bounds] = {}  # by number
+        self._known: dict[int, Bounds] = {}  # of the latest blocks, by number: each is asked for `reuse` times
         self._passes: dict[int, tuple[Permutation, float]] = {}  # the latest, with their phases
 
     def weight_of(self, extent: int) -> float:
@@ -161,23 +159,14 @@ class Sampler:
 
     def __call__(self, counter: int, attempt: int = 0) -> Sample:
         """Return the sample of a counter; attempts beyond the first stand in for one that cannot be read."""
-        turn, lane = divmod(counter, self.lanes)
-        pass_number, visit = divmod(turn // self.reuse * self.lanes + lane, self.visits)
-        if attempt:  # from anywhere: what cannot be read is often the whole block
-            visit = key(self.seed, "substitute", counter, attempt) % self.visits
-        block = self._latest.get((pass_number, visit))
-        if block is None:
-            if len(self._latest) >= 2 * self.lanes:
-                self._latest = {}  # a new one: other threads may be looking at the old
-            block = self._latest[pass_number, visit] = int(self._find_blocks(pass_number, np.array([visit]))[0])
-        number = int(np.searchsorted(self.first, block, side="right")) - 1
-        orientation = self.orientations[key(self.seed, "orientation", counter) % len(self.orientations)]
-        return self._sample(number, block, counter, orientation, attempt)
+        return self.choose([counter], attempt)[0]
 
-    def choose(self, counters: Sequence[int]) -> list[Sample]:
+    def choose(self, counters: Sequence[int], attempt: int = 0) -> list[Sample]:
         """Return the samples of many counters, the same as one by one."""
         turns, lanes = np.divmod(np.asarray(counters, np.int64), self.lanes)
         passes, visits = np.divmod(turns // self.reuse * self.lanes + lanes, self.visits)
+        if attempt:  # from anywhere: what cannot be read is often the whole block
+            visits = np.array([key(self.seed, "substitute", c, attempt) % self.visits for c in counters])
         blocks = np.empty_like(visits)
         for number in np.unique(passes).tolist():
             blocks[passes == number] = self._find_blocks(number, visits[passes == number])
@@ -187,9 +176,9 @@ class Sampler:
             drawn = keys(self.seed, "orientation", counters) % np.uint64(len(self.orientations))
             codes = [self.orientations[place] for place in drawn.tolist()]
         each = zip(which.tolist(), blocks.tolist(), counters, codes, strict=True)
-        return [self._sample(*given) for given in each]
+        return [self._sample(*given, attempt) for given in each]
 
-    def _sample(self, number: int, block: int, counter: int, orientation: int, attempt: int = 0) -> Sample:
+    def _sample(self, number: int, block: int, counter: int, orientation: int, attempt: int) -> Sample:
         """Return the sample of a counter in a block of an extent."""
         extent, window, voxels = self.extents[number], self.windows[number], self._whole[number]
         if voxels is not None:

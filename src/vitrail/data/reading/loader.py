@@ -30,8 +30,8 @@ from vitrail.data.augment import Augmenter, Raw, window
 from vitrail.data.batch import Batch, Statistics
 from vitrail.data.normalize import Values
 from vitrail.data.order.sampler import Order, Sample, choose
-from vitrail.data.reading.pool import PATIENCE, Buffers, Job, Policy, Pool, Several, SlowRead, Stopped, Tally
-from vitrail.data.reading.reader import Place, Reader
+from vitrail.data.reading.pool import PATIENCE, Buffers, Job, Policy, Pool, Several, Skip, SlowRead, Stopped, Tally
+from vitrail.data.reading.reader import Destination, Reader, WindowLayout
 from vitrail.draws import sent
 from vitrail.errors import BadData
 from vitrail.layers.patches import Slab
@@ -40,7 +40,7 @@ from vitrail.recipe.sections import Augment
 HANDFUL = 64 * 2**10  # bytes of samples that one thread reads before it asks for more
 MANY = 256 * 2**10  # bytes of samples that are copied at once
 
-_Ready = tuple[Batch, "torch.cuda.Event | None"]  # and when it is, on the device
+_Ready = tuple[Batch, "torch.cuda.Event | None", list[Skip]]  # and when it is, on the device, and what was bad
 
 
 class Loader:
@@ -86,7 +86,10 @@ class Loader:
         """Load the samples with these counters, now; `whole` crops even where slabs are read otherwise."""
         pool = Pool(max(1, self.workers))
         try:
-            return self._finish(self._start([self._choose(counters)], pool, whole=whole)[0])
+            pending = self._start([self._choose(counters)], pool, whole=whole)[0]
+            batch = self._finish(pending)
+            self.bad.take(pending.skips)
+            return batch
         finally:
             pool.close()
 
@@ -113,7 +116,8 @@ class Loader:
                 got = ready.get()
                 if isinstance(got, BaseException):
                     raise got
-                batch, made = got
+                batch, made, skips = got
+                self.bad.take(skips)
                 if made is not None:
                     # Made on the feeder's stream: wait for that, and keep the memory until this stream is done.
                     torch.cuda.current_stream().wait_event(made)
@@ -154,8 +158,11 @@ class Loader:
                     together = len(steps) if len(steps) > 1 else 0
                 if not pending:
                     return
-                batch = self._finish(pending.popleft())
-                ready.put((batch, torch.cuda.current_stream().record_event() if batch.values.is_cuda else None))
+                coming = pending.popleft()
+                batch, skips = self._finish(coming), coming.skips
+                del coming  # and with it the memory that it was read into
+                made = torch.cuda.current_stream().record_event() if batch.values.is_cuda else None
+                ready.put((batch, made, skips))
         except BaseException as error:
             ready.put(error)
 
@@ -284,30 +291,39 @@ class Loader:
             mean, std = (sent(torch.stack(part)[rows], self.device) for part in zip(*each, strict=True))
             statistics = (mean, std)
         values = sent(pending.host, self.device)
-        if self.known is not None:
+        if self.known is not None and any(self.known.changing):
             values = self.known.change(values, pending.variables, statistics)
         layouts = reader.layouts(samples)
-        raw = Raw(
-            counters=pending.counters,
-            values=values,
-            labels=labels,
-            sizes=[layout.size for layout in layouts],
-            scales=[layout.scale for layout in layouts],
-            spacings=[layout.spacing for layout in layouts],
-            orientations=[sample.orientation for sample in samples],
-            sources=sources,
-            variables=pending.variables,
-            slab=pending.slab,
-            statistics=statistics,
-        )
-        batch = self.augmenter(raw)
+        if pending.slab is None and self._are_crops(samples, layouts):
+            batch = Batch(pending.counters, values, labels, pending.variables, None, statistics)
+        else:
+            raw = Raw(
+                counters=pending.counters,
+                values=values,
+                labels=labels,
+                sizes=[layout.size for layout in layouts],
+                scales=[layout.scale for layout in layouts],
+                spacings=[layout.spacing for layout in layouts],
+                orientations=[sample.orientation for sample in samples],
+                sources=sources,
+                variables=pending.variables,
+                slab=pending.slab,
+                statistics=statistics,
+            )
+            batch = self.augmenter(raw)
         if self.known is not None and self.known.scored:
             batch.span = self.known.span(sources, pending.variables, statistics, self.device)
         return batch
 
+    def _are_crops(self, samples: Sequence[Sample], layouts: Sequence[WindowLayout]) -> bool:
+        """Tell whether samples are what the objective is to see as they were read, neither turned nor resampled."""
+        if self.augmenter.resamples or self.room != self.reader.crop or any(s.orientation for s in samples):
+            return False
+        return all(layout.size == self.room and set(layout.scale) <= {1.0} for layout in layouts)
+
 
 def count_bad(*loaders: Loader) -> tuple[int, int]:
-    """Count the samples that these loaders have skipped, and the chunks that their sources have filled, so far."""
+    """Count the samples skipped for batches of these loaders, and the chunks that their sources have filled, so far."""
     filled = {id(source): getattr(source, "filled", 0) for loader in loaders for source in loader.reader.sources}
     return sum(loader.bad.total for loader in loaders), sum(filled.values())
 
@@ -325,6 +341,7 @@ class _Read:
     slab: Slab | None
     shared: list[Job] = field(default_factory=list)  # that read it together with others
     own: tuple[Job, int] | None = None  # that reads it by itself, after so many others
+    skips: list[Skip] = field(default_factory=list)  # samples that it was to be before
 
     def name(self) -> str:
         return self.loader.reader.name_of(self.sample)
@@ -346,25 +363,27 @@ class _Read:
         while True:
             try:
                 place = self.place()
-                reader.read_into(place.out, place.sample, place.labels, place.window, self._touched)
+                touched = self._touched if loader.augmenter.resamples else None
+                reader.read_into(place.out, place.sample, place.labels, place.window, touched)
                 return self.sample
             except BadData as error:
                 if not loader.policy.skips(error):
                     raise
                 item = reader.item(self.sample.source, self.sample.item)
-                loader.bad.add(item.name, error, loader.policy.most)
+                loader.bad.meet(item.name, error, loader.policy.most)
+                self.skips.append((item.name, str(error)))
                 self.sample = loader.sampler(self.counter, self.sample.attempt + 1)
 
-    def place(self) -> Place:
+    def place(self) -> Destination:
         """Return where the sample goes, and what of it."""
         sample, whole = self.sample, self.sample.window or self.loader.reader.crop
         if self.slab is not None:
             region = window(sample.orientation, self.slab)
             out = self.out.reshape(len(self.out), *(r.stop - r.start for r in region))
-            return Place(sample, region, out, self.labels)
+            return Destination(sample, region, out, self.labels)
         inside = tuple(slice(0, n) for n in self.loader.reader.size_of(sample.source, sample.item, whole))
         labels = None if self.labels is None else self.labels[inside]
-        return Place(sample, tuple(slice(0, n) for n in whole), self.out[(slice(None), *inside)], labels)
+        return Destination(sample, tuple(slice(0, n) for n in whole), self.out[(slice(None), *inside)], labels)
 
     def _touched(self, spans: Sequence[np.ndarray]) -> np.ndarray | None:
         """Tell which boxes of its window the sample is made of; None for all."""
@@ -429,6 +448,7 @@ class _Pending:
     slab: Slab | None
     variables: tuple[str, ...]
     many: list[tuple[slice, Job]] = field(default_factory=list)  # and which rows of the batch they read
+    skips: list[Skip] = field(default_factory=list)  # bad samples, once all are read
 
     @cached_property
     def reads(self) -> list[_Read]:
@@ -447,7 +467,9 @@ class _Pending:
                 _start_several(self.reads[rows], self.pool, urgent=True)
         for read in self.reads:
             read.wait_for_others(limit)
-        return [read.result(limit) for read in self.reads]
+        found = [read.result(limit) for read in self.reads]
+        self.skips = [skip for read in self.reads for skip in read.skips]
+        return found
 
 
 def _is_done(job: Job, limit: float, mended: type[Exception] | tuple[type[Exception], ...]) -> bool:

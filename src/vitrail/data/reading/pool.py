@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from vitrail.errors import BadData, FailedRead, UserError
+from vitrail.errors import BadData, FailedRead, TooMuchBad, UserError
+from vitrail.report.units import describe_most
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Policy:
     """The policy of a loader for bad data: `data.bad` and its neighbours in a recipe."""
 
     on_bad: Literal["error", "skip", "fill"] = "error"
-    most: int = 100  # samples that one rank may skip
+    most: int = 100  # samples that one rank may skip in a whole run
     retries: int = 3  # of reads that failed
     limit: float = 120.0  # seconds that one sample may take
     shared: bool = False  # whether other ranks read the same samples: all of them must skip the same ones
@@ -64,34 +65,61 @@ class Policy:
     def skips(self, error: BadData) -> bool:
         return self.on_bad == "skip" and not (self.shared and isinstance(error, FailedRead))
 
+    def or_none(self, call: Callable[[], T], told: set[str], warn: Callable[[BadData], None]) -> T | None:
+        """Return what a read gives; None where its data are bad and may be left out, which is told once."""
+        try:
+            return call()
+        except BadData as error:
+            if not self.skips(error):
+                raise
+            if str(error) not in told:
+                told.add(str(error))
+                warn(error)
+        return None
+
+
+Skip = tuple[str, str]  # the item that a sample would have come from, and what is wrong with it
+
 
 @dataclass
 class Tally:
-    """A count of the bad data that one loader has met so far."""
+    """A count of the bad samples that one loader has skipped, by the item that each would have come from.
 
-    skipped: Counter[str] = field(default_factory=Counter)  # samples by the item that they would have come from
-    news: list[str] = field(default_factory=list)  # sentences to show, one an item
+    Threads that read ahead meet bad samples some steps before their batch: these count at once towards the most, so
+    that no more are read, and are told of with the batch.
+    """
+
+    before: Counter[str] = field(default_factory=Counter)  # in the run that goes on
+    skipped: Counter[str] = field(default_factory=Counter)  # for batches that were handed out
+    _met: Counter[str] = field(default_factory=Counter)
+    _news: list[Skip] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def total(self) -> int:
-        return sum(self.skipped.values())
+        return self.skipped.total()
 
-    def add(self, item: str, error: BadData, most: int) -> None:
-        """Count a skipped sample; the one beyond the most is an error."""
+    def meet(self, item: str, error: BadData, most: int) -> None:
+        """Count a bad sample that was read; the one beyond the most is an error."""
         with self._lock:
-            if self.total >= most:
-                raise BadData(
-                    f"{most} samples were skipped and there is another bad one: {error}; "
-                    "mend the data, or raise data.most_bad if so many may be lost"
+            met = self.before + self._met
+            if met.total() >= most:
+                raise TooMuchBad(
+                    f"{met.total()} samples were skipped{describe_most(met)}, as many as data.most_bad lets a run "
+                    f"skip, and there is another bad one: {error}"
                 ) from error
-            if item not in self.skipped:
-                self.news.append(f"bad data, another sample is taken instead: {error}")
-            self.skipped[item] += 1
+            self._met[item] += 1
 
-    def take_news(self) -> list[str]:
+    def take(self, skips: Sequence[Skip]) -> None:
+        """Count what was skipped for a batch that is handed out."""
         with self._lock:
-            news, self.news = self.news, []
+            self.skipped.update(item for item, _ in skips)
+            self._news += skips
+
+    def take_news(self) -> list[Skip]:
+        """Return what has been skipped since this was asked for last."""
+        with self._lock:
+            news, self._news = self._news, []
         return news
 
 

@@ -1,11 +1,11 @@
 """Reads the windows that the sampler names. It is only a cache: it never changes the answer.
 
-There are three ways, for images and labels alike:
+There are three ways, for images and labels of voxels alike, but for the first, which knows labels of items alone:
 
 - many whole items at once, of sources whose items are small and alike
 - straight: sources of chunks (data/sources/zarr.py) keep decoded chunks themselves and put a window into its place in
   the batch. Windows that are known all at once, of one much larger than the cache, are read together, layer by layer,
-  with nothing kept between (data/chunks/decoded.py)
+  with nothing kept between (data/chunks/layers.py)
 - by blocks: of any other source the block that holds all crops of a visit is read once, kept, and shared by all
   threads. Room for it is made before it is read, so that the limit of memory holds. Where there is none, because other
   threads are filling it, just the window is read; so it is where a block has bad data, which the window may not touch
@@ -26,16 +26,27 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.data.batch import Labelling
-from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, Layer, copy_part, find_layers
+from vitrail.data.chunks.decoded import ChunkCache, ChunkReader, copy_part
+from vitrail.data.chunks.layers import Layer, find_layers
 from vitrail.data.order.sampler import Sample
 from vitrail.data.reading.pool import ShortRead, read_again
-from vitrail.data.source import Item, LabelledSource, ManySource, Source, class_names, keeps_chunks, label_dtype
+from vitrail.data.source import (
+    Item,
+    LabelledSource,
+    ManySource,
+    Source,
+    class_names,
+    keeps_chunks,
+    label_dtype,
+    without,
+)
+from vitrail.data.stored import shrink
 from vitrail.errors import BadData, UserError
 
 ENOUGH = 1.5
 
 
-def pool_factors(item: Item) -> tuple[int, ...]:
+def item_factors(item: Item) -> tuple[int, ...]:
     """Return powers of two by which an item's axes are pooled; 1 along the axis across which it is sliced."""
     if all(scale < 2 for scale in item.scale):
         return (1,) * len(item.shape)
@@ -61,11 +72,7 @@ def pool(values: np.ndarray, factors: Sequence[int], *, labels: bool = False) ->
     # A window thinner than a box is one box.
     factors = [min(factor, size) for factor, size in zip(factors, values.shape[1:], strict=True)]
     whole = values[(slice(None), *(slice(0, n // f * f) for n, f in zip(values.shape[1:], factors, strict=True)))]
-    if labels:
-        return whole[(slice(None), *(slice(None, None, f) for f in factors))]
-    boxes = whole.reshape(len(whole), *(n for s, f in zip(whole.shape[1:], factors, strict=True) for n in (s // f, f)))
-    mean = boxes.mean(axis=tuple(range(2, boxes.ndim, 2)), dtype=np.float64 if values.itemsize > 2 else np.float32)
-    return (mean if values.dtype.kind == "f" else np.rint(mean)).astype(values.dtype)
+    return shrink(whole, (1, *factors), labels=labels)
 
 
 def fit_image(
@@ -119,7 +126,7 @@ class Block(NamedTuple):
     labels: np.ndarray | None  # [*S], where voxels have labels; of a larger window, where values are of a slab
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """A window of a sample, and the memory that it goes to."""
 
     sample: Sample
@@ -128,7 +135,7 @@ class Place(NamedTuple):
     labels: np.ndarray | None  # [*S] of the whole crop, where voxels have labels
 
 
-class Layout(NamedTuple):
+class WindowLayout(NamedTuple):
     """The form of a window on the host, along the axes of a sample."""
 
     size: tuple[int, ...]  # voxels
@@ -168,7 +175,7 @@ class Reader:
         # The latest items: some sources make one anew whenever it is asked for, and each is asked for several times.
         self.item = lru_cache(maxsize=MOST_KEPT)(partial(_item, self.sources))
         self._alike = [_alike(source) for source in self.sources]  # an item that is like all of them, or None
-        self._layouts: dict[Any, Layout] = {}
+        self._layouts: dict[Any, WindowLayout] = {}
         self._large: dict[int, bool] = {}  # sources of chunks, by number: whether they are larger than the cache by far
 
     def size_of(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
@@ -176,20 +183,16 @@ class Reader:
         if self.fit is not None:
             return self.crop
         factors = self.factors(source, item, window)
-        return self.kept(source, item, [max(1, size // f) for size, f in zip(window, factors, strict=True)])
+        sizes = [max(1, size // f) for size, f in zip(window, factors, strict=True)]
+        return without(sizes, self.item(source, item).slices)
 
     def factors(self, source: int, item: int, window: Sequence[int]) -> tuple[int, ...]:
         """Return by how much a window of an item is pooled, along each axis of the item."""
         if self.whole_images:
             return whole_image_factors(window, self.crop)
-        return pool_factors(self.item(source, item))
+        return item_factors(self.item(source, item))
 
-    def kept(self, source: int, item: int, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what belongs to the axes of a sample, out of one value an axis of its item."""
-        across = self.item(source, item).slices
-        return tuple(value for axis, value in enumerate(values) if axis != across)
-
-    def layouts(self, samples: Sequence[Sample]) -> list[Layout]:
+    def layouts(self, samples: Sequence[Sample]) -> list[WindowLayout]:
         """Find what the windows of samples become, once for all that are alike."""
         found = []
         for s in samples:
@@ -202,13 +205,13 @@ class Reader:
                 window = s.window or self.crop
                 factors = self.factors(s.source, s.item, window)
                 scale, spacing = (
-                    self.kept(s.source, s.item, values)
+                    without(values, item.slices)
                     for values in (
                         [each / f for each, f in zip(item.scale, factors, strict=True)],
                         [each * f for each, f in zip(item.spacing, factors, strict=True)],
                     )
                 )
-                layout = self._layouts[name] = Layout(self.size_of(s.source, s.item, window), scale, spacing)
+                layout = self._layouts[name] = WindowLayout(self.size_of(s.source, s.item, window), scale, spacing)
             found.append(layout)
         return found
 
@@ -283,7 +286,7 @@ class Reader:
             labels[...] = self._shrink(crop.labels[None], factors, item.slices, labels=True)[0]  # type: ignore[index]
 
     def labels_of(self, sample: Sample) -> np.ndarray:
-        """Read the labels of a sample's window as they are stored, neither sliced nor shrunk."""
+        """Read the labels of a sample's window after `label_map`, neither sliced nor shrunk."""
         found = self._read_labels(sample, _shift(self._whole(sample), sample.start), retries=self.retries)
         assert found is not None
         self._check_labels(found, sample)
@@ -302,7 +305,7 @@ class Reader:
             self._large[number] = size > MUCH_MORE * self.cache_bytes
         return self._large[number]
 
-    def read_together(self, places: Sequence[Place]) -> list[Callable[[], None]]:
+    def read_together(self, places: Sequence[Destination]) -> list[Callable[[], None]]:
         """Return calls, for any threads, that read windows of one block, each chunk once; none where that cannot be.
 
         They try once: after an error of any of them the windows are to be read one by one.
@@ -371,7 +374,7 @@ class Reader:
     def voxel_bytes(self, source: Source) -> int:
         """Return the bytes of one voxel of a source with all that is read of it."""
         labels = 0 if self.label_dtype is None else _label_dtype(source).itemsize
-        return _value_bytes(source) + labels
+        return len(source.variables) * source.dtype.itemsize + labels
 
     # ------------------------------------------------------------ from the source, or from a block of it
 
@@ -430,7 +433,7 @@ class Reader:
 
     def _shrink(self, values: np.ndarray, factors: Sequence[int], across: int | None, *, labels: bool) -> np.ndarray:
         if across is not None:
-            values, factors = values.squeeze(across + 1), [f for axis, f in enumerate(factors) if axis != across]
+            values, factors = values.squeeze(across + 1), without(factors, across)
         if self.fit is not None:
             return fit_image(values, self.fit, self.crop, labels=labels)
         return pool(values, factors, labels=labels)
@@ -480,10 +483,6 @@ def _alike(source: Source) -> Item | None:
                 "mend `alike`, or leave it out"
             )
     return told
-
-
-def _value_bytes(source: Source) -> int:
-    return len(source.variables) * source.dtype.itemsize
 
 
 class StraightSource(Source, Protocol):

@@ -26,7 +26,7 @@ from vitrail.data.files.handles import Mapped, decoding, default_axes, file_mark
 from vitrail.data.files.paths import local_copy, split_key
 from vitrail.data.formats.images import read_header
 from vitrail.data.grid import TOLERANCE, Entry, GridConfig, GridSource, Stored, Window, plain_unit, split_axes
-from vitrail.data.sources.folders import Case, Layout, find_cases, list_cases
+from vitrail.data.sources.folders import Case, CaseLayout, find_cases, list_cases
 from vitrail.data.stored import NOT_SPACE
 from vitrail.errors import BadData, UserError
 from vitrail.foreign import BEST_PACKED, check_plain, check_room, open_plain
@@ -48,13 +48,13 @@ class NiftiConfig(GridConfig):
 
     def open(self) -> GridSource:
         """Read the headers; no voxel is read yet."""
-        return find_cases(self.path, self.labels, NIFTI).open(self._open)
+        return find_cases(self.path, self.labels, NIFTI).made_by(self._open)
 
-    def _open(self, layout: Layout) -> GridSource:
+    def _open(self, layout: CaseLayout) -> GridSource:
         entries = [self._entry(case, layout) for case in layout.cases]
         return GridSource(self, entries, kind="nifti", notes=layout.notes)
 
-    def _entry(self, case: Case, layout: Layout) -> Entry:
+    def _entry(self, case: Case, layout: CaseLayout) -> Entry:
         opened = [open_nifti(path, layout.channels if len(case.images) == 1 else None) for path in case.images]
         images, affine = layout.name_channels([stored for stored, _ in opened]), opened[0][1]
         labels = None

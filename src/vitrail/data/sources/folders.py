@@ -17,6 +17,7 @@ from typing import Any
 
 from vitrail.data.files.paths import base_name, file_type, is_url, join, list_files, parent, read_json
 from vitrail.data.files.patterns import Match, fill_stars, find_matches, has_stars
+from vitrail.data.files.places import read_object
 from vitrail.data.grid import GridSource
 from vitrail.data.stored import Stored
 from vitrail.errors import UserError
@@ -32,7 +33,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CaseLayout:
     """The items of a source, and what dataset.json tells of them."""
 
     cases: tuple[Case, ...]
@@ -42,7 +43,7 @@ class Layout:
     notes: tuple[str, ...] = ()  # on how labels were found, or why not
     beside: bool = False  # whether nothing but their names says that files beside the images are labels
 
-    def open(self, make: Callable[["Layout"], GridSource]) -> GridSource:
+    def made_by(self, make: Callable[["CaseLayout"], GridSource]) -> GridSource:
         """Return what is made of the items, without labels where those found beside turn out to be none."""
         try:
             return make(self)
@@ -67,12 +68,12 @@ LABEL_WORDS = (
 )  # fmt: skip
 
 
-def find_cases(path: str, labels: str | None, suffixes: Sequence[str], *, colours: bool = False) -> Layout:
+def find_cases(path: str, labels: str | None, suffixes: Sequence[str], *, colours: bool = False) -> CaseLayout:
     """Return the items of a folder with imagesTr, or else of a file or folder with its labels beside or elsewhere."""
     if is_layout(path):
         return read_layout(path, suffixes, labels=labels, colours=colours)
     if labels is not None:
-        return Layout(list_cases(path, labels, suffixes))
+        return CaseLayout(list_cases(path, labels, suffixes))
     return _find_beside(path, list_items(path, suffixes), suffixes)
 
 
@@ -195,7 +196,7 @@ def is_named_like_labels(name: str) -> bool:
     return not set(LABEL_WORDS).isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
-def _find_beside(path: str, items: Sequence[Match], suffixes: Sequence[str]) -> Layout:
+def _find_beside(path: str, items: Sequence[Match], suffixes: Sequence[str]) -> CaseLayout:
     """Find the labels among the files of a folder, or beside a file; where names do not tell, all are images."""
     beside = list(items)
     if len(items) == 1 and items[0].path == path and not is_url(path):
@@ -208,14 +209,14 @@ def _find_beside(path: str, items: Sequence[Match], suffixes: Sequence[str]) -> 
     try:
         pairs = pair_names(list(plain), named)
     except UserError as error:
-        return Layout(tuple(Case(each.name, (each.path,), None) for each in items), notes=(str(error),))
+        return CaseLayout(tuple(Case(each.name, (each.path,), None) for each in items), notes=(str(error),))
     if not pairs or (len(items) > 1 and (len(pairs) < len(named) or len(by_stem) < len(items))):
-        return Layout(tuple(Case(each.name, (each.path,), None) for each in items))
+        return CaseLayout(tuple(Case(each.name, (each.path,), None) for each in items))
     cases = [
         Case(each.name, (each.path,), by_stem[pairs[name]].path if name in pairs else None)
         for name, each in plain.items()
     ]
-    return Layout(tuple(cases), notes=(_told(cases),), beside=True)
+    return CaseLayout(tuple(cases), notes=(_told(cases),), beside=True)
 
 
 def _told(cases: Sequence[Case]) -> str:
@@ -233,7 +234,7 @@ def is_layout(path: str) -> bool:
     return file_type(path) == "folder" and file_type(join(path, "imagesTr")) == "folder"
 
 
-def read_layout(path: str, suffixes: Sequence[str], *, labels: str | None = None, colours: bool = False) -> Layout:
+def read_layout(path: str, suffixes: Sequence[str], *, labels: str | None = None, colours: bool = False) -> CaseLayout:
     """Read the training cases of a folder; with `colours`, one file may hold all channels of a case.
 
     Labels are those of labelsTr, where some may lack, or of what `labels` names, where none may.
@@ -296,22 +297,12 @@ def read_layout(path: str, suffixes: Sequence[str], *, labels: str | None = None
     channels = _in_order(names if names is not None else modality)
     told = ("name", "description", "licence", "license")
     facts = {"layout": "imagesTr", **{key: described[key] for key in told if key in described}}
-    return Layout(tuple(cases), channels, _label_names(path, described.get("labels")), facts, tuple(notes))
+    return CaseLayout(tuple(cases), channels, _label_names(path, described.get("labels")), facts, tuple(notes))
 
 
 def _describe(path: str) -> dict[str, Any]:
     place = join(path, "dataset.json")
-    if file_type(place) is None:
-        return {}
-    try:
-        found = read_json(place)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{place} is not valid JSON ({error}); restore or rewrite the file") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{place} must hold a JSON object; restore or rewrite the file")
-    return found
+    return {} if file_type(place) is None else read_object(place, read_json)
 
 
 def _in_order(names: Any) -> tuple[str, ...] | None:

@@ -38,19 +38,11 @@ from vitrail.data.files.paths import (
 )
 from vitrail.data.files.patterns import find_matches, fixed_part, has_stars
 from vitrail.data.formats.images import MAX_PIXELS, Look, decode, decode_labels, look, pick_variables
-from vitrail.data.source import (
-    Item,
-    ItemsConfig,
-    ItemSource,
-    LazySequence,
-    check_label_map,
-    map_labels,
-    normalize_window,
-    whole_item,
-)
+from vitrail.data.source import Item, ItemsConfig, ItemSource, LazySequence, check_label_map, map_labels, whole_item
 from vitrail.data.sources import IMAGE_SUFFIXES, is_image
 from vitrail.data.sources.classes import TABLES, classes_by_pattern, classes_by_table
-from vitrail.data.sources.folders import Layout, find_cases, is_layout, named_labels, pair_names
+from vitrail.data.sources.folders import CaseLayout, find_cases, is_layout, named_labels, pair_names
+from vitrail.data.stored import normalize_window
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
 
@@ -410,7 +402,7 @@ class ImageFolderConfig(ImagesConfig):
             )
         return place
 
-    def _list_cases(self, layout: Layout) -> tuple[list[str], list[str] | None]:
+    def _list_cases(self, layout: CaseLayout) -> tuple[list[str], list[str] | None]:
         """List the images of a folder with imagesTr, and labels where each image has them."""
         for case in layout.cases:
             if len(case.images) > 1:

@@ -36,15 +36,8 @@ from vitrail.data.files.paths import (
     read_bytes,
 )
 from vitrail.data.latents.store import TYPES, open_rows
-from vitrail.data.source import (
-    Item,
-    ItemsConfig,
-    ItemSource,
-    LazySequence,
-    choose_channels,
-    normalize_window,
-    whole_item,
-)
+from vitrail.data.source import Item, ItemsConfig, ItemSource, LazySequence, choose_channels, whole_item
+from vitrail.data.stored import normalize_window
 from vitrail.draws import key, stream
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
@@ -275,11 +268,7 @@ class DummyConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= len(self.shape) <= 3 or min((*self.shape, self.channels, self.items, self.classes)) < 1:
-            raise UserError(
-                f"shape = {list(self.shape)}, channels = {self.channels}, items = {self.items} and "
-                f"classes = {self.classes} of dummy data must be positive, with 2 or 3 axes; mend them"
-            )
+        _check_made(self, "classes")
         size = math.prod(self.shape) * self.channels * np.dtype(self.dtype).itemsize
         if size > MOST_BYTES:
             raise UserError(
@@ -289,6 +278,15 @@ class DummyConfig(ItemsConfig):
     def open(self) -> "DummySource":
         """Draw the values."""
         return DummySource(self)
+
+
+def _check_made(c: Any, last: str) -> None:
+    number = getattr(c, last)
+    if not 2 <= len(c.shape) <= 3 or min((*c.shape, c.channels, c.items, number)) < 1:
+        raise UserError(
+            f"shape = {list(c.shape)}, channels = {c.channels}, items = {c.items} and {last} = {number} of {c.kind} "
+            "data must be positive, with 2 or 3 axes; mend them"
+        )
 
 
 class MadeSource(ItemSource):
@@ -370,11 +368,7 @@ class SyntheticConfig(ItemsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= len(self.shape) <= 3 or min((*self.shape, self.channels, self.items, self.objects)) < 1:
-            raise UserError(
-                f"shape = {list(self.shape)}, channels = {self.channels}, items = {self.items} and "
-                f"objects = {self.objects} of synthetic data must be positive, with 2 or 3 axes; mend them"
-            )
+        _check_made(self, "objects")
         if not 1 <= self.classes <= len(KINDS) or not self.noise >= 0:
             raise UserError(
                 f"classes = {self.classes} of synthetic data must be 1 to {len(KINDS)}, and noise = {self.noise} not "

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vitrail.credentials import reveal
-from vitrail.data.chunks.decoded import parts
-from vitrail.data.chunks.nodes import check_file
+from vitrail.data.chunks.decoded import check_file, parts
 from vitrail.data.files.handles import Handles, decoding, file_mark, library
 from vitrail.data.files.paths import base_name, file_type, is_url, join, local_copy
 from vitrail.data.files.patterns import Match, find_matches, has_stars

@@ -19,7 +19,7 @@ from vitrail.data.files.handles import Mapped, decoding, library
 from vitrail.data.files.paths import base_name, file_type, join, local_copy, read_json
 from vitrail.data.formats.tiff import check_chain, check_complete, find_whole, list_pages, read_pages
 from vitrail.data.grid import Entry, GridConfig, GridSource, Stored, Window, plain_unit
-from vitrail.data.sources.folders import Case, Layout, find_cases, is_layout, list_items, stem
+from vitrail.data.sources.folders import Case, CaseLayout, find_cases, is_layout, list_items, stem
 from vitrail.data.stored import Filling, unit_ratio
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
@@ -42,9 +42,9 @@ class TiffConfig(GridConfig):
             labels = None if self.labels is None else _unplaced(self._open_slices(self.labels))
             entries = [Entry(base_name(self.path), (self._open_slices(self.path),), labels)]
             return GridSource(self, entries, kind="tiff")
-        return find_cases(self.path, self.labels, SUFFIXES, colours=True).open(self._open_cases)
+        return find_cases(self.path, self.labels, SUFFIXES, colours=True).made_by(self._open_cases)
 
-    def _open_cases(self, layout: Layout) -> GridSource:
+    def _open_cases(self, layout: CaseLayout) -> GridSource:
         entries: list[Entry] = []
         for case in layout.cases:
             images = self._open_images(case, layout)
@@ -59,7 +59,7 @@ class TiffConfig(GridConfig):
     def _open(self, path: str) -> Stored:
         return open_tiff(path, self.series, fill=self.missing == "fill")
 
-    def _open_images(self, case: Case, layout: Layout) -> tuple[Stored, ...]:
+    def _open_images(self, case: Case, layout: CaseLayout) -> tuple[Stored, ...]:
         """Open the files of a case, whose channels dataset.json may name."""
         images = [self._open(path) for path in case.images]
         wanted = 1 if layout.channels is None else len(layout.channels)

@@ -20,21 +20,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitrail.data.chunks.decoded import ChunkReader, shared, spans_of
-from vitrail.data.chunks.nodes import (
-    attributes_of,
-    list_arrays,
-    lost_array,
-    open_array,
-    shifted_origin,
-    told_axes,
-    told_place,
-)
+from vitrail.data.chunks.decoded import ChunkReader, lost_array, open_array, shared, spans_of
+from vitrail.data.chunks.nodes import attributes_of, list_arrays, shifted_origin, told_axes, told_place
 from vitrail.data.files.patterns import fill_stars, find_volumes, has_stars
 from vitrail.data.files.places import Place, Remote, find_place
 from vitrail.data.formats.ngff import Multiscale, load_attributes, read_multiscale, safe_join
 from vitrail.data.grid import GridConfig, GridSource
-from vitrail.data.source import map_labels
+from vitrail.data.source import Reads, map_labels
 from vitrail.data.stored import Entry, Stored, Window, by
 from vitrail.errors import BadData, UserError
 from vitrail.recipe import config
@@ -59,6 +51,9 @@ class HierarchySource(GridSource):
             stored is not None and stored.chunk_reader is not None and stored.dtype == self.label_dtype
             for stored in labels
         )
+
+    def reads(self) -> Reads:
+        return super().reads()._replace(hierarchy=True)
 
     def read_into(self, item: int, region: Window, out: np.ndarray, touched: Any = None) -> None:
         """Read as `read` does, into memory that is there: [C, *spatial], of a type that holds the values.

@@ -1,10 +1,10 @@
-"""Calls of each attention backend, and the mask of keys in the form that each one wants.
+"""Calls of attention backends beside PyTorch's own (layers/attention.py), and the mask in the form that each one wants.
 
 - every kernel takes q [B, N, H, K] and k, v [B, M, G, K] and gives [B, N, H, K]; there is no dropout in attention
 - a mask says which keys may be seen, the same for every query and head, so nothing of size N x M is ever made
   (but by math and reference, which make the scores themselves)
 - masked keys and values must be finite: their weight is 0, and 0 times NaN is NaN
-- run() computes with all keys; run_part() with some of them, giving also the log-sum-exp by which parts are merged, and
+- run_part() computes with some of the keys, giving also the log-sum-exp by which parts are merged, and
   run_part_backward() the gradients of a part, given the output and the log-sum-exp over all keys
 """
 
@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.layers import private
 from vitrail.layers.backends import MASKED, MASKED_ROCM, MULTIPLE, chosen, machine
-
-SDPA = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "ck": SDPBackend.FLASH_ATTENTION,  # use_backend has told PyTorch to take its flash kernel from there
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 # ---------------------------------------------------------------- masks
 
@@ -104,19 +95,6 @@ def pack_keys(valid: Tensor) -> Packing:
 # ---------------------------------------------------------------- PyTorch's own
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float, order: tuple[str, ...]) -> Tensor:
-    """scaled_dot_product_attention with the kernels of `order`, tried in that order."""
-    if order[0] == "efficient":  # it wants as many key heads as query heads
-        k, v = share_heads(q, k, v)
-    grouped = is_grouped(q, k)
-    # Never expanded: on a CPU, PyTorch copies an expanded mask to the full N x M.
-    keys = None if mask is None else mask.valid[:, None, None, :]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    with sdpa_kernel([SDPA[name] for name in order if name in SDPA], set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: float) -> Tensor:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -141,7 +119,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None, scale: fl
             BLOCK_SIZE=(ALL_QUERIES, BLOCK),
             mask_mod=seen,
         )
-    grouped = is_grouped(q, k)
+    grouped = is_grouped(q.shape[2], k.shape[2])
     # Uncompiled it would make the whole matrix; inside a compiled block it is compiled with the block.
     eager = q.device.type == "cpu" or torch.compiler.is_compiling()
     attention = flex_attention if eager else _compiled_flex()
@@ -261,12 +239,12 @@ def blank(out: Tensor, mask: KeyMask | None) -> Tensor:
     return out if mask is None else torch.where(mask.filled[:, None, None, None], out, 0)
 
 
-def is_grouped(q: Tensor, k: Tensor) -> bool:
+def is_grouped(heads: int, groups: int) -> bool:
     """Tell whether several query heads share one of keys and values.
 
     A branch, for a plain bool: compiled with dynamic shapes the comparison itself is a SymBool, which kernels refuse.
     """
-    return True if q.shape[2] != k.shape[2] else False  # noqa: SIM210
+    return True if heads != groups else False  # noqa: SIM210
 
 
 def share_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,28 +261,6 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor, KeyMask | None, float], Tens
     "flash4": attend_flash4,
     "xformers": attend_xformers,
 }
-PADDED = ("cudnn", "efficient", "varlen", "flash4", "xformers", "flex")  # want widths of 8, 16, 24, ...
-
-
-def run(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, mask: KeyMask | None) -> Tensor:
-    """Attention by the first backend of `order`; see backends.choose."""
-    name, width = order[0], q.shape[-1]
-    scale = 1 / math.sqrt(width)
-    least = 16 if name == "flex" else MULTIPLE
-    padding = max(-width % MULTIPLE, least - width) if name in PADDED and q.device.type != "cpu" else 0
-    if padding:  # zeros change no score
-        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    if name in SDPA:
-        out = attend_sdpa(q, k, v, mask, scale, order)
-    elif name in OTHERS:  # those that take no mask are refused with one
-        out = OTHERS[name](q, k, v, mask, scale)
-    else:
-        return attend_reference(q, k, v, mask=mask)
-    if padding:
-        out = out[..., :width]
-    return blank(out, mask)
-
-
 # ---------------------------------------------------------------- some of the keys
 
 

@@ -3,13 +3,14 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from vitrail.credentials import reveal
 from vitrail.recipe import config
+from vitrail.recipe.yaml import dotted, leaves
 from vitrail.training.loggers.logger import Facts, Logger, recall, remember, require, told_before
 
 MOST = 100  # parameters that a server takes at once
@@ -73,7 +74,7 @@ class MlflowLogger(Logger):
         known = self.client.get_experiment_by_name(name)
         number = self.client.create_experiment(name) if known is None else known.experiment_id
         made = self.client.create_run(number, run_name=facts.name)
-        given = [Param(_named(key), str(value)[:LONGEST]) for key, value in _flat(facts.recipe)]
+        given = [Param(_named(dotted(key)), str(value)[:LONGEST]) for key, value in leaves(facts.recipe)]
         for first in range(0, len(given), MOST):
             self.client.log_batch(made.info.run_id, params=given[first : first + MOST])
         return made
@@ -97,12 +98,3 @@ class MlflowLogger(Logger):
 def _named(key: str) -> str:
     """Make a name of the letters that MLflow takes."""
     return re.sub(r"[^\w .:/-]", "_", key, flags=re.ASCII)
-
-
-def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a recipe with their dotted keys."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    if not tree or not isinstance(tree, dict | list):
-        yield key, tree
-    for name, value in items:
-        yield from _flat(value, f"{key}.{name}" if key else str(name))

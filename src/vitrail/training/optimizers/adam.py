@@ -5,14 +5,12 @@ from typing import Literal
 from torch import Tensor
 from torch.optim.adam import adam
 
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 from vitrail.training.optimizers.optimizer import (
     OptimizerConfig,
     Role,
     Shards,
     Update,
-    check_not_negative,
-    check_shares,
 )
 
 
@@ -44,32 +42,34 @@ class Adam(Update):
         )
 
 
-@config
-class AdamWConfig(OptimizerConfig):
-    kind: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+class _AdamConfig(OptimizerConfig):
+    """The checks of what both have."""
+
+    betas: tuple[float, float]
+    eps: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_not_negative(eps=self.eps)
-        check_shares(betas=self.betas)
+        must("not be negative", eps=self.eps)
+        must("be at least 0 and below 1", betas=self.betas)
+
+
+@config
+class AdamWConfig(_AdamConfig):
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
 
     def update(self, role: Role) -> Update:
         return Adam(self.betas, self.eps, decoupled=True)
 
 
 @config
-class AdamConfig(OptimizerConfig):
+class AdamConfig(_AdamConfig):
     kind: Literal["adam"] = "adam"
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(eps=self.eps)
-        check_shares(betas=self.betas)
 
     def update(self, role: Role) -> Update:
         return Adam(self.betas, self.eps, decoupled=False)

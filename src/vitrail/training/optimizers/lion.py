@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from vitrail.recipe import config
-from vitrail.training.optimizers.optimizer import OptimizerConfig, Role, Shards, Update, check_shares, kept
+from vitrail.recipe import config, must
+from vitrail.training.optimizers.optimizer import OptimizerConfig, Role, Shards, Update, kept
 from vitrail.training.private import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_, foreach_sub_
 
 
@@ -35,7 +35,7 @@ class LionConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_shares(betas=self.betas)
+        must("be at least 0 and below 1", betas=self.betas)
 
     def update(self, role: Role) -> Update:
         return Lion(self.betas)

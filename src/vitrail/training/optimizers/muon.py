@@ -16,17 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitrail.layers.init import local_shard
-from vitrail.recipe import config
+from vitrail.parallel.mesh import spread_like
+from vitrail.recipe import config, must
 from vitrail.training.optimizers.adam import Adam
 from vitrail.training.optimizers.optimizer import (
     OptimizerConfig,
     Role,
     Shards,
     Update,
-    check_not_negative,
-    check_shares,
     kept,
-    spread_like,
 )
 from vitrail.training.private import foreach_lerp, foreach_lerp_, foreach_mul_
 
@@ -105,8 +103,8 @@ class MuonConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_not_negative(eps=self.eps)
-        check_shares(betas=self.betas, momentum=self.momentum)
+        must("not be negative", eps=self.eps)
+        must("be at least 0 and below 1", betas=self.betas, momentum=self.momentum)
 
     def update(self, role: Role) -> Update:
         if role == "matrix":

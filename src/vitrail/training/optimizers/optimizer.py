@@ -18,29 +18,14 @@ from torch.distributed.tensor import DTensor
 from vitrail.errors import UserError
 from vitrail.foreign import read_pattern, search_all
 from vitrail.models.model import Model
-from vitrail.parallel.mesh import local
-from vitrail.recipe import config
+from vitrail.parallel.mesh import local, spread_like
+from vitrail.recipe import config, must
 
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
 
 # "matrix" is a weight matrix of one of the model's repeated blocks, "other" any other parameter.
 Role = Literal["matrix", "other"]
 ROLES: tuple[Role, ...] = get_args(Role)
-
-
-def check_not_negative(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 0:
-            raise ValueError(f"{name} {value} must not be negative")
-
-
-def check_shares(**values: float | tuple[float, ...]) -> None:
-    """Refuse shares of what was before that are below 0, or keep all of it."""
-    for name, value in values.items():
-        if isinstance(value, tuple) and not all(0 <= share < 1 for share in value):
-            raise ValueError(f"{name} {list(value)} must each be at least 0 and below 1")
-        if isinstance(value, float | int) and not 0 <= value < 1:
-            raise ValueError(f"{name} {value} must be at least 0 and below 1")
 
 
 @config
@@ -57,7 +42,7 @@ class GroupRule:
             read_pattern(self.match)
         except ValueError as error:
             raise ValueError(f"match {self.match!r} is not a regular expression: {error}") from None
-        check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
+        must("not be negative", lr=self.lr, weight_decay=self.weight_decay)
 
 
 @dataclass
@@ -103,7 +88,7 @@ class OptimizerConfig(ABC):
     groups: tuple[GroupRule, ...] = ()
 
     def __post_init__(self) -> None:
-        check_not_negative(lr=self.lr, weight_decay=self.weight_decay)
+        must("not be negative", lr=self.lr, weight_decay=self.weight_decay)
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip {self.clip} must be above 0; use null for no clipping")
 
@@ -249,20 +234,6 @@ def named_state(optimizer: Optimizer) -> dict[str, Tensor]:
                 if moment != "step":
                     state[f"{name}.{moment}"] = spread_like(source, value)
     return state
-
-
-def spread_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """Make a rank's shard a part of a tensor that is spread as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def restore_state(optimizer: Optimizer, moments: dict[str, list[str]], steps: int) -> dict[str, Tensor]:

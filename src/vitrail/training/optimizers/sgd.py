@@ -6,8 +6,8 @@ from typing import Literal, cast
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from vitrail.recipe import config
-from vitrail.training.optimizers.optimizer import OptimizerConfig, Role, Shards, Update, check_shares
+from vitrail.recipe import config, must
+from vitrail.training.optimizers.optimizer import OptimizerConfig, Role, Shards, Update
 
 
 class SGD(Update):
@@ -39,7 +39,7 @@ class SGDConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_shares(momentum=self.momentum)
+        must("be at least 0 and below 1", momentum=self.momentum)
 
     def update(self, role: Role) -> Update:
         return SGD(self.momentum)
