@@ -12,8 +12,8 @@ from support import events, tiny_recipe, torchrun
 from support import run as run_command
 
 import vitrail
-from vitrail.objectives import objective as objectives
-from vitrail.objectives.objective import count_classes, tables_of
+from vitrail.objectives import counts as counting
+from vitrail.objectives.counts import count_classes, tables_of
 from vitrail.report import write_report
 from vitrail.report.page import list_classes
 
@@ -44,7 +44,7 @@ def test_pairs_are_counted_and_of_many_classes_each_alone(monkeypatch: pytest.Mo
     table = tables_of(counts, ("a", "b", "c"), "samples")
     assert table["pairs"] == [[1, 0, 1], [0, 1, 0], [0, 1, 1]]  # a row is what is true
     assert (table["true"], table["predicted"], table["right"]) == ([2, 1, 2], [1, 2, 2], [1, 1, 1])
-    monkeypatch.setattr(objectives, "MOST_PAIRS", 2)
+    monkeypatch.setattr(counting, "MOST_PAIRS", 2)
     counts = {name: value.tolist() for name, value in count_classes(predicted, labels, 3).items()}
     assert tables_of(counts, ("a", "b", "c"), "samples") == {k: v for k, v in table.items() if k != "pairs"}
 

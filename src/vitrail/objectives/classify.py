@@ -18,15 +18,14 @@ from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of
+from vitrail.objectives.counts import count_classes, tables_of
 from vitrail.objectives.objective import (
     Loss,
     Objective,
     by_slabs,
     check_labels,
     check_names,
-    count_classes,
     inputs_of,
-    tables_of,
 )
 from vitrail.recipe import config, must
 

@@ -25,15 +25,14 @@ from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
 from vitrail.models.model import encoder_of
+from vitrail.objectives.counts import count_classes, tables_of
 from vitrail.objectives.objective import (
     Loss,
     VoxelObjective,
     by_slabs,
     check_labels,
     check_names,
-    count_classes,
     inputs_of,
-    tables_of,
 )
 from vitrail.recipe import config
 

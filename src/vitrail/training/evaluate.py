@@ -5,7 +5,6 @@ Classes of voxels whose tiles overlap are scored by what all of these say togeth
 Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model computes.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
 from vitrail.training.shown import Describer
 from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
-
-MOST_WORST = 12  # samples that are shown
+from vitrail.training.tally import Tally
 
 
 class Evaluator:
@@ -85,8 +83,7 @@ class Evaluator:
         own, others = shared[flow.data_rank]
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
-        counts: dict[str, torch.Tensor] = {}
-        scores: list[tuple[float, int]] | None = None  # of this rank's own samples, and their counters
+        tally = Tally(self.objective)
         with flow.evaluating():
             for number in range(rounds):
                 counted = number < len(own)
@@ -95,57 +92,25 @@ class Evaluator:
                 inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
                 output = flow(**inputs)
                 measured = flow.split.judge(self.objective.measure, output, targets)
-                tallied = flow.split.judge(self.objective.count, output, targets)
-                each = flow.split.judge(self.objective.each, output, targets)
-                if each is not None:
-                    rows = zip(each.double().nan_to_num(math.inf).tolist(), batch.counters, strict=True)
-                    scores = (scores or []) + (list(rows) if counted else [])
+                counts = flow.split.judge(self.objective.count, output, targets)
+                tally.rate(flow.split.judge(self.objective.each, output, targets), batch.counters, taken=counted)
                 once: dict[str, torch.Tensor] = {}
                 if stitch is not None:
                     assert isinstance(self.objective, VoxelObjective)
                     logits = flow.split.judge(self.objective.logits, output, targets).float().cpu()
                     whole = self._complete(stitch, batch if number < len(batches) else None, logits)
                     voxels = whole.logits.unsqueeze(0), whole.labels.unsqueeze(0)
-                    once, tallied = self.objective.score(*voxels), self.objective.tally(*voxels)
+                    once, counts = self.objective.score(*voxels), self.objective.tally(*voxels)
                     measured |= {name: value.to(output.device) for name, value in once.items()}
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
-                for name, value in tallied.items():
-                    taken = value if counted or stitch is not None else torch.zeros_like(value)
-                    counts[name] = counts[name] + taken if name in counts else taken
+                tally.add(counts, taken=counted or stitch is not None)
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
-        self._add_up(counts, scores, flow, table)
+        self.tables, self.worst = tally.add_up(flow, table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
-
-    def _add_up(
-        self, counts: dict[str, torch.Tensor], scores: list[tuple[float, int]] | None, flow: Flow, like: torch.Tensor
-    ) -> None:
-        """Add up counts of classes over the ranks, and find the samples that did worst, of all that were measured."""
-        self.tables, self.worst = None, []
-        if not counts and scores is None:
-            return
-        parts = [*(counts[name] for name in sorted(counts)), self._share_worst(scores or [], flow)]
-        table = torch.cat([part.to(like).flatten() for part in parts])
-        dist.all_reduce(table)
-        *added, worst = (
-            flat.view(part.shape).tolist()
-            for flat, part in zip(table.split([part.numel() for part in parts]), parts, strict=True)
-        )
-        if counts:
-            self.tables = self.objective.class_tables(dict(zip(sorted(counts), added, strict=True)))
-        # Ranks that share samples say the same: `copies` is how many did.
-        found = [(score / copies, round(number / copies)) for rows in worst for score, number, copies in rows if copies]
-        self.worst = [counter for _, counter in sorted(found, reverse=True)[: min(self.objective.pictured, MOST_WORST)]]
-
-    def _share_worst(self, scores: list[tuple[float, int]], flow: Flow) -> torch.Tensor:
-        """Return [ranks, most, 3] of scores and counters of the worst samples of this rank in its place, else 0."""
-        table = torch.zeros(flow.layout.data, MOST_WORST, 3, dtype=torch.float64)
-        for place, (score, counter) in enumerate(sorted(scores, reverse=True)[:MOST_WORST]):
-            table[flow.data_rank, place] = torch.tensor([min(score, 1e30), counter, 1])
-        return table
 
     def _plan(self, ranks: int) -> Plan | None:
         """Return how tiles are put together, where voxels are scored and tiles overlap."""

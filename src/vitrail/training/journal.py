@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
+    from vitrail.training.evaluate import Evaluator
+
 
 _PLAIN_EVERY = 5.0  # seconds between plain lines
 _LIVE_EVERY = 0.1  # seconds between drawings of the live line
@@ -316,20 +318,13 @@ class Journal:
         self.log("train", **fields)
         self.scalars("train", fields, fields["step"])
 
-    def metrics(
-        self,
-        metrics: dict[str, float],
-        *,
-        step: int,
-        weights: str,
-        samples: int,
-        tables: dict[str, Any] | None = None,
-    ) -> None:
+    def metrics(self, metrics: dict[str, float], evaluator: Evaluator, *, step: int, weights: str) -> None:
+        """Report what an evaluator has just measured."""
         text = ", ".join(f"{name} {plain(value)}" for name, value in metrics.items())
         self.note(f"step {step}, held out: {text}")
-        self.log("eval", step=step, weights=weights, metrics=metrics, samples=samples)
-        if tables is not None:
-            self.log("classes", step=step, weights=weights, **tables)
+        self.log("eval", step=step, weights=weights, metrics=metrics, samples=evaluator.samples)
+        if evaluator.tables is not None:
+            self.log("classes", step=step, weights=weights, **evaluator.tables)
         self.scalars("eval", metrics, step)
 
     def picture(self, name: str, path: Path, *, step: int, caption: str) -> None:

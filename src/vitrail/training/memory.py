@@ -1,5 +1,8 @@
 """What to say when memory runs out in a training: which memory, at what, and the keys that make room."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from vitrail.errors import RunFailed, UserError, chain_of, is_out_of_memory
@@ -26,6 +29,18 @@ def short_of_memory(error: BaseException, recipe: Recipe, watchdog: Watchdog) ->
         f" ({' '.join(str(told).split())[:200] or type(told).__name__}); set {list_remedies(recipe, on_device)}, "
         "or let `vitrail tune RECIPE` find the largest batch that fits; docs/memory.md says what each saves"
     )
+
+
+@contextmanager
+def in_words(recipe: Recipe, watchdog: Watchdog) -> Iterator[None]:
+    """Turn what is raised inside into such a sentence."""
+    try:
+        yield
+    except Exception as error:
+        told = short_of_memory(error, recipe, watchdog)
+        if told is error:
+            raise
+        raise told from error
 
 
 def describe(recipe: Recipe, watchdog: Watchdog) -> str:

@@ -29,17 +29,22 @@ class Pictures:
         self.kind, self.held_out, self.slices = kind, held_out, slices
         self.told: set[str] = set()  # reasons
 
-    def draw(self, flow: Flow, folder: RunFolder | None, journal: Journal, step: int, beat: Callable[[], None]) -> None:
-        """Draw a picture into the run folder, which rank 0 has."""
-        self._draw(flow, folder, journal, step, beat, self.kind)
-
-    def draw_worst(
-        self, flow: Flow, folder: RunFolder | None, journal: Journal, step: int, beat: Callable[[], None]
+    def draw(
+        self,
+        flow: Flow,
+        folder: RunFolder | None,
+        journal: Journal,
+        step: int,
+        beat: Callable[[], None],
+        *,
+        worst: bool = False,
     ) -> None:
-        """Draw the samples that did worst in the last measurement, where that is known."""
-        if worst := self.evaluator.worst:
-            words = f"the worst {len(worst)} of {self.evaluator.samples}"
-            self._draw(flow, folder, journal, step, beat, f"{self.kind}-worst", shown=worst, words=words)
+        """Draw a picture into the run folder, which rank 0 has; and one of what did worst in the last measurement."""
+        self._draw(flow, folder, journal, step, beat, self.kind)
+        if worst and self.held_out and self.evaluator.worst:
+            shown = self.evaluator.worst
+            words = f"the worst {len(shown)} of {self.evaluator.samples}"
+            self._draw(flow, folder, journal, step, beat, f"{self.kind}-worst", shown=shown, words=words)
 
     def _draw(
         self,

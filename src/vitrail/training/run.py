@@ -17,7 +17,7 @@ from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.failures import StopRequest, Watchdog
-from vitrail.training.memory import short_of_memory
+from vitrail.training.memory import in_words
 from vitrail.training.session import Outcome, Session
 from vitrail.training.setup import Place, build_model, find_place, make_evaluator, open_parts
 from vitrail.weights.runs import list_or_refuse, load_weights, stored_recipe, which_weights, with_checkpoint
@@ -39,14 +39,8 @@ def train(
     """
     recipe = find_recipe(recipe, overrides)
     call = {"fresh": fresh, "trust": trust, "other_data": other_data}
-    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop:
-        try:
-            return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
-        except Exception as error:
-            told = short_of_memory(error, recipe, watchdog)
-            if told is error:
-                raise
-            raise told from error
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop, in_words(recipe, watchdog):
+        return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 
 
 def evaluate(

@@ -324,7 +324,6 @@ class Session:
                 if due("eval") or due("picture"):
                     self.look(picture=due("picture"), measure=due("eval"))
                     if trainer.done < trainer.total:  # the end writes its own
-                        self.watchdog.beat(trainer.done, "drawing")
                         self.journal.renew_page(trainer.done)
                 self.note_saved(self.checkpoints.finished())
                 owed = owed or due("save") or told.save or (saves and self.is_new_best())
@@ -443,14 +442,10 @@ class Session:
                 metrics = self.evaluator.metrics(trainer.flow, tick=tick)
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
-                evaluator = self.evaluator
-                told: Any = {"weights": weights, "samples": evaluator.samples, "tables": evaluator.tables}
-                self.journal.metrics(metrics, step=trainer.done, **told)
+                self.journal.metrics(metrics, self.evaluator, step=trainer.done, weights=weights)
             if picture:
                 beat = partial(self.watchdog.beat, trainer.done, "drawing")
-                self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat)
-                if measure and self.data.valid is not None:
-                    self.pictures.draw_worst(trainer.flow, self.folder, self.journal, trainer.done, beat)
+                self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat, worst=measure)
 
     # ------------------------------------------------------------ what is kept
 
