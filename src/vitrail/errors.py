@@ -1,7 +1,7 @@
 """The errors a person can mend, each one sentence that says what to do."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from vitrail.credentials import strip
 
@@ -11,6 +11,12 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 def printable(text: str) -> str:
     """Return a text without what terminals obey: names and words in files of strangers may hold it."""
     return _CONTROL.sub("", text)
+
+
+def some(names: Iterable[object], most: int = 16) -> str:
+    """Write names on one line, of very many the first and how many there are."""
+    words = [str(name) for name in names]
+    return ", ".join(words) if len(words) <= most else f"{', '.join(words[: most // 2])}, ... ({len(words):,} in all)"
 
 
 class UserError(ValueError):

@@ -18,12 +18,11 @@ from vitrail.data.look.inspect import (
     look,
     picture,
     read_settings,
-    suggest_crop,
-    suggest_recipe,
     warn,
 )
 from vitrail.data.look.picture import spread, variable_groups
 from vitrail.data.look.preview import touched
+from vitrail.data.look.propose import suggest_crop, suggest_recipe
 from vitrail.data.source import Item
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.errors import UserError

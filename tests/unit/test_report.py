@@ -20,7 +20,7 @@ from support import LONG
 from vitrail.disk import write_whole
 from vitrail.errors import UserError
 from vitrail.report import plots, read_metrics, summary, write_report
-from vitrail.report.facts import total_steps
+from vitrail.report.facts import describe_score, total_steps
 from vitrail.report.figures import save_svg
 from vitrail.report.metrics import read_picture
 from vitrail.report.page import list_checkpoints, list_tiles
@@ -200,6 +200,13 @@ def test_summary_of_a_whole_run(whole_run):
     assert [s["resumed"] for s in facts["sessions"]] == [False, True]
     assert facts["loss"] == 0.5
     assert len(facts["skipped"]) == 1
+
+
+def test_the_headline_is_the_metric_that_the_best_checkpoint_is_chosen_by() -> None:
+    """A run whose best is chosen by its loss was headed by its error all the same."""
+    found = {"metrics": {"mse": 12.3, "variance": 34.5, "mse_over_variance": 0.36, "loss": 0.4}}
+    assert describe_score(found, "mse_over_variance").startswith("hidden voxels: mean squared error 12.3")
+    assert describe_score(found, "loss").startswith("loss 0.4, ")
 
 
 def test_speed_leaves_out_the_first_window_of_each_session(tmp_path):

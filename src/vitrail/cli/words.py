@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vitrail.credentials import strip
-from vitrail.errors import UserError, printable
+from vitrail.errors import UserError, printable, some
 
 INTERRUPTED = 130  # by the keyboard, twice in a training
+MOST_LINES, MOST_BLOCKS = 48, 8  # of a table of values, and of one of tables, that are printed for people
 FIRST_SPEAKS = 30  # seconds in which the first rank should meet the trouble of another: starts differ under load
 
 
@@ -128,6 +129,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def print_tree(tree: dict[str, Any], as_json: bool) -> None:
+    """Print a tree a line a value; very long lists and tables of it shortened, in JSON whole."""
     from vitrail.report.units import plain
 
     if as_json:
@@ -142,11 +144,13 @@ def print_tree(tree: dict[str, Any], as_json: bool) -> None:
         if isinstance(value, dict):
             return "; ".join(f"{name} {show(inner)}" for name, inner in value.items())
         if isinstance(value, list):
-            return ", ".join(map(show, value)) or "none"
+            return some(map(show, value)) or "none"
         return plain(value, 6) if isinstance(value, float) else "none" if value is None else str(value)
 
     def walk(tree: dict[str, Any], indent: str) -> None:
-        for name, value in tree.items():
+        blocks = any(isinstance(value, dict) for value in tree.values())
+        most = len(tree) if not indent else MOST_BLOCKS if blocks else MOST_LINES
+        for name, value in list(tree.items())[:most]:
             if name == "histogram":  # for machines
                 continue
             rows = value if isinstance(value, list) and value and isinstance(value[0], dict) else None
@@ -154,8 +158,14 @@ def print_tree(tree: dict[str, Any], as_json: bool) -> None:
             print(printable(f"{indent}{name}:{shown}"))
             if isinstance(value, dict):
                 walk(value, indent + "  ")
-            for row in rows or ():
+            for row in (rows or ())[:MOST_LINES]:
                 print(printable(f"{indent}  {show(row)}"))
+            tell_rest(indent + "  ", len(rows or ()) - MOST_LINES)
+        tell_rest(indent, len(tree) - most)
+
+    def tell_rest(indent: str, left: int) -> None:
+        if left > 0:
+            print(f"{indent}... and {left:,} more, which --json lists")
 
     walk(tree, "")
 

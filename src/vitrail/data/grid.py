@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vitrail.data.axes import items_along, note_of_axes
 from vitrail.data.source import (
     Item,
     ItemsConfig,
@@ -46,7 +47,7 @@ from vitrail.data.stored import (
     with_given,
     without_nodata,
 )
-from vitrail.errors import BadData, UserError
+from vitrail.errors import BadData, UserError, some
 from vitrail.recipe import config
 
 
@@ -177,6 +178,8 @@ class GridSource:
         self.notes = list(notes)
         if _alone.get():
             entries, self.notes = [replace(entry, labels=None) for entry in entries], []
+        if settings.axes is not None:
+            entries = items_along(entries, settings.axes)
         kept = self._keep_split(entries)
         self._listed = entries
         # Moments of one file are items that share its arrays, which are prepared once.
@@ -195,6 +198,8 @@ class GridSource:
         self._given = known[id(kept[0].images), id(kept[0].labels)][0]
         self._different = [made for _, made in known.values()]
         first = self.entries[0].images[0]
+        if settings.axes is None and self._given.images[0].guessed:
+            self.notes += note_of_axes(self._given.images[0])
         self.axes = first.grid
         self.dtype = self._common_dtype()
         if settings.nodata == "fill" and not fits(settings.fill_value, self.dtype):
@@ -456,8 +461,8 @@ class GridSource:
             other, _ = _channels(entry)
             if other != names:
                 raise UserError(
-                    f"{entry.images[0].name} has the channels {', '.join(other)}, but {self.entries[0].images[0].name} "
-                    f"has {', '.join(names)}; give entries of their own to data of different channels"
+                    f"{entry.images[0].name} has the channels {some(other)}, but {self.entries[0].images[0].name} "
+                    f"has {some(names)}; give entries of their own to data of different channels"
                 )
         count = len(names)
         if given is None or tuple(given) == names:
@@ -469,8 +474,7 @@ class GridSource:
             return tuple(given), places
         if unknown and any(s.channels for s in self.entries[0].images):
             raise UserError(
-                f"variables = {given}: {path} has no {unknown[0]!r}; "
-                f"choose from {', '.join(names)}, or rename all {count}"
+                f"variables = {given}: {path} has no {unknown[0]!r}; choose from {some(names)}, or rename all {count}"
             )
         if unknown:
             what = f"{count} unnamed channels; name each" if count > 1 else "no channel axis; give one name"

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload, runtime_checkab
 import numpy as np
 
 from vitrail.draws import key
-from vitrail.errors import UserError
+from vitrail.errors import UserError, some
 from vitrail.recipe import config
 from vitrail.recipe.kinds import nearest
 
@@ -246,7 +246,7 @@ def refuse_mixed_names(given: Sequence[str], known: Sequence[str], path: str) ->
         near = nearest(unknown[0], [name for name in known if name not in given])
         hint = f"did you mean {near!r}? " if near else ""
         raise UserError(
-            f"variables = {list(given)}: {path} has no {unknown[0]!r}; {hint}choose from {', '.join(known)}, or give "
+            f"variables = {list(given)}: {path} has no {unknown[0]!r}; {hint}choose from {some(known)}, or give "
             "all channels names that are none of these"
         )
 
@@ -262,7 +262,7 @@ def choose_channels(given: list[str] | None, known: Sequence[str], path: str) ->
         if len(given) == len(known):
             return tuple(given), list(range(len(known)))
     raise UserError(
-        f"variables = {given} cannot be read from {path}; choose from {', '.join(known)}, or give {len(known)} names"
+        f"variables = {given} cannot be read from {path}; choose from {some(known)}, or give {len(known)} names"
     )
 
 

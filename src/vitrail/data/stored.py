@@ -1,6 +1,7 @@
 """One array as its format stores it, and its transformations before any voxel is read.
 
-- axes are named: "c" holds channels, "t" moments, every other name is an axis of space
+- axes are named: "c" holds channels, "t" moments, every other name is an axis of space; "n", which a recipe may give,
+  counts items, and is read as moments are
 - origin is the world coordinate of the centre of voxel 0; a spacing or origin that a file does not tell is not invented
 - the level of a pyramid is the coarsest that is not coarser than wanted, and what remains of a factor of two or more is
   pooled while reading, so that only a factor in [1, 2) is left to resample
@@ -19,6 +20,7 @@ from vitrail.errors import BadData, MissingData, UserError
 
 TOLERANCE = 0.01  # spacings and places that differ by less, in parts of a voxel, are the same
 NOT_SPACE = ("c", "t")
+ITEMS = "n"  # the axis along which each slice is an item
 
 Window = tuple[slice, ...]
 
@@ -75,6 +77,7 @@ class Stored:
     filling: Any = None  # counts, as `filled`, the chunks that were never written and were read all the same
     chunk_reader: Any = None  # data/chunks/decoded.py, where whole chunks can be decoded one by one
     files: tuple[str, ...] = ()  # and folders that it is read from, where these are others than its name tells
+    guessed: bool = False  # whether its axes are just the usual ones for their number
 
     @property
     def space(self) -> tuple[int, ...]:
@@ -193,18 +196,28 @@ def split_axes(axes: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def label_axes(names: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the axes of labels that have so many: those of their image, without channels, and then without time."""
+    kept = tuple(names)
+    for spare in NOT_SPACE:
+        if number < len(kept):
+            kept = tuple(name for name in kept if name != spare)
+    return kept
+
+
 def with_given(
     stored: Stored, axes: str | None, voxel_size: Sequence[float] | None, unit: str | None, *, labels: bool = False
 ) -> Stored:
     """Return the array with what the recipe says of it; sizes of the file are converted to the unit that is given."""
     if axes is not None:
         given = split_axes(axes)
-        names = tuple(n for n in given if n not in NOT_SPACE) if labels and len(stored.shape) < len(given) else given
+        names = label_axes(given, len(stored.shape)) if labels else given
         if len(names) != len(stored.shape) or len(set(names)) < len(names) or "" in names:
             raise UserError(
                 f"axes = {axes!r}: {stored.name} has {len(stored.shape)} axes of sizes {list(stored.shape)}; "
-                'give one name for each, such as "czyx", with c for channels and t for time'
+                'give one name for each, such as "czyx", with c for channels, t for time and n for items'
             )
+        names = tuple("t" if name == ITEMS else name for name in names)  # each item is a moment
         new = dict(zip(stored.axes, names, strict=True))
         stored = replace(
             stored,

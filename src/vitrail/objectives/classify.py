@@ -18,7 +18,7 @@ from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of
-from vitrail.objectives.counts import count_classes, tables_of
+from vitrail.objectives.counts import count_classes
 from vitrail.objectives.objective import (
     Loss,
     Objective,
@@ -96,9 +96,6 @@ class Classify(Objective):
 
     def count(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return count_classes(output.argmax(dim=1), targets, self.model.classes)
-
-    def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
-        return tables_of(counts, self.names, "samples")
 
     def each(self, output: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(output.float(), targets, reduction="none")

@@ -69,11 +69,7 @@ class Objective(ABC):
         """Metrics from the added sums."""
 
     def count(self, output: Tensor, targets: Any) -> dict[str, Tensor]:
-        """Counts of classes in a validation batch, of any shape, to be added as measure() is; none without classes."""
-        return {}
-
-    def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
-        """Return what the added counts, as lists, say of each class, as JSON values."""
+        """Counts of classes in a validation batch, of any shape, to be added as measure() is: see counts.py."""
         return {}
 
     def each(self, output: Tensor, targets: Any) -> Tensor | None:

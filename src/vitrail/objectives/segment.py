@@ -9,6 +9,7 @@
 - voxels whose label is `ignore` take no part in loss or metrics; where that is the number of a class, it has no Dice
 - metrics count voxels over all samples that are evaluated: of each class Dice = 2 both / (predicted + true) and
   IoU = both / (predicted or true), and their means
+- class 0 is mostly what surrounds the others, and is in no mean; of two classes with names of their own both are
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
 from vitrail.models.model import encoder_of
-from vitrail.objectives.counts import count_classes, tables_of
+from vitrail.objectives.counts import count_classes
 from vitrail.objectives.objective import (
     Loss,
     VoxelObjective,
@@ -37,6 +38,7 @@ from vitrail.objectives.objective import (
 from vitrail.recipe import config
 
 APART = ("dice_bce", "focal")  # losses that judge each class by itself, by a sigmoid
+UNNAMED = ("background", "class 0", "class0", "none", "nothing", "other", "rest", "unlabelled", "unlabeled", "0")
 
 
 @config
@@ -48,7 +50,7 @@ class SegmentConfig:
     gamma: float = 2.0  # how far focal looks away from what is easy; at 0 it is binary cross-entropy
     squared: bool = True  # Dice's denominator adds squares of probabilities, not the probabilities
     smooth: tuple[float, float] = (0.0, 1e-6)  # added to Dice's numerator and denominator
-    background: bool = False  # whether class 0 counts in mean_dice and mean_iou
+    background: bool | None = None  # whether class 0 counts in mean_dice and mean_iou; null: if both of two have names
     ignore: int | None = None  # label of voxels that are not scored, 255 for example
     names: tuple[str, ...] | None = None  # of the classes, label 0 first; null: those of the data
 
@@ -78,7 +80,14 @@ class SegmentConfig:
 
     def counts(self, number: int) -> bool:
         """Say whether a class is part of mean_dice and mean_iou."""
-        return number != self.ignore and (number > 0 or self.background)
+        return number != self.ignore and (number > 0 or self.counts_first)
+
+    @property
+    def counts_first(self) -> bool:
+        """Say whether class 0 counts: as the recipe says, or where it and one other have names, as [membrane, cell]."""
+        if self.background is not None:
+            return self.background
+        return self.names is not None and len(self.names) == 2 and self.names[0].strip().lower() not in UNNAMED
 
 
 @dataclass(frozen=True)
@@ -144,9 +153,6 @@ class Segment(VoxelObjective):
             scored = labels != self.config.ignore
             predicted, labels = predicted[scored], labels[scored]
         return count_classes(predicted.flatten(), labels.flatten(), self.model.classes)
-
-    def class_tables(self, counts: dict[str, Any]) -> dict[str, Any]:
-        return tables_of(counts, self.names, "voxels")
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         def ratio(part: float, whole: float) -> float:

@@ -105,13 +105,13 @@ def summarize(
 def describe_score(found: dict[str, Any] | None, first: str | None = None) -> str:
     """Say the last evaluation in a phrase, beginning with the metric `first`; single classes are left to the table.
 
-    For a reconstruction the error stands beside the variance.
+    For a reconstruction that is chosen by its error, the error stands beside the variance.
     """
     if not found:
         return "no evaluation yet"
     metrics = found["metrics"]
     mse, variance = number_of(metrics.get("mse")), number_of(metrics.get("variance"))
-    if math.isfinite(mse) and math.isfinite(variance):
+    if math.isfinite(mse) and math.isfinite(variance) and first in (None, "mse", "mse_over_variance"):
         ratio = number_of(metrics.get("mse_over_variance"))
         if not math.isfinite(ratio):
             ratio = mse / variance if variance else math.nan

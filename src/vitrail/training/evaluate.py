@@ -29,6 +29,11 @@ from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxel
 from vitrail.training.tally import Tally
 
 
+def led_by(first: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics with the one in front that the best checkpoint is chosen by."""
+    return {first: metrics[first], **metrics}
+
+
 class Evaluator:
     """Measures a model on samples 0..n-1 of the validation data, always the same ones.
 

@@ -371,8 +371,8 @@ class Journal:
 
     def renew_page(self, step: int) -> None:
         """Write the report of a run that goes on, unless that would take more than a small share of its time."""
-        if self.folder is None or not self.report or not self.folder.is_there():
-            return
+        if self.folder is None or not self.report or not self.folder.is_there() or step >= self.progress.total:
+            return  # the end writes its own
         began = time.monotonic()
         if began - self._page[0] >= _PAGE_SHARE * self._page[1]:
             self.write_page(step)

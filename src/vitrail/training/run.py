@@ -16,6 +16,7 @@ from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
+from vitrail.training.evaluate import led_by
 from vitrail.training.failures import StopRequest, Watchdog
 from vitrail.training.memory import in_words
 from vitrail.training.session import Outcome, Session
@@ -76,6 +77,7 @@ def evaluate(
             load_weights(flow.model, path, manifest, which, place.saving)
             evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
             metrics = evaluator.metrics(flow, tick=lambda: watchdog.beat(manifest["step"], "validation"))
+            metrics = led_by(recipe.checkpoint.best or objective.best_metric, metrics)
             return {
                 "run": str(run),
                 "step": manifest["step"],

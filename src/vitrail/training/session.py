@@ -36,7 +36,7 @@ from vitrail.recipe.load import as_meant
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.bad import BadSamples, way_on
 from vitrail.training.checkpoint import Checkpoints, check_space
-from vitrail.training.evaluate import Evaluator, Meter, of_all_ranks
+from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
@@ -54,7 +54,6 @@ from vitrail.training.setup import (
     normalised,
     open_parts,
 )
-from vitrail.training.shown import check_shown
 from vitrail.training.trainer import Garbage, Progressed, Timed, Trainer
 from vitrail.weights import Report, load_initial
 from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
@@ -105,7 +104,6 @@ class Session:
         statistics = None if known is None else stored_statistics(known)
         self.recipe, self.data, self.objective = open_parts(recipe, place, statistics, watchdog)
         recipe = self.recipe
-        check_shown(recipe.log.variables, self.data.train.variables)
         check_mixing(recipe.data.augment, self.data.batch, layout_of(recipe.parallel, place.world.size).data)
         self.data = dataclasses.replace(self.data, facts=self.know_data())
         watchdog.beat(0, "start")
@@ -323,8 +321,7 @@ class Session:
                     rms = None
                 if due("eval") or due("picture"):
                     self.look(picture=due("picture"), measure=due("eval"))
-                    if trainer.done < trainer.total:  # the end writes its own
-                        self.journal.renew_page(trainer.done)
+                    self.journal.renew_page(trainer.done)
                 self.note_saved(self.checkpoints.finished())
                 owed = owed or due("save") or told.save or (saves and self.is_new_best())
                 # While steps are skipped nothing is saved, nor is the run stopped: its state may be of no use, and
@@ -439,7 +436,7 @@ class Session:
 
         with trainer.ema.swapped() if trainer.ema else ExitStack():
             if measure and self.data.valid is not None:
-                metrics = self.evaluator.metrics(trainer.flow, tick=tick)
+                metrics = led_by(self.metric_name, self.evaluator.metrics(trainer.flow, tick=tick))
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, self.evaluator, step=trainer.done, weights=weights)

@@ -1,6 +1,6 @@
 """What pictures say of the samples that they show: item, place, variables with their units, and which are colours."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Describer:
 
     def __init__(self, loader: Loader, shown: Sequence[str] = ()):
         self.loader, self.shown = loader, tuple(shown)
+        check_shown(shown, lambda: list(dict.fromkeys(n for s in loader.reader.sources for n in s.variables)))
         self._units: dict[int, dict[str, str]] = {}  # of variables, by source
 
     def describe(self, batch: Batch) -> list[About]:
@@ -81,11 +82,12 @@ def write_unit(unit: str) -> str:
     return first
 
 
-def check_shown(shown: Sequence[str] | None, known: Sequence[str]) -> None:
-    """Refuse variables that the data do not have."""
-    for name in shown or ():
+def check_shown(shown: Sequence[str], find: Callable[[], list[str]]) -> None:
+    """Refuse variables that are not among those found."""
+    known = find() if shown else []
+    for name in shown:
         if name not in known:
-            near = nearest(name, list(known))
+            near = nearest(name, known)
             raise UserError(
                 f"log.variables: {name!r} is not a variable of the data, which have {', '.join(known[:12])}"
                 f"{', ...' if len(known) > 12 else ''}{f'; did you mean {near!r}?' if near else '; choose of these'}"

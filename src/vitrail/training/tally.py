@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitrail.objectives.objective import Objective
+from vitrail.objectives.counts import tables_of
+from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
 
 MOST_WORST = 12  # samples that are shown
@@ -45,7 +46,9 @@ class Tally:
         # Ranks that share samples say the same: `copies` is how many did.
         found = [(score / copies, round(number / copies)) for rows in worst for score, number, copies in rows if copies]
         shown = sorted(found, reverse=True)[: min(self.objective.pictured, MOST_WORST)]
-        tables = self.objective.class_tables(dict(zip(names, added, strict=True))) if names else None
+        of = "voxels" if isinstance(self.objective, VoxelObjective) else "samples"
+        known = getattr(self.objective, "names", ())
+        tables = tables_of(dict(zip(names, added, strict=True)), known, of) if names else None
         return tables, [counter for _, counter in shown]
 
     def _share(self, flow: Flow) -> Tensor:

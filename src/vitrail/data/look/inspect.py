@@ -17,7 +17,17 @@ import numpy as np
 
 from vitrail.data.chunks.nodes import checksums_of
 from vitrail.data.files.paths import unpacking
+from vitrail.data.look.found import with_axes, with_table
 from vitrail.data.look.picture import by, has_labels, picture, spread
+from vitrail.data.look.propose import (
+    CROP,
+    MANY_LABELS,
+    background,
+    suggest_crop,
+    suggest_fit,
+    suggest_recipe,
+    words_of_labels,
+)
 from vitrail.data.source import Item, Source, class_names, label_dtype, label_names, notes_of
 from vitrail.data.sources.folders import is_named_like_labels
 from vitrail.errors import UserError
@@ -25,17 +35,15 @@ from vitrail.recipe import kinds
 
 __all__ = ["inspect", "look", "open_source", "picture", "read_settings"]
 
-CROP = {2: 256, 3: 64}  # voxels of a suggested crop along an axis at most
 MUCH_DECODING = 28.0  # voxels decoded for one of a crop, from which on reading is slow: 32 of chunks of 64 need 26
-MOST_CLASSES, MANY_LABELS = 1000, 24
-BATCH = {2: 64, 3: 16}
-HELD_OUT = ("validation", "valid", "val", "test")  # parts of data that their makers have split
+MOST_CLASSES = 1000
 NOT_MEASURED = ("synthetic", "dummy", "latents")  # kinds whose voxels have no size in the world
 SAMPLE = {1: 4096, 2: 256, 3: 64}  # voxels on each side of a sampled crop, by the number of axes
 VOXELS, MOST_SAMPLES = 2**21, 128  # that a look reads; 8 crops at least
 BINS = 64
 PERCENTILES = (1, 50, 99)
 AIR, BONE = -900, 300  # Hounsfield units
+MOST_NOTED = 5  # variables whose values are noted
 MOST_ITEMS = 2000  # whose class or shape is looked at
 
 
@@ -67,36 +75,6 @@ def decoded_per_voxel(item: Item, crop: Sequence[int]) -> float:
         chunks = min((c - 1) / chunk + 1, math.ceil(size / chunk))
         factor *= min(chunks * chunk, max(size, c)) / c
     return factor
-
-
-def suggest_crop(source: Source) -> tuple[int, ...]:
-    """Suggest a crop that fits every item: about a cube in space, small images whole; 1 across slices."""
-    shapes = [source.items[i].shape for i in spread(len(source.items), 200)]
-    smallest = [min(sizes) for sizes in zip(*shapes, strict=True)]
-    spacing, most = source.items[0].spacing, CROP.get(len(smallest), 64)
-    fine = min(spacing)
-    if len(source.items) < 5:  # a part of them is to be held out
-        most = min(most, max(size * step for size, step in zip(smallest, spacing, strict=True)) / fine / 3)
-    crop = []
-    for axis, (size, step) in enumerate(zip(smallest, spacing, strict=True)):
-        if axis == source.items[0].slices:
-            crop.append(1)
-            continue
-        wanted = min(size, max(8, most * fine / step))
-        unit = 16 if wanted >= 32 else 4
-        crop.append(max(1, int(wanted // unit * unit) if wanted >= unit else int(wanted)))
-    return tuple(crop)
-
-
-def suggest_fit(source: Source, facts: dict[str, Any]) -> int | None:
-    """Suggest the side that images of many sizes are resized to, that of a middling one; None for data of one size."""
-    from vitrail.data.sources.image_folder import ImageSource
-
-    if not isinstance(source, ImageSource) or not facts.get("smallest"):
-        return None
-    sides = sorted(min(source.items[i].shape) for i in spread(len(source.items), 200))
-    side = min(CROP[2], sides[len(sides) // 2])
-    return side if side < 32 else side // 16 * 16
 
 
 def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[str]:
@@ -145,22 +123,23 @@ def warn(source: Source, facts: dict[str, Any], crop: tuple[int, ...]) -> list[s
     latitude = facts.get("latitude")
     if isinstance(latitude, str) and "south" in latitude.lower():
         told.append(f"latitude is stored {latitude}, and shown so; `latitude: north_first` turns it")
-    for name, numbers in facts["statistics"].items():
-        told += _warn_of_values(name, numbers, source.dtype)
+    of_values = [_warn_of_values(name, numbers, source.dtype) for name, numbers in facts["statistics"].items()]
+    some = [words for words in of_values if words]
+    told += [word for words in some[:MOST_NOTED] for word in words]
+    if len(some) > MOST_NOTED:
+        told.append(f"the same or the like of {len(some) - MOST_NOTED} more variables")
     if facts["constant_percent"]:
         told.append(
             f"{facts['constant_percent']:.0f} % of the crops hold one value alone; data.filter leaves empty ones out"
         )
     shares, named = facts.get("label_percent") or {}, facts.get("label_names") or {}
-    unlabelled, gaps = background(facts), label_gaps(facts)
+    unlabelled = background(facts)
     if (len(shares) >= MANY_LABELS and not named) or any(MOST_CLASSES <= int(value) != unlabelled for value in shares):
         told.append("labels seem to number things rather than classes; objective segment needs classes from 0 on")
     elif named and (strange := [value for value in shares if value != "0" and value not in named]):
         told.append(f"label {strange[0]} has no name in the file; name all in objective.names, or ignore it")
-    elif gaps:
-        told.append(
-            f"labels are {', '.join(shares)}, but classes count from 0 on: label_map: {_flow(gaps)} renumbers them"
-        )
+    else:
+        told += words_of_labels(facts)
     counts = facts.get("class_counts") or {}
     looked = facts.get("classes_looked_at", sum(counts.values()))  # too few of them say nothing of rare classes
     if counts and looked >= 20 * len(counts) and min(counts.values()) * 10 < max(counts.values()):
@@ -198,154 +177,25 @@ def _warn_of_values(name: str, s: dict[str, Any], dtype: np.dtype) -> list[str]:
     return told
 
 
-def background(facts: dict[str, Any]) -> int | None:
-    """Return the value of labels that stands for none: the highest of its type, where that is no class."""
-    dtype = np.dtype(facts.get("label_dtype") or "uint8")
-    highest = int(np.iinfo(dtype).max) if dtype.kind in "iu" else None
-    seen = facts.get("label_percent") or {}
-    return highest if str(highest) in seen and (dtype.itemsize > 1 or "0" not in seen) else None
-
-
-def label_gaps(facts: dict[str, Any]) -> dict[int, int]:
-    """Number anew the values of unnamed labels that do not count from 0 on, such as 0 and 255; empty if they do.
-
-    0, or else what stands for no label, or else what is seen most, is the background.
-    """
-    shares = {int(value): share for value, share in (facts.get("label_percent") or {}).items()}
-    values, unlabelled = sorted(shares), background(facts)
-    if facts.get("label_names") or len(values) >= MANY_LABELS or not values:
-        return {}
-    if values in (list(range(len(values))), list(range(1, len(values) + 1))):  # a rare 0 may not have been met
-        return {}
-    none = {0, unlabelled} & set(values) or {max(values, key=shares.__getitem__)}
-    numbers = dict.fromkeys(none, 0) | {v: n for n, v in enumerate((v for v in values if v not in none), 1)}
-    return {value: numbers[value] for value in values if value != numbers[value]}
-
-
-def suggest_recipe(source: Source, config: Any, crop: tuple[int, ...], facts: dict[str, Any]) -> str:
-    """Write the `data` section of a recipe, with a part held out where the source can be split."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    entry = {name: values[name] for name, default in _defaults(config).items() if values[name] != default}
-    if _needs_kind(config):
-        entry["kind"] = config.kind
-    gaps = label_gaps(facts) if "label_map" in values and not values["label_map"] else {}
-    if gaps:
-        entry["label_map"] = gaps
-    side = suggest_fit(source, facts)
-    if side is not None:
-        crop = (side, side)
-    ours, theirs = _split(source, config, crop)
-    shown = [size for axis, size in enumerate(crop) if axis != source.items[0].slices]
-    size: Any = shown[0] if len(set(shown)) == 1 else shown
-    lines = [f"model: {{ndim: {len(shown)}}}  # and its kind and size", "data:"]
-    lines.append(f"  train: [{_flow(entry | ours)}]")
-    if theirs:
-        lines.append(f"  valid: [{_flow(entry | theirs)}]")
-    else:
-        lines.append("  # valid: [{path: ...}]  data that are never trained on")
-    lines.append(f"  crop: {_flow(size)}")
-    if side is not None:
-        lines.append(f"  fit: {{resize: {side}}}")
-    lines.append(f"  batch: {BATCH.get(len(shown), 16)}")
-    if len(shown) == 3:
-        lines.append("  augment: {orientations: true}")
-    if has_labels(source):
-        seen = [int(value) for value in facts.get("label_percent") or {}]
-        number = 1 + max((gaps.get(value, value) for value in seen), default=0)
-        names = ["background", *(f"class{i}" for i in range(1, min(number, MANY_LABELS)))]
-        told = facts.get("label_names") or len(seen) >= MANY_LABELS
-        lines.append("objective: {kind: segment}" if told else f"objective: {{kind: segment, names: {_flow(names)}}}")
-    elif class_names(source):
-        lines.append("objective: {kind: classify}")
-    return "\n".join(lines)
-
-
-def _defaults(config: Any) -> dict[str, Any]:
-    """Return what each key is where it is left out; one that must be given has a default that equals nothing."""
-    return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(config)
-    }
-
-
-def _needs_kind(config: Any) -> bool:
-    """Tell whether the path alone would not find this kind."""
-    from vitrail.data.sources import guess_kind
-
-    try:
-        return bool(guess_kind(config.path) != config.kind)
-    except UserError:
-        return True
-
-
-def _split(source: Source, config: Any, crop: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what to add to the entries of data.train and data.valid; nothing where no part can be held out."""
-    keys, number = _defaults(config), len(source.items)
-    if any(getattr(config, key) != keys[key] for key in ("region", "split", "start", "end") if key in keys):
-        return {}, {}  # a part has been chosen already
-    if part := _held_out_part(config):
-        return {}, {"part": part}
-    classified = bool(class_names(source))
-    if "split" in keys and number >= 20 and (classified or "end" not in keys):
-        return {"split": [0, 0.8]}, {"split": [0.8, 1]}
-    if "end" in keys and number >= 5:
-        return {"end": 0.8}, {"start": 0.8}
-    shape = [min(sizes) for sizes in zip(*(source.items[i].shape for i in spread(number, 50)), strict=True)]
-    for axis in sorted(range(len(shape)), key=lambda i: -shape[i] / crop[i]):
-        share = max(0.2, math.ceil(100 * crop[axis] / shape[axis]) / 100)
-        name, at = source.axes[axis], round(1 - share, 2)
-        border = round(at * shape[axis])  # the voxel, as regions count
-        if "region" not in keys or min(border, shape[axis] - border) < crop[axis]:
-            continue
-        try:
-            dataclasses.replace(config, region={name: [0, at]})
-        except UserError:  # of a kind that has no regions
-            break
-        return {"region": {name: [0, at]}}, {"region": {name: [at, 1]}}
-    return {}, {}
-
-
-def _held_out_part(config: Any) -> str | None:
-    """Find the part of a folder that is there to be held out, beside the one for training."""
-    from vitrail.data.files.paths import file_type
-
-    if getattr(config, "part", "") is not None or file_type(config.path) != "folder":
-        return None
-    for part in HELD_OUT:
-        try:
-            dataclasses.replace(config, part=part).open()
-            return part
-        except UserError:  # it has no such part
-            continue
-    return None
-
-
-def _flow(value: Any) -> str:
-    """Write a value as YAML on one line."""
-    if isinstance(value, dict):
-        # Recipes take text as keys alone, also where it is that of a number.
-        return "{" + ", ".join(f"{_flow(str(key))}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./@:-]*", value) and ": " not in value:
-        return value if value.lower() not in ("null", "true", "false", "yes", "no", "on", "off") else json.dumps(value)
-    return json.dumps(value)
-
-
 def look(
     path: str, *, kind: str | None = None, settings: dict[str, Any] | None = None
 ) -> tuple[Source, dict[str, Any]]:
     """Open the source at a path; return it with all that inspect() finds, with its labels, and advice."""
     config, source = open_source(path, kind=kind, settings=settings)
-    if getattr(config, "nodata", None) == "error":
-        source = LetThrough(source, config)
-    shape = source.items[0].shape
-    voxels = math.prod(min(n, SAMPLE[min(len(shape), 3)]) for n in shape)
-    facts = inspect(source, samples=min(MOST_SAMPLES, max(8, VOXELS // voxels)))
+    source, facts = look_at(config, source)
     crop = suggest_crop(source)
     facts["warnings"] = warn(source, facts, crop)
     facts["recipe"] = suggest_recipe(source, config, crop, facts)
     return source, facts
+
+
+def look_at(config: Any, source: Source) -> tuple[Source, dict[str, Any]]:
+    """Return a source that lets places without data through, and all that inspect() finds."""
+    if getattr(config, "nodata", None) == "error":
+        source = LetThrough(source, config)
+    shape = source.items[0].shape
+    voxels = math.prod(min(n, SAMPLE[min(len(shape), 3)]) for n in shape)
+    return source, inspect(source, samples=min(MOST_SAMPLES, max(8, VOXELS // voxels)))
 
 
 class LetThrough:
@@ -395,10 +245,11 @@ def open_source(path: str, *, kind: str | None, settings: dict[str, Any] | None)
     config = entry_of(cls, {"path": path, **given})
     with unpacking():
         source: Source = config.open()
+    config, source = with_axes(*with_table(config, source))
     found = source.describe().get("labels")
     if "labels" not in given and not has_labels(source) and isinstance(found, list) and found:
         try:
-            labelled = entry_of(cls, {"path": path, **given, "labels": found[0]})
+            labelled = dataclasses.replace(config, labels=found[0])
             return labelled, labelled.open()
         except UserError:  # they do not fit the image: it can be looked at without them
             pass

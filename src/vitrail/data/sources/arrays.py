@@ -277,7 +277,7 @@ def mapped(array: Mapped, shape: tuple[int, ...], dtype: np.dtype) -> Stored:
     def read(window: Window) -> np.ndarray:
         return np.array(array()[window])
 
-    return Stored(array.name, shape, default_axes(len(shape)), dtype, (1,) * len(shape), read)
+    return Stored(array.name, shape, default_axes(len(shape)), dtype, (1,) * len(shape), read, guessed=True)
 
 
 def _keys(path: str) -> list[str]:
@@ -316,6 +316,7 @@ def open_npz(path: str, key: str | None, skip: str | None = None) -> Stored:
         check_room(name, found.end)
         shape, dtype = found.shape, found.dtype
         mark = (name, file_mark(place))
+    axes = default_axes(len(shape))
     return Stored(
-        name, shape, default_axes(len(shape)), dtype, shape, lambda window: whole_items(mark, decode)[window].copy()
+        name, shape, axes, dtype, shape, lambda window: whole_items(mark, decode)[window].copy(), guessed=True
     )

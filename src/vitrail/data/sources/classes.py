@@ -9,6 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TextIO
 
 from vitrail.data.files.paths import base_name, open_file
@@ -18,6 +19,7 @@ from vitrail.foreign import read_pattern, search_all
 
 TABLES = (".csv", ".tsv")
 MOST_LINE = 2**20  # characters of a line
+MOST_ROWS = 2000  # of a table whose columns are looked into
 MOST_SHOWN = 40  # columns of a table, and letters of each, in an error
 # Columns of tables as they are usually called, in lower case and without what is no letter.
 IMAGE_COLUMNS = (
@@ -112,6 +114,28 @@ def read_columns(table: str, columns: tuple[str, str] | None) -> Iterator[tuple[
                     yield rows.line_num + 1, (image, label)
     except (csv.Error, UnicodeDecodeError) as error:
         raise BadData(f"{table} is no table of text in UTF-8 ({error}); restore or convert it") from error
+
+
+def guess_columns(table: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """Find the columns of a table by what is in them: names of images, and few other words; None if that is unclear."""
+    wanted = {form for name in names for form in _spellings(name)}
+    try:
+        with open_file(table) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            first = text.readline(MOST_LINE)
+            head = [name.strip() for name in next(csv.reader([first], delimiter=_delimiter(first)), [])]
+            rows = list(islice(csv.reader(_lines(text, table), delimiter=_delimiter(first)), MOST_ROWS))
+    except (csv.Error, UnicodeDecodeError, BadData):
+        return None
+    columns = [[row[number].strip() for row in rows if len(row) == len(head)] for number in range(len(head))]
+    known = [sum(any(form in wanted for form in _spellings(word)) for word in column) for column in columns]
+    if not rows or len(set(head)) < len(head) or not any(known):
+        return None
+    image = known.index(max(known))
+    plain = [re.sub(r"[^a-z]", "", name.lower()) for name in head]
+    usual = [n for n, name in enumerate(plain) if n != image and name in CLASS_COLUMNS]
+    few = [n for n, column in enumerate(columns) if n != image and 1 < len(set(column)) <= max(2, len(column) // 2)]
+    chosen = usual if len(usual) == 1 else few
+    return (head[image], head[chosen[0]]) if len(chosen) == 1 else None
 
 
 def _lines(text: TextIO, table: str) -> Iterator[str]:

@@ -113,7 +113,8 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
         name = f"{path}::{key}"
         check_parts(files, node, at.file)
         shape, dtype = tuple(node.shape), np.dtype(node.dtype)
-        axes = _axes(node)
+        told = _axes(node)
+        axes = told or default_axes(len(shape))
         spacing, unit, origin = _metadata(node, axes)
         outside, problem = _outside(files, node, at.file, place)
         if problem is not None and not fill:
@@ -146,10 +147,12 @@ def open_dataset(path: str, key: str | None, files: Files, *, fill: bool, skip: 
             return dataset[window]
 
     files_of = tuple(dict.fromkeys([str(place), *(str(part.file) for part in outside)])) if outside else ()
-    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, filling=filling, files=files_of)
+    more: dict[str, Any] = {"filling": filling, "files": files_of, "guessed": told is None}
+    return Stored(name, shape, axes, dtype, chunk, read, spacing, unit, origin, **more)
 
 
-def _axes(node: Any) -> tuple[str, ...]:
+def _axes(node: Any) -> tuple[str, ...] | None:
+    """Return the names of the axes, where the file tells them."""
     labels: tuple[str, ...] = ()
     if _attribute(node, "DIMENSION_LABELS") is not None:
         labels = tuple(dimension.label for dimension in node.dims)
@@ -166,7 +169,7 @@ def _axes(node: Any) -> tuple[str, ...]:
         labels = split_axes(told)
     labels = tuple(label.lower() if len(label) == 1 else label for label in labels)
     usable = len(labels) == node.ndim and all(labels) and len(set(labels)) == len(labels)
-    return labels if usable else default_axes(node.ndim)
+    return labels if usable else None
 
 
 def _metadata(node: Any, axes: tuple[str, ...]) -> tuple[dict[str, float], str | None, dict[str, float]]:

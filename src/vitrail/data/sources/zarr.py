@@ -235,7 +235,8 @@ def _open_alone(place: Place, attributes: dict[str, Any], *, kind: str, fill: bo
             else:
                 shifts = scales[int(number[1])]
         attributes = told | attributes
-    stored = open_array(place, told_axes(place, attributes), fill=fill)
+    axes = told_axes(place, attributes)
+    stored = replace(open_array(place, axes, fill=fill), guessed=axes is None)
     placed = told_place(attributes, stored.axes, reversed_axes=kind == "n5")
     if shifts is not None and placed and not {"transform", "offset"} & set(attributes):
         placed["origin"] = shifted_origin(placed["spacing"], shifts)
