@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.contents import begun_with, check_contents, check_name
+from vitrail.contents import check_contents, check_name
 from vitrail.errors import UserError
 from vitrail.recipe import plugins, yaml
 from vitrail.recipe.problems import at
@@ -103,16 +102,8 @@ def find_recipe(given: Given, overrides: Sequence[str] = ()) -> Recipe:
             raise UserError(f"{given}: this folder has no recipe.yaml; give a recipe file or the folder of a run")
         cleared: set[Key] = set()
         tree = as_meant(read_tree(stored, cleared))
-        try:
+        with plugins.asked_for(Path(given)):
             return validate(override(tree, [f"run.dir={json.dumps(str(given))}", *overrides], cleared), cleared)
-        except UserError as error:
-            lacking = [name for name in begun_with(Path(given)) if name not in plugins.loaded()]
-            if not lacking or "--plugin" not in str(error):
-                raise
-            words = shlex.join(word for name in lacking for word in ("--plugin", name))
-            raise UserError(
-                f"{given} was begun with {words}, and no run imports code unasked; add these words"
-            ) from error
     if isinstance(given, Recipe):
         return load_recipe(given.to_tree(), overrides) if overrides else given
     return load_recipe(given, overrides)

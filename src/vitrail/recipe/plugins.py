@@ -12,6 +12,7 @@ import importlib.util
 import linecache
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
+from vitrail.contents import begun_with
 from vitrail.errors import UserError
 from vitrail.recipe.kinds import registered
 
@@ -59,6 +61,19 @@ def load_plugin(given: str) -> None:
 def loaded() -> list[str]:
     """List the plugins of this process: dotted names, and whole paths of files."""
     return list(_named)
+
+
+@contextmanager
+def asked_for(run: Path) -> Iterator[None]:
+    """Say with which plugins a run was begun, where its recipe names a kind that is not known without them."""
+    try:
+        yield
+    except UserError as error:
+        lacking = [name for name in begun_with(run) if name not in _named]
+        if not lacking or "--plugin" not in str(error):
+            raise
+        words = shlex.join(word for name in lacking for word in ("--plugin", name))
+        raise UserError(f"{run} was begun with {words}, and no run imports code unasked; add these words") from error
 
 
 def _import_file(given: str, module: str) -> None:

@@ -6,7 +6,7 @@ Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,9 @@ from vitrail.layers.flops import Again, Flops, peak_tflops
 from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
 from vitrail.training.intervals import Units, bootstrap
+from vitrail.training.shown import Describer
 from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
+from vitrail.training.tally import Tally
 
 MANY = 512  # held-out samples that are all taken, with eval.samples: auto
 FEW = 64  # crops that are taken at random places
@@ -62,6 +64,7 @@ class Evaluator:
         samples: int | Literal["auto"],
         batch: int,
         blend: Blend = "gaussian",
+        shown: Sequence[str] = (),
         sure: bool = False,  # whether sums of single samples are kept, for intervals()
     ):
         self.objective, self.loader, self.seed = objective, loader, seed
@@ -69,8 +72,11 @@ class Evaluator:
         self._table: tuple[list[str], Tensor] | None = None  # of the latest metrics()
         wanted, once = samples, count_once(loader.sampler)
         self.samples: int = (FEW if once is None else min(once, MANY)) if samples == "auto" else samples
+        self.describer = Describer(loader, shown)
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
+        self.tables: dict[str, Any] | None = None  # of the classes, by the last measurement
+        self.worst: list[int] = []  # counters of the samples that did worst in it, the worst first
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
         most = once if labelled else None
@@ -104,6 +110,7 @@ class Evaluator:
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
         units = Units(self.samples) if self.sure and flow.split.alone and flow.pipeline is None else None
+        tally = Tally(self.objective)
         with flow.evaluating():
             for number in range(rounds):
                 counted = number < len(own)
@@ -113,18 +120,22 @@ class Evaluator:
                 output = flow(**inputs)
                 measured = flow.split.judge(self.objective.measure, output, targets)
                 expect(measured, dict, f"objective: {type(self.objective).__name__}.measure()")
+                counts = flow.split.judge(self.objective.count, output, targets)
+                tally.rate(flow.split.judge(self.objective.each, output, targets), batch.counters, taken=counted)
                 once: dict[str, torch.Tensor] = {}
                 each = self._apart(batch, output) if units is not None and counted else []
                 if stitch is not None:
                     assert isinstance(self.objective, VoxelObjective)
                     logits = flow.split.judge(self.objective.logits, output, targets).float().cpu()
+                    found = list(self._complete(stitch, batch if number < len(batches) else None, logits))
+                    if units is not None:
+                        for counter, some in found:
+                            units.add(counter, self._score(some))
                     nothing = Voxels(logits.new_empty(logits.shape[1], 0), torch.empty(0, dtype=torch.int64))
-                    once = self._score(nothing)
-                    for counter, voxels in self._complete(stitch, batch if number < len(batches) else None, logits):
-                        score = self._score(voxels)
-                        once = {name: once[name] + value for name, value in score.items()}
-                        if units is not None:
-                            units.add(counter, score)
+                    parts = zip(nothing, *(some for _, some in found), strict=True)
+                    whole = Voxels(*(torch.cat(part, dim=-1) for part in parts))
+                    once = self._score(whole)
+                    counts = self.objective.tally(whole.logits.unsqueeze(0), whole.labels.unsqueeze(0))
                     measured |= {name: value.to(output.device) for name, value in once.items()}
                 if units is not None and counted:
                     units.whole &= len(each) == len(batch)
@@ -133,6 +144,7 @@ class Evaluator:
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
+                tally.add(counts, taken=counted or stitch is not None)
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
@@ -140,6 +152,7 @@ class Evaluator:
             rows = units.table(sorted(sums), table)
             dist.all_reduce(rows)
             self._table = sorted(sums), rows.cpu()
+        self.tables, self.worst = tally.add_up(flow, table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     def intervals(self) -> dict[str, Any] | None:
@@ -197,29 +210,38 @@ class Evaluator:
         *,
         keep: bool = True,
         tick: Callable[[], None] = lambda: None,
+        shown: Sequence[int] | None = None,
         attempt: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+        meet: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
+        """Return what a picture shows of `shown` samples, on the host: made by every rank, and kept by those that ask.
 
         As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
-        might fail at, so that none goes on to a forward, which is collective, without the others.
+        might fail at, and `meet` comes before each forward, which is collective: none goes there without the others.
         """
         rows: list[Any] = []
+
+        def run(inputs: dict[str, Any]) -> torch.Tensor:
+            meet()
+            return flow.split.run(self.objective.axes, flow, inputs)
 
         def make(batch: Batch, first: int) -> None:
             output, targets = self.objective.example(
                 batch,
                 Draws(self.seed, batch.counters),
-                lambda inputs: flow.split.run(self.objective.axes, flow, inputs),
+                run,
                 first=first,
                 size=self.batch,
                 tick=tick,
             )
             if keep:
-                rows.extend(self.objective.rows(batch, output, targets))
+                made = self.objective.rows(batch, output, targets)
+                rows.extend(
+                    {"about": about} | row for about, row in zip(self.describer.describe(batch), made, strict=True)
+                )
 
         with flow.evaluating():
-            shown = attempt(self._choose)
+            shown = attempt(self._choose) if shown is None else shown
             for first in range(0, len(shown), self.batch):
                 some = shown[first : first + self.batch]
                 batch = attempt(partial(self.loader.load, some, whole=True))
