@@ -13,8 +13,9 @@ from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.launch.world import find_world
 from vitrail.parallel.check import refuse
-from vitrail.recipe import Recipe, plugins
+from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
+from vitrail.recipe.plugins import telling
 from vitrail.recipe.sections import Parallel
 from vitrail.training.evaluate import check_metrics, led_by
 from vitrail.training.failures import StopRequest, Watchdog
@@ -42,13 +43,8 @@ def train(
     """
     recipe = find_recipe(recipe, overrides)
     call = {"fresh": fresh, "trust": trust, "other_data": other_data, "change": change}
-    with (
-        trusted(trust),
-        joined(recipe, **call) as (place, watchdog),
-        StopRequest() as stop,
-        plugins.telling(),
-        in_words(recipe, watchdog),
-    ):
+    group = joined(recipe, **call)
+    with trusted(trust), group as (place, watchdog), StopRequest() as stop, telling(), in_words(recipe, watchdog):
         return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 
 
@@ -67,7 +63,7 @@ def evaluate(
     list_or_refuse(run, checkpoint)
     call = {"checkpoint": checkpoint, "samples": samples, "weights": weights}
     recipe = fitting(find_recipe(run, overrides), overrides)
-    with trusted(trust), joined(recipe, **call) as (place, watchdog), plugins.telling():
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), telling():
 
         def measure(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             recipe = fitting(stored_recipe(manifest, overrides), overrides)
