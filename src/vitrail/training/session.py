@@ -40,6 +40,7 @@ from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
+from vitrail.training.optimizers.optimizer import FROZEN
 from vitrail.training.pictures import Pictures
 from vitrail.training.profiling import FOLDER, Profiling
 from vitrail.training.runfolder import RunFolder, beside
@@ -358,11 +359,14 @@ class Session:
         flops = self.objective.flops(trainer.model)
         device = torch.cuda.get_device_name(self.place.device) if self.place.device.type == "cuda" else "CPU"
         epochs = trainer.total * self.data.batch / self.sampler.epoch
+        groups = trainer.group_table()
+        frozen = sum(row["parameters"] for row in groups if row["name"] == FROZEN)
+        size = f"{parameters:,} parameters" + (f" ({frozen:,} of them frozen)" if frozen else "")
         self.journal.start(
-            what=f"{f'continuing at step {trainer.done}' if resumed else 'starting'}: {parameters:,} parameters, "
+            what=f"{f'continuing at step {trainer.done}' if resumed else 'starting'}: {size}, "
             f"batch {self.data.batch}, {trainer.total} steps ({epochs:.1f} epochs) on {world} x {device}, "
             f"in {self.run_dir}",
-            groups=trainer.group_table(),
+            groups=groups,
             step=trainer.done,
             steps=trainer.total,
             resumed=resumed,
@@ -370,6 +374,7 @@ class Session:
             launcher=self.place.world.note,
             layout=str(trainer.flow.layout),
             parameters=parameters,
+            frozen=frozen,
             tokens_per_sample=self.objective.tokens_per_sample(),
             samples_per_epoch=self.sampler.epoch,
             threads=self.place.threads,

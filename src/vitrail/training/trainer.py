@@ -293,7 +293,8 @@ class Trainer:
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
-        rows = group_table(self.optimizer, self.base_rate)
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        rows = group_table(self.optimizer, self.base_rate, frozen)
         if self.flow.pipeline is None:
             return rows
         merged: dict[str, dict[str, Any]] = {}

@@ -6,6 +6,7 @@ meshes, stand beside them ("sources").
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,14 @@ from vitrail.models.model import Model
 from vitrail.parallel.mesh import local, spread_like
 from vitrail.recipe import config, must
 
+FROZEN = "frozen"  # the row of a table of groups for what is not trained
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
 
 # "matrix" is a weight matrix of one of the model's repeated blocks, "other" any other parameter.
 Role = Literal["matrix", "other"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+BLOCK = re.compile(r"encoder\.blocks\.(\d+)\.")
 
 
 @config
@@ -85,10 +89,13 @@ class OptimizerConfig(ABC):
     weight_decay: float = 0.05
     clip: float | None = 1.0  # largest norm of the gradient
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"  # with batch / 256
+    layer_decay: float | None = None  # times the rate, for each layer below the head; null: one rate
     groups: tuple[GroupRule, ...] = ()
 
     def __post_init__(self) -> None:
         must("not be negative", lr=self.lr, weight_decay=self.weight_decay)
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ValueError(f"layer_decay {self.layer_decay} must be above 0 and at most 1, such as 0.75")
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip {self.clip} must be above 0; use null for no clipping")
 
@@ -126,7 +133,8 @@ class Optimizer:
 def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> list[Group]:
     """Make parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not.
 
-    `names` are those of all parameters, where this rank has but some of them.
+    `names` are those of all parameters, where this rank has but some of them. With layer_decay a layer has groups of
+    its own.
     """
     names = names or [name for name, _ in model.named_parameters()]
     rules = dict.fromkeys(names, GroupRule(match=""))
@@ -142,6 +150,8 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
         )
     if all(rule.freeze for rule in rules.values()):
         raise UserError("optimizer.groups: every parameter is frozen; leave some to train")
+    layers = {} if c.layer_decay is None else find_layers(names)
+    top = max(layers.values(), default=0)
     spared = tuple(model.spared_from_decay())
     of_blocks = {id(parameter) for block in model.blocks() for parameter in block.parameters()}
     updates = {role: c.update(role) for role in ROLES}
@@ -158,20 +168,44 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
         label = f"{rule.match or 'all'}, {'decay' if decay else 'no decay'}"
         if differ:
             label += f", {type(updates[role]).__name__}"
-        key = (rule.match, decay, role if differ else None)
+        layer, multiplier = None, rule.lr
+        if c.layer_decay is not None:
+            layer = layers[name]
+            label += f", layer {layer}"
+            multiplier *= c.layer_decay ** (top - layer)
+        key = (rule.match, decay, role if differ else None, layer)
         if key not in groups:
-            groups[key] = Group(label, updates[role], rule.lr, decay)
+            groups[key] = Group(label, updates[role], multiplier, decay)
         group = groups[key]
         group.params.append(nn.Parameter(local(parameter.detach())))
         group.sources.append(parameter)
         group.names.append(name)
     # A rank of a pipeline may have frozen parameters alone.
-    return list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
+    found = list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
+    return sorted(found, key=lambda group: group.lr_multiplier) if layers else found
 
 
-def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
-    """Return one row a group, for people to check."""
-    return [
+def find_layers(names: Sequence[str]) -> dict[str, int]:
+    """Return the layer of each parameter: 0 what embeds patches, block i of the encoder i + 1, and above all others.
+
+    As BEiT and MAE count them: the last norm, heads and decoders are one layer above the last block.
+    """
+    blocks = {name: int(found[1]) for name in names if (found := BLOCK.match(name))}
+    if not blocks:
+        raise UserError("optimizer.layer_decay: this model has no encoder with blocks to count; leave it out")
+    top = max(blocks.values()) + 2
+
+    def layer(name: str) -> int:
+        if name in blocks:
+            return blocks[name] + 1
+        return 0 if name.startswith("encoder.") and not name.startswith("encoder.norm.") else top
+
+    return {name: layer(name) for name in names}
+
+
+def group_table(optimizer: Optimizer, base_rate: float, frozen: Sequence[Tensor] = ()) -> list[dict[str, Any]]:
+    """Return one row a group, for people to check, and one for what is frozen."""
+    rows = [
         {
             "name": group.name,
             "parameters": sum(p.numel() for p in group.sources),
@@ -181,6 +215,10 @@ def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
         }
         for group in optimizer.param_groups
     ]
+    if not frozen:
+        return rows
+    size = sum(p.numel() for p in frozen)
+    return [*rows, {"name": FROZEN, "parameters": size, "tensors": len(frozen), "lr": 0.0, "weight_decay": 0.0}]
 
 
 @torch.no_grad()  # DTensors then give their shards at once
