@@ -20,7 +20,7 @@ Distances are pure functions of features [N, D]. Whatever is a small difference 
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -139,14 +139,7 @@ class RunNetwork:
 
 def encode(model: MAE, inputs: dict[str, Any]) -> Tensor:
     """Return the mean of the encoder's last tokens [B, D], all of them visible."""
-    x, encoder = inputs.pop("x"), model.encoder
-    side = encoder.derive(inputs)
-    for stage in encoder.stages():
-        x = stage.run(x, side)
-    tokens, valid = x[:, encoder.prefix :], side.get("valid")
-    if valid is None:
-        return tokens.mean(dim=1)
-    return torch.where(valid.unsqueeze(-1), tokens, 0).sum(dim=1) / valid.sum(dim=1, keepdim=True).clamp(min=1)
+    return model.pooled(*model.encode(inputs))
 
 
 class Inception:
@@ -345,15 +338,32 @@ def nearest_classes(
 
     Near is a large cosine c, and a vote weighs exp(c / temperature).
     """
-    _check(bank, queries, least=1)
-    bank, queries = (nn.functional.normalize(each.float(), dim=1) for each in (bank, queries))
     found = []
-    for rows in queries.split(max(1, ROWS * ROWS * 100 // len(bank))):
-        near = (rows @ bank.T).topk(min(neighbours, len(bank)), dim=1)
-        votes = torch.zeros(len(rows), int(classes.max()) + 1, device=bank.device)
-        votes.scatter_add_(1, classes[near.indices], torch.exp(near.values / temperature))
+    for weights, places in _nearest(bank, queries, neighbours, temperature):
+        votes = torch.zeros(len(weights), int(classes.max()) + 1, device=bank.device)
+        votes.scatter_add_(1, classes[places], weights)
         found.append(votes.argmax(dim=1))
     return torch.cat(found)
+
+
+def nearest_shares(
+    bank: Tensor, shares: Tensor, queries: Tensor, *, neighbours: int = 20, temperature: float = 0.07
+) -> Tensor:
+    """Return how much of each class queries [M, D] are by the same votes, where the bank's own shares are [N, K]."""
+    found = []
+    for weights, places in _nearest(bank, queries, neighbours, temperature):
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        found.append(torch.einsum("mn,mnk->mk", weights, shares[places]))
+    return torch.cat(found)
+
+
+def _nearest(bank: Tensor, queries: Tensor, neighbours: int, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what the votes of the nearest in the bank weigh [m, n], and their places, for some queries at a time."""
+    _check(bank, queries, least=1)
+    bank, queries = (nn.functional.normalize(each.float(), dim=1) for each in (bank, queries))
+    for rows in queries.split(max(1, ROWS * ROWS * 100 // len(bank))):
+        near = (rows @ bank.T).topk(min(neighbours, len(bank)), dim=1)
+        yield torch.exp(near.values / temperature), near.indices
 
 
 def directions(voxels: int, number: int, *, seed: int) -> Tensor:
