@@ -105,6 +105,14 @@ class Eyes:
         has_tokens = bool(self.objective.predicts) and hasattr(encoder_of(self.config), "patch_on")
         return (*self.objective.predicts, *(("embeddings",) if has_tokens else ()))
 
+    def check_encoder(self) -> None:
+        """Refuse a run that has no features to tell."""
+        if "embeddings" not in self.offers:
+            raise UserError(
+                f"{self.run}: a {self.config.kind} with objective {self.recipe.objective.kind!r} has no encoder of "
+                "features; give the run of a vit, mae, unetr or sap"
+            )
+
     def form(self, write: str | None, dtype: str | None, stored: np.dtype) -> Form:
         """Return the form of what is asked for; refused where this network cannot give it."""
         offers, kind = self.offers, self.recipe.objective.kind
