@@ -45,6 +45,7 @@ from vitrail.report.metrics import (
     read_recipe,
     select,
 )
+from vitrail.report.probes import list_probes
 from vitrail.report.profiles import Profiled, show_profile
 from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
@@ -432,6 +433,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "warnings": notes,
         "curves": _draw_curves(lines, notes),
         "pictures": pictures,
+        "probes": list_probes(run, notes),
         "eval_heads": heads,
         "evals": evals,
         "speed": list_speed(facts),
