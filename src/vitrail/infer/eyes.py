@@ -109,7 +109,7 @@ class Eyes:
         """Refuse a run that has no features to tell."""
         if "embeddings" not in self.offers:
             raise UserError(
-                f"{self.run}: a {self.config.kind} with objective {self.recipe.objective.kind!r} has no encoder of "
+                f"{self.run}: model {self.config.kind!r} with objective {self.recipe.objective.kind!r} has no encoder of "
                 "features; give the run of a vit, mae, unetr or sap"
             )
 

@@ -24,7 +24,7 @@ STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)  # of holding weights back
 USUAL = 1e-3  # where there are too few samples to choose
 FOLDS = 5
 ITERATIONS = 100
-RATE, DECAY = 1e-3, 1e-2  # of the attentive probe
+RATE, DECAY = 0.03, 1e-2  # of the attentive probe; the rate is divided by the root of the width
 TOKENS = 8192  # of a step of it
 DRAWS = 1000  # of a bootstrap
 MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -97,6 +97,7 @@ class Attentive(nn.Module):
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
+        nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         queries = tokens if self.query is None else self.query.expand(len(tokens), -1, -1)
@@ -117,8 +118,9 @@ def attentive(tokens: Tensor, shares: Tensor, queries: Tensor, *, heads: int, st
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         probe = Attentive(width, shares.shape[-1], heads, each=shares.ndim == 3).to(device)
-        optimizer = torch.optim.AdamW(probe.parameters(), lr=RATE, weight_decay=DECAY)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps + 1)
+        rate = RATE / math.sqrt(width)
+        optimizer = torch.optim.AdamW(probe.parameters(), lr=rate, weight_decay=DECAY)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1)
         generator, order, at = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long), 0
         size = max(1, min(len(tokens), TOKENS // tokens.shape[1]))
         for _ in range(steps):
