@@ -109,8 +109,8 @@ class Eyes:
         """Refuse a run that has no features to tell."""
         if "embeddings" not in self.offers:
             raise UserError(
-                f"{self.run}: model {self.config.kind!r} with objective {self.recipe.objective.kind!r} has no encoder of "
-                "features; give the run of a vit, mae, unetr or sap"
+                f"{self.run}: model {self.config.kind!r} with objective {self.recipe.objective.kind!r} has no encoder "
+                "of features; give the run of a vit, mae, unetr or sap"
             )
 
     def form(self, write: str | None, dtype: str | None, stored: np.dtype) -> Form:

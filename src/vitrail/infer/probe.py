@@ -24,7 +24,7 @@ from vitrail.contents import check_contents
 from vitrail.data.batch import Labelling
 from vitrail.data.dataset import Dataset, check_source
 from vitrail.data.files.fingerprint import fingerprint
-from vitrail.data.files.stage import as_opened
+from vitrail.data.files.stage import configs_to_open
 from vitrail.data.look.inspect import entry_of
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
@@ -193,7 +193,7 @@ def _open(eyes: Eyes, recipe: Recipe, part: str, given: Sequence[str], labels: s
         if lacking is not None:
             raise UserError(f"labels: {labels!r} is for classes of voxels, and data of kind {lacking.kind} have none")
         entries = [dataclasses.replace(entry, labels=labels) for entry in entries]
-    entries = [dataclasses.replace(entry, weight=1.0) for entry in as_opened(recipe.data, entries)]
+    entries = [dataclasses.replace(entry, weight=1.0) for entry in configs_to_open(recipe.data, entries)]
     wanted = [check_variables(eyes, entry.open().variables, str(entry.path)) for entry in entries]
     entries = [
         entry if names is None else dataclasses.replace(entry, variables=names)
@@ -235,14 +235,11 @@ def _labelling(recipe: Recipe, parts: Sequence[Data], of: Of | None) -> Labellin
         for number, (source, c) in enumerate(zip(part.dataset.sources, part.dataset.configs, strict=True)):
             check_source(f"{part.dataset.where}.{number}", source, c, part.dataset.crop, of, part.dataset.settings.fit)
     ignore = getattr(objective, "ignore", None) if of == "voxel" else None
+    if of == "item":
+        return Labelling(of, tuple(dict.fromkeys(name for part in parts for name in part.dataset.class_names())))
     names = (getattr(objective, "names", None) or ()) if labels_of(objective, recipe.model) == of else ()
     names = tuple(names or parts[0].dataset.class_names(ignore))
-    if of == "voxel" and not names:
-        names = tuple(f"class {number}" for number in range(UNNAMED))
-    strange = [name for name in parts[1].dataset.class_names(ignore) if name not in names]
-    if of == "item" and strange:
-        raise UserError(f"{parts[1].title}: class {strange[0]!r} is not among those of {parts[0].title}; leave it out")
-    return Labelling(of, names, ignore)
+    return Labelling(of, names or tuple(f"class {number}" for number in range(UNNAMED)), ignore)
 
 
 # ---------------------------------------------------------------- features
@@ -375,6 +372,8 @@ class Probes:
         if len(present) < 2:
             only = f"the class {self.names[present[0]]!r} alone" if present else "no class at all"
             raise UserError(f"{data[0].title}: its labels have {only}, so there is nothing to tell apart")
+        for number in sorted({*self.valid.labels[self.valid.labels >= 0].unique().tolist()} - {*present}):
+            self.notes.append(f"{self.names[number]!r} is in {data[1].title} alone, so no probe can tell it")
         encoder = encoder_of(eyes.config)
         self.heads = encoder.heads
         self.patch = per_axis(encoder.patch, eyes.config.ndim)
