@@ -51,7 +51,7 @@ from vitrail.infer.readouts import (
 )
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of
-from vitrail.objectives.objective import labels_of
+from vitrail.objectives.objective import labels_wanted
 from vitrail.recipe import Recipe, kinds, yaml
 from vitrail.recipe.load import find_recipe
 from vitrail.recipe.sections import Tiles
@@ -126,7 +126,7 @@ def probe(
             _open(eyes, recipe, name, given, labels, str(data or run))
             for name, given in (("train", train), ("valid", valid))
         ]
-        of: Any = labels_of(recipe.objective, recipe.model)
+        of: Any = labels_wanted(recipe.objective, recipe.model)
         labelling = _labelling(recipe, parts, "voxel" if labels else None if train or valid else of)
         asked: dict[str, Any] = {"number": number, "seed": seed, "memory": memory, "batch": batch}
         asked |= {"compute": compute or eyes.recipe.precision.compute, "device": place.type}
@@ -237,7 +237,7 @@ def _labelling(recipe: Recipe, parts: Sequence[Data], of: Of | None) -> Labellin
     ignore = getattr(objective, "ignore", None) if of == "voxel" else None
     if of == "item":
         return Labelling(of, tuple(dict.fromkeys(name for part in parts for name in part.dataset.class_names())))
-    names = (getattr(objective, "names", None) or ()) if labels_of(objective, recipe.model) == of else ()
+    names = (getattr(objective, "names", None) or ()) if labels_wanted(objective, recipe.model) == of else ()
     names = tuple(names or parts[0].dataset.class_names(ignore))
     return Labelling(of, names or tuple(f"class {number}" for number in range(UNNAMED)), ignore)
 
