@@ -37,6 +37,7 @@ from vitrail.training import evaluate
 from vitrail.training import evaluate as meters
 from vitrail.training.evaluate import WARM_UP_STEPS, Meter
 from vitrail.training.optimizers.adam import AdamConfig, AdamWConfig
+from vitrail.training.optimizers.depth import find_layers
 from vitrail.training.optimizers.lion import LionConfig
 from vitrail.training.optimizers.muon import MuonConfig
 from vitrail.training.optimizers.optimizer import (
@@ -44,7 +45,6 @@ from vitrail.training.optimizers.optimizer import (
     Group,
     GroupRule,
     Optimizer,
-    find_layers,
     group_table,
     make_groups,
     named_state,

@@ -177,15 +177,15 @@ class Rows:
             return
         for row in engine.rows(looking, range(tiling.rows), tick=beat, **threads):
             item, box = tiling.place(row.number)
-            values = engine.finish(row)
+            found = engine.finish(row)
             if self.per == "item":
                 centre = (np.array(self.seen.source.items[item].shape) - 1) / 2
-                yield self._block(item, values.reshape(1, -1), centre[None])
+                yield self._block(item, found.reshape(1, -1), centre[None])
                 continue
             cell = np.array(tiling.cut.cell)
             cells = np.stack(np.meshgrid(*[np.arange(b.start, b.stop) for b in box], indexing="ij"), axis=-1)
             centres = cells.reshape(-1, len(box)) * cell + (cell - 1) / 2
-            yield self._block(item, np.ascontiguousarray(values.reshape(len(values), -1).T), centres)
+            yield self._block(item, np.ascontiguousarray(found.reshape(len(found), -1).T), centres)
 
     def _block(self, item: int, features: np.ndarray, voxel: np.ndarray) -> Block:
         if item not in self._frames:

@@ -80,7 +80,7 @@ def _fit(features: Tensor, shares: Tensor, strength: float) -> nn.Linear:
         value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     return layer.requires_grad_(False)
 
 

@@ -38,7 +38,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     counts = found.get("counts")
     counts = counts if isinstance(counts, dict) else {}
     scores = found.get("scores")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for score in scores if isinstance(scores, list) else []:
         if not isinstance(score, dict):
             continue

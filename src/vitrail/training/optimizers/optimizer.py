@@ -6,7 +6,6 @@ meshes, stand beside them ("sources").
 """
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from vitrail.foreign import read_pattern, search_all
 from vitrail.models.model import Model
 from vitrail.parallel.mesh import local, spread_like
 from vitrail.recipe import config, must
+from vitrail.training.optimizers.depth import find_layers
 
 FROZEN = "frozen"  # the row of a table of groups for what is not trained
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
@@ -28,8 +28,6 @@ BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
 # "matrix" is a weight matrix of one of the model's repeated blocks, "other" any other parameter.
 Role = Literal["matrix", "other"]
 ROLES: tuple[Role, ...] = get_args(Role)
-
-BLOCK = re.compile(r"encoder\.blocks\.(\d+)\.")
 
 
 @config
@@ -181,26 +179,8 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
         group.sources.append(parameter)
         group.names.append(name)
     # A rank of a pipeline may have frozen parameters alone.
-    found = list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
-    return sorted(found, key=lambda group: group.lr_multiplier) if layers else found
-
-
-def find_layers(names: Sequence[str]) -> dict[str, int]:
-    """Return the layer of each parameter: 0 what embeds patches, block i of the encoder i + 1, and above all others.
-
-    As BEiT and MAE count them: the last norm, heads and decoders are one layer above the last block.
-    """
-    blocks = {name: int(found[1]) for name in names if (found := BLOCK.match(name))}
-    if not blocks:
-        raise UserError("optimizer.layer_decay: this model has no encoder with blocks to count; leave it out")
-    top = max(blocks.values()) + 2
-
-    def layer(name: str) -> int:
-        if name in blocks:
-            return blocks[name] + 1
-        return 0 if name.startswith("encoder.") and not name.startswith("encoder.norm.") else top
-
-    return {name: layer(name) for name in names}
+    made = list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
+    return sorted(made, key=lambda group: group.lr_multiplier) if layers else made
 
 
 def group_table(optimizer: Optimizer, base_rate: float, frozen: Sequence[Tensor] = ()) -> list[dict[str, Any]]:
