@@ -10,9 +10,21 @@ Importing the package is cheap: PyTorch comes in with the first call.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["embed", "evaluate", "load", "load_recipe", "load_weights", "predict", "probe", "sample", "train"]
+__all__ = [
+    "embed",
+    "evaluate",
+    "export",
+    "load",
+    "load_recipe",
+    "load_weights",
+    "predict",
+    "probe",
+    "sample",
+    "train",
+]
 
 if TYPE_CHECKING:
+    from vitrail.exports.export import export
     from vitrail.infer.embed import embed
     from vitrail.infer.eyes import load
     from vitrail.infer.predict import predict
@@ -25,6 +37,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "embed": "infer.embed:embed",
     "evaluate": "training.run:evaluate",
+    "export": "exports.export:export",
     "load": "infer.eyes:load",
     "load_recipe": "recipe:load_recipe",
     "load_weights": "weights:load_weights",

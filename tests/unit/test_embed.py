@@ -14,6 +14,7 @@ from safetensors import safe_open
 import vitrail
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import UserError
+from vitrail.infer.features import encode
 from vitrail.objectives.objective import normalise
 
 
@@ -43,7 +44,7 @@ def plain(run: Path, crop: np.ndarray) -> torch.Tensor:
     model: Any = vitrail.load(run)
     images = normalise(torch.from_numpy(crop)[None], model.eyes.statistics)
     with torch.no_grad():
-        x, _ = model.encode(model.inputs(images))
+        x, _ = encode(model, model.inputs(images))
     return x[0, model.encoder.prefix :]
 
 

@@ -37,15 +37,13 @@ from vitrail.training import evaluate
 from vitrail.training import evaluate as meters
 from vitrail.training.evaluate import WARM_UP_STEPS, Meter
 from vitrail.training.optimizers.adam import AdamConfig, AdamWConfig
-from vitrail.training.optimizers.depth import find_layers
+from vitrail.training.optimizers.groups import FROZEN, find_layers, group_table
 from vitrail.training.optimizers.lion import LionConfig
 from vitrail.training.optimizers.muon import MuonConfig
 from vitrail.training.optimizers.optimizer import (
-    FROZEN,
     Group,
     GroupRule,
     Optimizer,
-    group_table,
     make_groups,
     named_state,
     restore_state,
@@ -570,6 +568,12 @@ class CountingObjective:
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         return sums
+
+    def count(self, output: torch.Tensor, targets: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+    def each(self, output: torch.Tensor, targets: Any) -> None:
+        return None
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])

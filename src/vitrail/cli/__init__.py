@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import vitrail
-from vitrail.cli import data, features, new, plan, predict, tools, train
+from vitrail.cli import data, export, features, new, plan, predict, tools, train
 from vitrail.cli import words as streams
 from vitrail.cli.words import tell
 from vitrail.credentials import clash, hide_in
@@ -65,8 +65,9 @@ def tell_out_of_memory(error: BaseException) -> None:
 
     world = find_world()
     tell(
-        f"{f'rank {world.rank}: ' if world.size > 1 else ''}memory ran out ({summary(error)[:300]}); make data.batch, "
-        "data.micro_batch, data.crop or the model smaller, or see docs/memory.md for what saves memory"
+        f"{f'rank {world.rank}: ' if world.size > 1 else ''}memory ran out ({summary(error)[:300]}); make "
+        "data.micro_batch, data.crop or the model smaller, set parallel.recompute=full, or let `vitrail tune RECIPE` "
+        "find what fits; docs/memory.md says what each saves"
     )
 
 
@@ -79,7 +80,7 @@ _SETTINGS: dict[str, Any] = {
 }
 app = typer.Typer(cls=Verbs, **_SETTINGS)
 of_data = typer.Typer(**_SETTINGS)
-for group in (new, train, predict, features, tools, plan):
+for group in (new, train, predict, features, export, tools, plan):
     group.add(app)
 data.add(of_data)
 app.add_typer(of_data, name="data", help="Make a volume to try things on, or look at your own.")

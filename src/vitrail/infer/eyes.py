@@ -28,6 +28,7 @@ from vitrail.data.normalize import Values
 from vitrail.data.source import Source
 from vitrail.draws import Draws
 from vitrail.errors import UserError
+from vitrail.infer.features import encode, pooled
 from vitrail.infer.folder import as_stored, read_facts
 from vitrail.layers.patches import num_voxels, per_axis
 from vitrail.layers.tokens import Tokens
@@ -254,9 +255,8 @@ class Looking:
         return self._pooled(x, side)[(..., *[None] * len(tokens.size))]
 
     def _pooled(self, x: Tensor, side: dict[str, Any]) -> Tensor:
-        model: Any = self.model
         with self._computing():
-            return model.pooled(x, side).float()
+            return pooled(self.model, x, side).float()
 
     def _computing(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.solo is None else self.solo.computing()
@@ -270,7 +270,7 @@ class Looking:
             model.config, images, variables=batch.variables or None, scored=batch.values, span=batch.span
         )
         with self._computing():
-            x, side = model.encode(inputs)
+            x, side = encode(model, inputs)
             return x, side, tokens
 
     def _on_grid(self, x: Tensor, tokens: Tokens) -> Tensor:

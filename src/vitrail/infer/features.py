@@ -34,7 +34,7 @@ from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.models.mae import MAE
-from vitrail.models.model import Model, make_inputs
+from vitrail.models.model import Model, Side, make_inputs
 from vitrail.models.vit import ViT
 from vitrail.objectives.objective import normalise
 from vitrail.recipe.kinds import remedy
@@ -130,16 +130,33 @@ class RunNetwork:
         span = self.values.span(sources, (), None, values.device)
         inputs, _ = make_inputs(self.model.config, images, scored=values, span=span)
         if isinstance(self.model, MAE):
-            return Seen(encode(self.model, inputs), None)
+            return Seen(pooled(self.model, *encode(self.model, inputs)), None)
         features = self.model(**inputs).float()
         if features.ndim == 3:  # not pooled
             features = features.mean(dim=1)
         return Seen(features, None if self.head is None else self.head(features).argmax(dim=1))
 
 
-def encode(model: MAE, inputs: dict[str, Any]) -> Tensor:
-    """Return the mean of the encoder's last tokens [B, D], all of them visible."""
-    return model.pooled(*model.encode(inputs))
+def encode(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Side]:
+    """Run the encoder of a model alone; return its last tokens [B, prefix + N, D], and the side inputs.
+
+    Inputs are those of the whole model, of which masks have no part: every token is seen.
+    """
+    side = model.encoder.derive({name: value for name, value in inputs.items() if name != "x"})
+    x: Tensor = inputs["x"]
+    for stage in model.encoder.stages():
+        x = stage.run(x, side)
+    return x, side
+
+
+def pooled(model: Any, x: Tensor, side: Side) -> Tensor:
+    """Return the feature [B, D] of whole samples: what a vit's head would see, else the mean of the tokens."""
+    if isinstance(model, ViT) and model.config.pool != "tokens":
+        return model.pool_tokens(x, side)
+    tokens, valid = x[:, model.encoder.prefix :], side.get("valid")
+    if valid is None:
+        return tokens.mean(dim=1)
+    return torch.where(valid.unsqueeze(-1), tokens, 0).sum(dim=1) / valid.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 class Inception:

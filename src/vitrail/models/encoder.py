@@ -260,24 +260,6 @@ class EncodedModel(Model):
         self.config = c
         self.encoder = Encoder(encoder_of(c), ndim=c.ndim, channels=c.channels_in, shape=c.extent, **options)
 
-    def encode(self, inputs: Side) -> tuple[Tensor, Side]:
-        """Run the encoder alone; return its last tokens [B, prefix + N, D], and the side inputs with what it derived.
-
-        Inputs are those of the whole model, of which masks have no part: every token is seen.
-        """
-        side = self.encoder.derive({name: value for name, value in inputs.items() if name != "x"})
-        x: Tensor = inputs["x"]
-        for stage in self.encoder.stages():
-            x = stage.run(x, side)
-        return x, side
-
-    def pooled(self, x: Tensor, side: Side) -> Tensor:
-        """Return the feature [B, D] of whole samples: the mean of the tokens that encode() gives, padding left out."""
-        tokens, valid = x[:, self.encoder.prefix :], side.get("valid")
-        if valid is None:
-            return tokens.mean(dim=1)
-        return torch.where(valid.unsqueeze(-1), tokens, 0).sum(dim=1) / valid.sum(dim=1, keepdim=True).clamp(min=1)
-
     def encoder_stages(self) -> list[Stage]:
         return [stage.within("encoder") for stage in self.encoder.stages()]
 

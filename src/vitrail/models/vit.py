@@ -67,10 +67,6 @@ class ViT(EncodedModel):
             Stage("head", self.pool_and_classify, ("valid", "variables", "head_dropout"), (self.pool, self.head)),
         ]
 
-    def pooled(self, x: Tensor, side: Side) -> Tensor:
-        """Return the feature [B, D] that the head would see; without pooling the mean of the tokens."""
-        return super().pooled(x, side) if self.config.pool == "tokens" else self.pool_tokens(x, side)
-
     def pool_and_classify(self, x: Tensor, side: Side) -> Tensor:
         x = self.pool_tokens(x, side)
         if side.get("head_dropout") is not None:

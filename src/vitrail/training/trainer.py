@@ -34,9 +34,9 @@ from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import local
 from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.optimizers.groups import group_table
 from vitrail.training.optimizers.optimizer import (
     Optimizer,
-    group_table,
     make_groups,
     named_state,
     restore_state,

@@ -20,9 +20,8 @@ from vitrail.foreign import read_pattern, search_all
 from vitrail.models.model import Model
 from vitrail.parallel.mesh import local, spread_like
 from vitrail.recipe import config, must
-from vitrail.training.optimizers.depth import find_layers
+from vitrail.training.optimizers.groups import find_layers
 
-FROZEN = "frozen"  # the row of a table of groups for what is not trained
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
 
 # "matrix" is a weight matrix of one of the model's repeated blocks, "other" any other parameter.
@@ -181,24 +180,6 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
     # A rank of a pipeline may have frozen parameters alone.
     made = list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
     return sorted(made, key=lambda group: group.lr_multiplier) if layers else made
-
-
-def group_table(optimizer: Optimizer, base_rate: float, frozen: Sequence[Tensor] = ()) -> list[dict[str, Any]]:
-    """Return one row a group, for people to check, and one for what is frozen."""
-    rows = [
-        {
-            "name": group.name,
-            "parameters": sum(p.numel() for p in group.sources),
-            "tensors": len(group.params),
-            "lr": base_rate * group.lr_multiplier,
-            "weight_decay": group.weight_decay,
-        }
-        for group in optimizer.param_groups
-    ]
-    if not frozen:
-        return rows
-    size = sum(p.numel() for p in frozen)
-    return [*rows, {"name": FROZEN, "parameters": size, "tensors": len(frozen), "lr": 0.0, "weight_decay": 0.0}]
 
 
 @torch.no_grad()  # DTensors then give their shards at once
