@@ -139,6 +139,7 @@ def test_voxels_of_what_the_run_was_trained_on(tmp_path: Path) -> None:
     run = train_segmentation(tmp_path, tmp_path, data__train=entry, data__valid=entry, model=model, **changes)
     found = vitrail.probe(run, steps=100)
     assert found["classes"] == ["out", "in"]
+    assert [name[5:] for name in found["scores"][0]["each"]] == ["out", "in"]  # both have names: both count
     assert scores(found)["linear"] > 0.8
     assert scores(found)["kNN"] > 0.8
 

@@ -52,6 +52,7 @@ from vitrail.infer.readouts import (
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import labels_wanted
+from vitrail.objectives.segment import SegmentConfig
 from vitrail.recipe import Recipe, kinds, yaml
 from vitrail.recipe.load import find_recipe
 from vitrail.recipe.sections import Tiles
@@ -143,9 +144,9 @@ def probe(
                 notes.append("the data cannot be told from others, so their features are computed at each call")
             else:
                 _write(kept, found)
-        background = bool(getattr(recipe.objective, "background", False))
+        segment = recipe.objective if isinstance(recipe.objective, SegmentConfig) else SegmentConfig()
         options: dict[str, Any] = {"neighbours": neighbours, "steps": steps, "seed": seed, "device": place}
-        probes = Probes(eyes, parts, found, labelling, background=background, **options)
+        probes = Probes(eyes, parts, found, labelling, segment=segment, **options)
         result = {
             "run": str(run),
             "step": manifest["step"],
@@ -356,7 +357,7 @@ class Probes:
         found: Sequence[Part],
         labelling: Labelling,
         *,
-        background: bool,
+        segment: SegmentConfig,
         neighbours: int,
         steps: int,
         seed: int,
@@ -380,7 +381,8 @@ class Probes:
         self.grid = tuple(n // side for n, side in zip(eyes.crop, self.patch, strict=True))
         if self.of == "voxel" and len(self.grid) > 3:
             raise UserError("probes of voxels are for two and three axes; probe classes of items")
-        self.counted = list(range(0 if background else 1, len(self.names)))  # in the mean Dice
+        named = dataclasses.replace(segment, names=self.names)
+        self.counted = [number for number in range(len(self.names)) if named.counts(number)]  # in the mean Dice
         self.predicted: Tensor | None = None  # classes of voxels, by the linear probe
         for part, some in zip(data, (self.train, self.valid), strict=True):
             if self.of == "item" and not part.whole:
