@@ -323,7 +323,7 @@ def _read(path: Path | None) -> list[Part] | None:
     if path is None or not path.is_file():
         return None
     try:
-        columns, _ = tables.load(path)
+        columns, _ = tables.read_columns(path)
         return [
             Part(*(torch.from_numpy(columns[f"{part}.{name}"]) for name in Part._fields)) for part in ("train", "valid")
         ]
@@ -341,7 +341,7 @@ def _write(path: Path, found: Sequence[Part]) -> None:
     }
     with disk.told(path):
         path.parent.mkdir(exist_ok=True)
-        tables.save(path, columns, {})
+        tables.write_columns(path, columns, {})
 
 
 # ---------------------------------------------------------------- probes

@@ -53,14 +53,14 @@ def writing(target: Path, columns: Columns, rows: int, facts: Mapping[str, Any])
         tensors.finish()
 
 
-def save(path: Path, columns: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+def write_columns(path: Path, columns: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
     """Write whole columns, of any number of rows each, to a safetensors file."""
     with disk.replacing(path) as file:
         _Tensors(file, {name: (values.dtype, values.shape) for name, values in columns.items()}, facts)(columns)
 
 
-def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read what save() has written."""
+def read_columns(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read what write_columns() has written."""
     from safetensors import safe_open
 
     check_plain(path)
@@ -87,7 +87,6 @@ class _Tensors:
         text = text.ljust(-(-len(text) // 8) * 8)
         self.places = {name: 8 + len(text) + place for name, place in self.places.items()}
         file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> None:
         for name, values in rows.items():
