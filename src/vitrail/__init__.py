@@ -10,9 +10,10 @@ Importing the package is cheap: PyTorch comes in with the first call.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "load", "load_recipe", "load_weights", "predict", "sample", "train"]
+__all__ = ["evaluate", "export", "load", "load_recipe", "load_weights", "predict", "sample", "train"]
 
 if TYPE_CHECKING:
+    from vitrail.exports.export import export
     from vitrail.infer.eyes import load
     from vitrail.infer.predict import predict
     from vitrail.infer.sample import sample_run as sample
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "evaluate": "training.run:evaluate",
+    "export": "exports.export:export",
     "load": "infer.eyes:load",
     "load_recipe": "recipe:load_recipe",
     "load_weights": "weights:load_weights",

@@ -37,7 +37,7 @@ ROOT = HERE.parents[1]
 PACKAGE = "src/vitrail"
 ROOMS = (
     *("recipe", "layers", "models", "diffusion", "objectives", "data", "data/sources", "data/augment", "parallel"),
-    *("training", "infer", "codecs", "weights", "cost", "bench", "launch", "report", "cli", "draws", "disk"),
+    *("training", "infer", "exports", "codecs", "weights", "cost", "bench", "launch", "report", "cli", "draws", "disk"),
     "contents",
 )
 GOAL = 0.95

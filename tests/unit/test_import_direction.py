@@ -24,6 +24,7 @@ ORDER = (
     ("codecs",),
     ("training",),
     ("infer", "bench"),
+    ("exports",),
     ("cli",),
 )
 HEIGHT = {room: height for height, rooms in enumerate(ORDER) for room in rooms}

@@ -25,6 +25,7 @@ ALLOWED = {
     "data/files/places.py": "of a store, by files.py",
     "disk.py": "opens so that no pipe keeps it waiting",
     "foreign.py": "is the way to open files",
+    "infer/outputs.py": "a folder that it has looked at, to lock it",
     "launch/jobs.py": "looks at the path first; and templates of vitrail's own",
     "launch/machine.py": "of the system",
     "launch/world.py": "of the system",
@@ -32,7 +33,9 @@ ALLOWED = {
     "report/page.py": "templates of vitrail's own",
     "training/alike.py": "of Python modules",
     "training/failures.py": "of the system",
+    "training/profiling.py": "what this process has just written",
     "training/runfolder.py": "in a folder that was looked at",
+    "training/timeline.py": "a trace that this process has just written",
     "cli/plan.py": "logs in a folder that was looked at",
     "cli/words.py": "nothing: the null device",
 }

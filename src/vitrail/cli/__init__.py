@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import vitrail
-from vitrail.cli import data, new, plan, predict, tools, train
+from vitrail.cli import data, export, new, plan, predict, tools, train
 from vitrail.cli import words as streams
 from vitrail.cli.words import tell
 from vitrail.credentials import clash, hide_in
@@ -79,7 +79,7 @@ _SETTINGS: dict[str, Any] = {
 }
 app = typer.Typer(cls=Verbs, **_SETTINGS)
 of_data = typer.Typer(**_SETTINGS)
-for group in (new, train, predict, tools, plan):
+for group in (new, train, predict, export, tools, plan):
     group.add(app)
 data.add(of_data)
 app.add_typer(of_data, name="data", help="Make a volume to try things on, or look at your own.")

@@ -58,7 +58,7 @@ def rise(layer: nn.Module, x: Tensor) -> Tensor:
     y = F.linear(x.movedim(1, -1), weight.flatten(0, -2)).unflatten(-1, weight.shape[:-1])  # B *S *factor C
     axes = [axis for i in range(ndim) for axis in (1 + i, 1 + ndim + i)]
     size = scaled(tuple(x.shape[2:]), tuple(weight.shape[:ndim]))
-    return y.permute(0, *axes, -1).reshape(len(x), *size, -1).movedim(-1, 1)
+    return y.permute(0, *axes, -1).reshape(x.shape[0], *size, -1).movedim(-1, 1)
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ def tokenize(
     parts = channels if separate else 1
     if isinstance(c, UniformTokens):
         values = patchify(images.flatten(0, 1).unsqueeze(1) if separate else images, patch)  # B*V N P
-        coordinates = grid_coordinates(size, patch, images.device).expand(len(images), -1, -1)
+        coordinates = grid_coordinates(size, patch, images.device).expand(images.shape[0], -1, -1)
         if separate:
             values, coordinates = values.unflatten(0, (-1, parts)).flatten(1, 2), coordinates.repeat(1, parts, 1)
         return Tokens(values, coordinates, patch, size, separate=parts, slab=slab)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.foreign import Program, check_plain, check_saved, open_plain, read_json
+from vitrail.weights.exported import is_exported
 from vitrail.weights.runs import (
     BadCheckpoint,
     find_checkpoint,
@@ -77,7 +78,7 @@ def open_weights(given: str | Path | Mapping[str, Tensor]) -> Weights:
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder; give weights (.safetensors, .pt) or a vitrail run")
     if path.is_dir():
-        if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir():
+        if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir() or is_exported(path):
             return _open_run(path)
         if (path / ".metadata").is_file():
             return unwrapped(_open_dcp(path))

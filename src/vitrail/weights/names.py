@@ -4,6 +4,7 @@ Names are brought to one vocabulary, close to timm's, by tables of regular expre
 that only its kind has.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 
@@ -146,7 +147,7 @@ MONAI: Rules = [
     (r"(?:vit\.)?(blocks\.\d+)\.mlp\.linear(1|2)" + _END, r"\1.mlp.fc\2.\3"),
     (r"(?:vit\.)?norm" + _END, r"norm.\1"),
     (r"cls_token", "cls_token"),
-    (r"classification_head\.0\.(.*)", r"head.\1"),
+    (r"classification_head(?:\.0)?\.(weight|bias)", r"head.\1"),
     *_UNETR,
 ]
 UCF: Rules = [
@@ -223,6 +224,13 @@ TABLES: dict[str, Rules] = {
     "torchtitan-mae": TORCHTITAN_MAE,
 }
 ADAPTERS = ("vitrail", *TABLES)
+# What blocks call their parts; those of all projects together, as no two of them mean different things by one name.
+INSIDE: dict[str, list[tuple[str, str]]] = {
+    "hf": _HF_LAYER,
+    "torchtitan-mae": _TITAN_LAYER,
+    "diffusers": _DIFFUSERS_LAYER,
+    "timm": _BLOCK,
+}
 
 
 def recognise(names: Iterable[str]) -> list[str]:
@@ -247,7 +255,7 @@ def rename(name: str, rules: Rules) -> str | None:
 
 
 def _rename_inside(name: str) -> str:
-    for pattern, to in (*_HF_LAYER, *_TITAN_LAYER, *_DIFFUSERS_LAYER, *_BLOCK):
+    for pattern, to in itertools.chain(*INSIDE.values()):
         if re.match(pattern, name):
             return re.sub("^" + pattern, to, name)
     return name

@@ -29,6 +29,7 @@ from vitrail.parallel.agree import Group, gather_json, on_chief
 from vitrail.recipe import Recipe, load_recipe
 from vitrail.recipe.load import as_meant, diff
 from vitrail.sums import check_version, sum_of_file, sum_of_tree
+from vitrail.weights import exported
 from vitrail.weights.safe_dcp import TensorPlanner, TensorReader, UnsafeCheckpoint
 
 T = TypeVar("T")
@@ -90,11 +91,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         raise BadCheckpoint(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
-    for key, kind in KEYS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise BadCheckpoint(f"{MANIFEST} has {manifest.get(key)!r} for {key!r}, which should be {kind.__name__}")
-    if not _are_statistics(manifest["statistics"]):
-        raise BadCheckpoint(f"{MANIFEST} has statistics that are no finite means and positive stds of some variables")
+    check_keys(manifest, MANIFEST)
     if folder.name != checkpoint_name(manifest["step"]):
         raise BadCheckpoint(f"{MANIFEST} is that of step {manifest['step']}")
     for name in sorted(files.keys() | present.keys()):
@@ -106,6 +103,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if size != files[name][0]:
             raise BadCheckpoint(f"{name} has {size} bytes instead of {files[name][0]}")
     return manifest
+
+
+def check_keys(manifest: dict[str, Any], name: str) -> None:
+    """Refuse a manifest, of a file with this name, that lacks what a checkpoint tells."""
+    for key, kind in KEYS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise BadCheckpoint(f"{name} has {manifest.get(key)!r} for {key!r}, which should be {kind.__name__}")
+    if not _are_statistics(manifest["statistics"]):
+        raise BadCheckpoint(f"{name} has statistics that are no finite means and positive stds of some variables")
 
 
 def _are_statistics(found: dict[str, Any]) -> bool:
@@ -148,6 +154,8 @@ def verify(folder: Path, manifest: dict[str, Any], *, rank: int = 0, world: int 
 
 def stored_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Size]:
     """Return names and shapes of the tensors in a verified checkpoint."""
+    if "vitrail_export" in manifest:
+        return exported.shapes_of(folder, manifest)
     metadata = _reader(folder, manifest).read_metadata()
     entries = metadata.state_dict_metadata.items()
     return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -174,6 +182,8 @@ def check_tensors(stored: dict[str, torch.Size], state: dict[str, Tensor]) -> No
 
 def read_tensors(folder: Path, manifest: dict[str, Any], state: dict[str, Tensor], group: Group) -> None:
     """Fill tensors that were checked; what cannot be read is a BadCheckpoint on every rank."""
+    if "vitrail_export" in manifest:
+        return exported.fill(folder, manifest, state)
     reader = _reader(folder, manifest)
     # Without a group PyTorch warns that it loads in a single process, which is what is asked for.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -257,6 +267,8 @@ def with_checkpoint(
 def list_or_refuse(run: str | Path, checkpoint: str | int | None) -> list[Path]:
     """List the checkpoints of a run that were asked for, newest first: of a step, the "last" or the "best"."""
     check_name(Path(run), "run folder")
+    if exported.is_exported(run):
+        return [Path(run)]
     folder = Path(run) / "checkpoints"
     found = list_checkpoints(folder)
     checkpoint = None if checkpoint == "last" else checkpoint
@@ -307,7 +319,18 @@ def find_best(run: str | Path, folders: Sequence[Path]) -> int:
 
 
 def find_checkpoint(run: str | Path, checkpoint: str | int | None) -> tuple[Path, dict[str, Any]]:
-    """Return a verified checkpoint of a run: of a step, the best one, or the newest good one."""
+    """Return a verified checkpoint of a run: of a step, the best one, or the newest good one.
+
+    An exported model is one, too.
+    """
+    if exported.is_exported(run):
+        manifest = exported.read_exported(Path(run))
+        try:
+            check_keys(manifest, exported.CONFIG)
+        except BadCheckpoint as error:
+            raise UserError(f"{run}: {error}; export it again") from None
+        exported.choose(Path(run), manifest, checkpoint)
+        return Path(run), manifest
     for _ in range(ATTEMPTS):
         problems, listed = [], list_or_refuse(run, checkpoint)
         check_contents(Path(run), reading=True)
@@ -337,6 +360,8 @@ def load_weights(model: Model, path: Path, manifest: dict[str, Any], weights: st
 
     Without a group this process has all of it. Ends alike on all ranks, whichever of them finds what is wrong.
     """
+    if manifest.get("weights", weights) != weights:  # of an exported model, which has but one kind
+        raise UserError(f"weights: {path} holds the averaged ones alone; ask for 'ema', or leave it out")
     prefix = "ema" if weights == "ema" else "model"
     state = {f"{prefix}.{name}": p.detach() for name, p in model.named_parameters()}
     told: dict[str, Any] = {"names": list(state), "problem": None}
