@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import ROOT, end, environment, is_gone, losses, tiny_recipe, write_recipe
+from support import ROOT, end, environment, events, is_gone, losses, run, tiny_recipe, torchrun, write_recipe
 from watching import (
     WATCHED,
     Phase,
@@ -127,3 +127,14 @@ def test_a_hang_leaves_the_latest_collectives(volume: Path, tmp_path: Path) -> N
     assert told, output[-3000:]
     assert f"(its latest collectives are in {folder})" in told[0]
     assert b"gloo:all_reduce" in (folder / "gloo_rank_0").read_bytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_picture_that_one_rank_cannot_make_ends_no_run(volume: Path, tmp_path: Path, rank: int) -> None:
+    options: dict[str, Any] = {"run__steps": 4, "checkpoint": {"every": "off"}, "log__pictures": 2}
+    recipe = make_recipe(volume, tmp_path, "run", objective={"kind": "raising", "picture": rank}, **options)
+    code, output = run(*torchrun(2, "-m", "vitrail", "train", recipe, *PLUGIN), env=with_plugin())
+    assert code == 0, output[-4000:]
+    assert output.count("the picture of step 0 could not be drawn, nor others so: ArithmeticError") == 1
+    assert [event["step"] for event in events(tmp_path / "run", "warning")] == [0]
+    assert len(losses(tmp_path / "run")) == 4

@@ -177,5 +177,5 @@ def test_running_out_of_memory_is_told_in_a_sentence(
     assert ended.value.code == 1
     told = capsys.readouterr().err
     assert re.fullmatch(
-        r"error: memory ran out \(RuntimeError: .* 5 bytes\); make data\.batch, .* smaller, or see .*\n", told
+        r"error: memory ran out \(RuntimeError: .* 5 bytes\); make data\.micro_batch, .* tune RECIPE` .*\n", told
     )

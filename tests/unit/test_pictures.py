@@ -19,6 +19,7 @@ from vitrail.errors import BadData
 from vitrail.objectives.generate import Generate
 from vitrail.objectives.reconstruct import Reconstruct
 from vitrail.parallel import shard
+from vitrail.report import summary as vitrail_summary
 from vitrail.report.panels import pairs_panel, sample_grid, segmentation_panel
 from vitrail.report.views import cuts_of, pad
 from vitrail.training import pictures
@@ -81,6 +82,9 @@ def test_a_failing_picture_is_said_once_and_training_goes_on(
         "the picture of step 2 could not be drawn, nor others so: IndexError: tuple index out of range",
         "the picture of step 3 could not be drawn, nor others so: No space left on device",
     ]
+    warned = events(tmp_path / "run", "warning")
+    assert [(event["step"], event["text"][:11]) for event in warned] == [(step, "The picture") for step in (0, 2, 3)]
+    assert len(vitrail_summary(tmp_path / "run")["warnings"]) >= 3
     assert [event["step"] for event in events(tmp_path / "run", "picture")] == [4]
     plain = {"log.pictures": "off", "run.dir": str(tmp_path / "plain"), "checkpoint.every": 4}
     vitrail.train(merge(tree, plain), quiet=True)
@@ -88,21 +92,26 @@ def test_a_failing_picture_is_said_once_and_training_goes_on(
 
 
 def test_ranks_give_up_a_picture_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that got through hears of one that did not; bad data are no matter of pictures."""
+    """A rank that got through, or is at a forward, hears of one that did not; bad data are no end of a run either."""
     drawing = Pictures(SimpleNamespace(), None, kind="flow", held_out=True, slices=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(pictures, "together", lambda action, group: action())
-    for others, wanted in (([None, None], 7), ([None, "no memory"], "no memory")):
-        monkeypatch.setattr(pictures, "gather_json", lambda mine, group, others=others: [mine, *others])
-        if wanted == 7:
-            assert drawing._attempt(lambda: 7) == 7
-        else:
-            with pytest.raises(Undrawn, match="no memory"):
-                drawing._attempt(lambda: 7)
+
+    def heard(*others: list[str | None]) -> None:
+        monkeypatch.setattr(pictures, "gather_json", lambda mine, group: [mine, *others])
+
+    heard(["done", None])
+    assert drawing._attempt(lambda: 7) == 7
+    heard(["done", "no memory"])
+    for action in (lambda: 7, drawing._meet):
+        with pytest.raises(Undrawn, match="no memory"):
+            drawing._attempt(action)
+    heard(["done", None])
+    with pytest.raises(Undrawn, match="did not compute the same"):
+        drawing._meet()
 
     def spoilt() -> None:
         raise BadData("a.zarr holds nan")
 
-    with pytest.raises(BadData):
+    with pytest.raises(Undrawn, match=r"a\.zarr holds nan"):
         drawing._attempt(spoilt)
 
 
@@ -126,6 +135,7 @@ def test_a_forward_that_fails_is_no_part_of_the_next() -> None:
         wanted = model(torch.ones(2, 4)).detach()
         for part in (*model, model):
             fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        shard.forget_failed(model)  # what fails before the first forward leaves nothing to forget
         model(torch.ones(2, 4))
         with pytest.raises(RuntimeError):  # of the second layer
             model[0].register_forward_hook(lambda *_: torch.ones(2, 3)) and model(torch.ones(2, 4))

@@ -74,9 +74,11 @@ def test_parameters_can_be_replaced_in_their_place() -> None:
 def test_what_is_being_gathered_is_waited_for(alone: None) -> None:
     layer: Any = nn.Linear(2, 3)
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    assert not private.has_begun(layer)
     with torch.no_grad():
         layer(torch.ones(1, 2))
     layer.reshard()
+    assert private.has_begun(layer)
     private.end_gathering(layer)  # nothing has begun
     waited = []
     state = layer._get_fsdp_state()

@@ -1,5 +1,7 @@
 """The page, the summary, the panels and the curves of a run, for whole runs and for broken ones."""
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -19,6 +21,7 @@ from vitrail.disk import write_whole
 from vitrail.errors import UserError
 from vitrail.report import plots, read_metrics, summary, write_report
 from vitrail.report.facts import describe_score, total_steps
+from vitrail.report.figures import save_svg
 from vitrail.report.metrics import read_picture
 from vitrail.report.page import list_checkpoints, list_tiles
 from vitrail.report.panels import reconstruction_panel
@@ -360,9 +363,11 @@ def test_page_of_a_whole_run_shows_everything_and_loads_nothing(whole_run):
     html, links = read_page(whole_run)
     assert set(links.targets)
     assert all(target.startswith("data:") for target in links.targets)
-    assert "script" not in links.tags
     assert "iframe" not in links.tags
     assert not re.search(r"url\(|@import|https?://", html)
+    [script] = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)  # the only one that its policy lets run
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in html
     for words in (
         "Done at step 40 of 40",
         "ean squared error 12.3 against a variance of 34.5, ratio 0.36",
@@ -397,10 +402,10 @@ def test_names_are_escaped(tmp_path):
     run = make_run(tmp_path / "r", lines, recipe)
     (run / "environment.json").write_text(json.dumps({evil: evil}))
     (run / "data.json").write_text(json.dumps({"shape": [1], "unit": evil, "spacing": [1.0], evil: evil}))
-    html, links = read_page(run)
-    assert "script" not in links.tags
+    html, _ = read_page(run)
+    assert "alert(" not in re.sub(r"&lt;script&gt;alert\(|\\u003cscript\\u003ealert\(", "", html)
     assert "&lt;script&gt;" in html
-    svg = plots.activations(read_metrics(run))
+    svg = save_svg(plots.activations(read_metrics(run)))
     assert svg
     assert "<script" not in svg
 
@@ -568,14 +573,14 @@ def test_curves_without_points_are_none():
 def test_curve_text_is_text_and_the_same_each_time():
     lines = [train_line(s, 1.0 / s) for s in range(10, 300, 10)]
     lines[3]["loss"] = math.nan
-    svg = plots.loss_curve(lines)
-    assert svg == plots.loss_curve(lines)
+    svg = save_svg(plots.loss_curve(lines))
+    assert svg == save_svg(plots.loss_curve(lines))
     for words in (">Loss<", ">step<", ">train, smoothed<", ">not finite<"):
         assert words in svg
 
 
 def test_evaluation_is_drawn_beside_predicting_the_mean():
-    svg = plots.eval_against_mean([eval_line(10), eval_line(20)])
+    svg = save_svg(plots.eval_against_mean([eval_line(10), eval_line(20)]))
     assert "predicting the mean" in svg
     assert "averaged weights" in svg
     assert plots.eval_against_mean([{"event": "eval", "step": 1, "metrics": {"accuracy": 0.5}}]) is None
@@ -597,10 +602,10 @@ def test_the_metric_of_the_best_checkpoint_is_shown(tmp_path):
     facts = summary(make_run(tmp_path / "r", lines))
     assert list_tiles(facts)[0] == ("Mean Dice", "0.7", "best 0.8 at step 20; higher is better")
     assert facts["score"] == "mean Dice 0.7, loss 0.3, accuracy 0.7, mean IoU 0.35"
-    svg = plots.score(lines)
+    svg = save_svg(plots.score(lines))
     for words in (">Evaluation: mean Dice<", ">best, 0.8 at step 20<", ">averaged weights<", "higher is better<"):
         assert words in svg, words
-    assert ">best, 0.5 at step 10<" in plots.score(score_lines(larger=False))
+    assert ">best, 0.5 at step 10<" in save_svg(plots.score(score_lines(larger=False)))
     html, links = read_page(tmp_path / "r")
     assert len([t for t in links.targets if t.startswith("data:image/svg")]) == 3  # loss, score, classes
     for words in (
@@ -626,11 +631,11 @@ def test_a_reconstruction_keeps_its_curve_and_tile(tmp_path):
 
 
 def test_each_class_has_a_thin_line():
-    svg = plots.class_scores(score_lines())
+    svg = save_svg(plots.class_scores(score_lines()))
     assert ">cell<" in svg
     assert ">none<" not in svg  # it never had a Dice
     assert "<b>" not in svg
-    many = plots.class_scores(score_lines(classes=[f"kind {i}" for i in range(30)]))
+    many = save_svg(plots.class_scores(score_lines(classes=[f"kind {i}" for i in range(30)])))
     assert ">kind 29<" in many  # the lowest
     assert ">kind 0<" not in many
 
@@ -719,7 +724,7 @@ def test_noisy_panel_stays_small(tmp_path):
     for channels in (1, 3):
         rows = [make_row((400, 400), channels, seed) for seed in range(4)]
         path = reconstruction_panel(tmp_path / f"{channels}.png", rows, title="noise")
-        assert path.stat().st_size < 400_000
+        assert path.stat().st_size < 900_000
 
 
 def test_constant_and_empty_panels(tmp_path):

@@ -16,13 +16,14 @@ from vitrail import disk
 from vitrail.data.files.paths import natural_key
 from vitrail.data.generate import Volume, write_ome_zarr
 from vitrail.data.look.inspect import inspect
-from vitrail.data.look.picture import picture, round_length
+from vitrail.data.look.picture import picture
 from vitrail.data.source import Source
 from vitrail.data.sources import guess_kind
 from vitrail.data.sources.image_folder import ImageFolderConfig
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.data.stored import normalize_window, resolve_region
 from vitrail.errors import UserError
+from vitrail.report.units import round_length
 
 VERSIONS = ["0.4", "0.5"]
 WHOLE = (slice(None),) * 3

@@ -21,7 +21,7 @@ from vitrail.errors import BadData
 from vitrail.objectives.segment import Segment, SegmentConfig, Targets, confusion
 from vitrail.parallel.mesh import Layout
 from vitrail.recipe.sections import Fit, Tiles
-from vitrail.training import evaluate, stitch
+from vitrail.training import evaluate, stitch, tally
 
 NAMES = ("none", "one", "two")
 LABELLING = Labelling("voxel", NAMES)
@@ -85,6 +85,7 @@ def scores(evaluator: evaluate.Evaluator, world: int = 1, say: Any = disagreeing
     found: dict[str, float] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "dist", SimpleNamespace(all_reduce=lambda t: tables.append(t.clone())))
+        patch.setattr(tally, "dist", SimpleNamespace(all_reduce=lambda t: None))
         patch.setattr(evaluator.objective, "summarise", lambda sums: dict.fromkeys(sorted(sums)))
         for rank in range(world):
             ticks: list[int] = []

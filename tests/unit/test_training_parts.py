@@ -529,6 +529,12 @@ class CountingObjective:
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         return sums
 
+    def count(self, output: torch.Tensor, targets: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+    def each(self, output: torch.Tensor, targets: Any) -> None:
+        return None
+
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("batch", [1, 2, 5])

@@ -65,8 +65,9 @@ def tell_out_of_memory(error: BaseException) -> None:
 
     world = find_world()
     tell(
-        f"{f'rank {world.rank}: ' if world.size > 1 else ''}memory ran out ({summary(error)[:300]}); make data.batch, "
-        "data.micro_batch, data.crop or the model smaller, or see docs/memory.md for what saves memory"
+        f"{f'rank {world.rank}: ' if world.size > 1 else ''}memory ran out ({summary(error)[:300]}); make "
+        "data.micro_batch, data.crop or the model smaller, set parallel.recompute=full, or let `vitrail tune RECIPE` "
+        "find what fits; docs/memory.md says what each saves"
     )
 
 

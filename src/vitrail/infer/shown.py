@@ -26,7 +26,9 @@ def check(path: str | Path, form: Form) -> None:
 
 def draw(path: str | Path, written: Path, source: Source, form: Form, classes: Sequence[str], title: str) -> Path:
     """Draw what was read of the first item, and what was written of it."""
+    from vitrail.report.blocks import About, colour_places
     from vitrail.report.panels import pairs_panel, segmentation_panel
+    from vitrail.training.shown import units_of
 
     kind, item = guess_kind(str(written)), source.items[0]
     keys = {"axes": "czyx"} if kind == "nifti" and form.channels is not None else {}  # channels, and no moments
@@ -35,10 +37,13 @@ def draw(path: str | Path, written: Path, source: Source, form: Form, classes: S
     box = tuple(slice((n - min(n, most)) // 2, (n + min(n, most)) // 2) for n in item.shape)
     image, found = source.read(0, box), made.read(0, box)
     caption = f"the middle of {item.name}: voxels {', '.join(f'{b.start} to {b.stop - 1}' for b in box)}"
+    names = tuple(source.variables)
+    colours = (0, 1, 2) if len(names) == 3 and source.dtype == np.uint8 else colour_places(names)
+    about = About(item.name, "", item.spacing, item.unit, names, units_of(source), colours)
     if form.write == "reconstructions":
         pair = (image.astype(np.float32), found.astype(np.float32))
-        return pairs_panel(path, [pair], title=title, caption=caption, slices=SLICES)
+        return pairs_panel(path, [pair], abouts=[about], title=title, caption=caption, slices=SLICES)
     labels = found[0] if form.write == "classes" else found.argmax(axis=0)
     caption += "" if form.write == "classes" else "; the likeliest class of each"
-    row: dict[str, Any] = {"image": image, "prediction": labels.astype(np.int64)}
+    row: dict[str, Any] = {"image": image, "prediction": labels.astype(np.int64), "about": about}
     return segmentation_panel(path, [row], names=classes, title=title, caption=caption, slices=SLICES)

@@ -117,11 +117,13 @@ class Autoencode(Objective):
         return [{"pair": pair} for pair in zip(batch.values.float().cpu().numpy(), again, strict=True)]
 
     def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.blocks import about_rows
         from vitrail.report.panels import pairs_panel
 
         which = "held-out" if held_out else "training"
         factor = " x ".join(map(str, self.model.factors))
         caption = f"step {step}: {factor} voxels to {self.model.latent} numbers and back; {which} samples"
         pairs = [row["pair"] for row in rows]
-        pairs_panel(path, pairs, title=f"Reconstruction at step {step}", caption=caption, slices=slices)
+        title = f"Reconstruction at step {step}"
+        pairs_panel(path, pairs, abouts=about_rows(rows), title=title, caption=caption, slices=slices)
         return caption

@@ -18,7 +18,15 @@ from vitrail.draws import Draws, sent
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of
-from vitrail.objectives.objective import Loss, Objective, by_slabs, check_labels, check_names, inputs_of
+from vitrail.objectives.counts import count_classes
+from vitrail.objectives.objective import (
+    Loss,
+    Objective,
+    by_slabs,
+    check_labels,
+    check_names,
+    inputs_of,
+)
 from vitrail.recipe import config, must
 
 
@@ -85,6 +93,12 @@ class Classify(Objective):
         if "top5" in self.metrics:
             sums["top5"] = (output.topk(5, dim=1).indices == targets[:, None]).sum()
         return {name: value.double() for name, value in sums.items()}
+
+    def count(self, output: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return count_classes(output.argmax(dim=1), targets, self.model.classes)
+
+    def each(self, output: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output.float(), targets, reduction="none")
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         return {name: sums[name] / sums["count"] for name in self.metrics}

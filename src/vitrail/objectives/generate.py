@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens, tokenize
 from vitrail.models.model import encoder_of, make_inputs
 from vitrail.objectives.objective import Loss, Objective, by_slabs, check_labels, check_names, normalise
 from vitrail.recipe import config
+
+if TYPE_CHECKING:
+    from vitrail.report.blocks import About
 
 QUARTERS = 4  # of the way from noise to data, the noisiest first
 ROWS = 10  # classes in a picture
@@ -414,6 +417,7 @@ class Generate(Objective):
         ]
 
     def draw(self, path: Path, rows: list[dict[str, Any]], *, step: int, held_out: bool, slices: int = 1) -> str:
+        from vitrail.report.blocks import about_rows
         from vitrail.report.panels import sample_grid
 
         s = self.config.sampling
@@ -427,12 +431,19 @@ class Generate(Objective):
             given=None if rows[0]["given"] is None else [row["given"] for row in rows],
             alike=bool(self.config.coarse),
             names=None if rows[0]["name"] is None else [row["name"] for row in rows],
+            abouts=list(map(self.about, about_rows(rows))),
             slices=slices,
             title=f"Samples at step {step}",
             caption=caption,
             value_range=self.shown_range(),
         )
         return caption
+
+    def about(self, about: "About") -> "About":
+        """Return what is known of what a row shows: of decoded latents not where voxels are, of others what is made."""
+        if self.decode is not None:
+            return type(about)(name=about.name)
+        return about.pick([n for n in about.variables if n in self.made]) if self.config.condition else about
 
     def shown_range(self) -> tuple[float, float] | None:
         """Return the range of bytes; other types seldom fill theirs, and pictures show where their values lie."""

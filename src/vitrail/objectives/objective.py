@@ -68,6 +68,14 @@ class Objective(ABC):
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from the added sums."""
 
+    def count(self, output: Tensor, targets: Any) -> dict[str, Tensor]:
+        """Counts of classes in a validation batch, of any shape, to be added as measure() is: see counts.py."""
+        return {}
+
+    def each(self, output: Tensor, targets: Any) -> Tensor | None:
+        """Return how badly each sample did [B], so that the worst can be shown; None where that is not told."""
+        return None
+
     def equip(  # noqa: B027 - most need nothing of it
         self, *, value_range: tuple[float, float] | None = None, decode: Callable[[Tensor], Tensor] | None = None
     ) -> None:
@@ -143,6 +151,10 @@ class VoxelObjective(Objective):
     @abstractmethod
     def score(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return those sums of measure() that count voxels, for logits [B, classes, *S] and labels [B, *S]."""
+
+    def tally(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return what count() does, for logits [B, classes, *S] and labels [B, *S]."""
+        return {}
 
 
 def labels_wanted(objective: Any, model: Any) -> Literal["item", "voxel"] | None:

@@ -259,9 +259,6 @@ class Reconstruct(Objective):
         caption = f"step {step}: {self.model.mask.ratio:.0%} of the tokens hidden; {which} samples"
         if self.config.target == "patch":
             caption += "; predictions drawn with the true mean and spread of each patch"
-        names = rows[0]["variables"]
-        if len(names) not in (1, 3):
-            caption += f"; {names[0]} is shown, of {len(names)} variables"
         reconstruction_panel(path, rows, title=f"Reconstruction at step {step}", caption=caption, slices=slices)
         return caption
 

@@ -26,7 +26,15 @@ from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
 from vitrail.models.model import encoder_of
-from vitrail.objectives.objective import Loss, VoxelObjective, by_slabs, check_labels, check_names, inputs_of
+from vitrail.objectives.counts import count_classes
+from vitrail.objectives.objective import (
+    Loss,
+    VoxelObjective,
+    by_slabs,
+    check_labels,
+    check_names,
+    inputs_of,
+)
 from vitrail.recipe import config
 
 APART = ("dice_bce", "focal")  # losses that judge each class by itself, by a sigmoid
@@ -116,8 +124,11 @@ class Segment(VoxelObjective):
         """Return probabilities [B, classes, *S] of logits: each class by itself where the loss judges it so."""
         return logits.sigmoid() if self.config.loss in APART else logits.softmax(dim=1)
 
+    def each(self, output: Tensor, targets: Targets) -> Tensor:
+        return segmentation_loss(self.logits(output, targets), targets.labels, self.config)
+
     def loss(self, output: Tensor, targets: Targets) -> Loss:
-        each = segmentation_loss(self.logits(output, targets), targets.labels, self.config)
+        each = self.each(output, targets)
         return Loss(each.sum(), torch.full((), float(len(each)), device=each.device))
 
     def measure(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
@@ -132,6 +143,16 @@ class Segment(VoxelObjective):
             sums[f"both_{number}"] = table[number, number]
             sums[f"either_{number}"] = table[number].sum() + table[:, number].sum()  # true voxels and predicted ones
         return {name: value.double() for name, value in sums.items()}
+
+    def count(self, output: Tensor, targets: Targets) -> dict[str, Tensor]:
+        return self.tally(self.logits(output, targets), targets.labels)
+
+    def tally(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        predicted = logits.argmax(dim=1)
+        if self.config.ignore is not None:
+            scored = labels != self.config.ignore
+            predicted, labels = predicted[scored], labels[scored]
+        return count_classes(predicted.flatten(), labels.flatten(), self.model.classes)
 
     def summarise(self, sums: dict[str, float]) -> dict[str, float]:
         def ratio(part: float, whole: float) -> float:

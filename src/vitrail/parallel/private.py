@@ -44,6 +44,12 @@ def end_gathering(module: FSDPModule) -> None:
             group.wait_for_unshard()
 
 
+def has_begun(module: FSDPModule) -> bool:
+    """Tell whether a forward of the module, or of one around it, has ever begun."""
+    state: Any = module._get_fsdp_state()
+    return state._is_root is not None
+
+
 # ---------------------------------------------------------------- collectives that compilers can trace
 
 # Their names since PyTorch 2.13, and before.

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from vitrail.errors import UserError
 from vitrail.parallel.mesh import Layout, Mesh, local
-from vitrail.parallel.private import copy_all, end_gathering, parameters_in
+from vitrail.parallel.private import copy_all, end_gathering, has_begun, parameters_in
 from vitrail.recipe.sections import Parallel
 
 Group = list[nn.Module]
@@ -101,7 +101,7 @@ def forget_gathered(roots: Iterable[nn.Module]) -> None:
 
 def forget_failed(root: nn.Module) -> None:
     """Let the next forward begin anew after one that has failed; else it would take itself for a part of it."""
-    if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):  # since PyTorch 2.13
+    if isinstance(root, FSDPModule) and has_begun(root) and hasattr(root, "reset_iter_state"):  # since PyTorch 2.13
         root.reset_iter_state()
 
 

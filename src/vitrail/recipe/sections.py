@@ -494,13 +494,14 @@ class Log(Section):
     every: Every = 10
     pictures: EveryOrOff = Field(default="25%", description="held-out samples, drawn; off for none")
     slices: PositiveInt = Field(default=8, description="of each volume in a picture, beside its three middle planes")
+    variables: tuple[str, ...] | None = Field(default=None, description="which ones pictures show, in this order")
     activations: EveryOrOff = Field(default="10%", description="size of the activations of each block; off for none")
     to: Any = Field(
         default="auto",
         description="loggers beside metrics.jsonl: their names, or mappings with kind and options; "
         "auto is TensorBoard where it is installed",
     )
-    report: bool = Field(default=True, description="a page at the end; `vitrail report RUN` makes one at any time")
+    report: bool = Field(default=True, description="a page at evaluations and at the end, as of `vitrail report`")
     profile: Literal["off"] | Profile = Field(
         default="off", description="a trace of some steps and where their time went; or off"
     )

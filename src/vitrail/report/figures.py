@@ -36,7 +36,7 @@ DPI = 150  # of a PNG
 WORDS: dict[str, Any] = {"color": INK, "parse_math": False}  # names may hold a dollar sign
 ROUND = [1, 2, 2.5, 5, 10]  # ticks at these times a power of ten
 _FAMILY = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
-_MOST_BYTES = 400_000  # of the PNG of a sheet
+_MOST_BYTES = 900_000  # of the PNG of a sheet
 _LOCK = threading.Lock()  # matplotlib's settings are global while an SVG is written
 
 Colour = tuple[float, ...]
@@ -236,6 +236,7 @@ class Sheet:
         *,
         smooth: bool = False,
         frame: Colour | None = None,
+        line: float = 1.6,
     ) -> None:
         """Add an image that needs no axes of its own: they take most of the time, where there are a hundred."""
         from matplotlib.patches import Rectangle
@@ -246,7 +247,19 @@ class Sheet:
         _show(self._ground, picture, smooth=smooth, extent=(left, left + wide, top + high, top))
         self._ground.set(xlim=(0, self.wide), ylim=(self.high, 0))
         if frame is not None:
-            self._ground.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=frame, linewidth=1.6))
+            self._ground.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=frame, linewidth=line))
+
+    def bar(self, left: float, bottom: float, length: float, words: str) -> None:
+        """Draw a scale bar over a tile, above its lower left corner: white on black, so that it shows on anything."""
+        from matplotlib.patches import Rectangle
+
+        assert self._ground is not None
+        start, y = left + 0.06, bottom - 0.1
+        for edge, colour in ((0.012, "black"), (0.0, "white")):
+            place = (start - edge, y - edge)
+            self._ground.add_patch(Rectangle(place, length + 2 * edge, 0.028 + 2 * edge, color=colour, linewidth=0))
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "black", "alpha": 0.6, "edgecolor": "none"}
+        self.text(start + 0.02, y - 0.09, words, size=6.5, color="white", bbox=box)
 
     def text(self, x: float, y: float, words: str, *, size: float = 8, va: str = "center", **style: Any) -> None:
         """Write at a place."""

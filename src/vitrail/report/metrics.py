@@ -25,7 +25,7 @@ _LONGEST = 4 * 2**20  # bytes of a line; what is longer was not written by a run
 _MOST_HALVES = 16  # torn lines before a whole one that are tried
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 _LARGEST = 8 * 2**20  # bytes of one picture that goes into the page
-_REPEATED = {"train", "eval", "picture", "checkpoint", "skip", "bad", "profile"}  # events that belong to a step
+_REPEATED = {"train", "eval", "classes", "picture", "checkpoint", "skip", "bad", "profile"}  # they belong to a step
 
 _NAMES = {
     "mse": "mean squared error",

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING as NOTHING
 from dataclasses import fields, is_dataclass
@@ -22,6 +22,7 @@ from vitrail.contents import is_begun
 from vitrail.disk import sweep, write_output, write_own
 from vitrail.errors import UserError
 from vitrail.report import plots
+from vitrail.report.charts import chart_of, script, script_hash
 from vitrail.report.facts import (
     MOST_LINES,
     describe_bad,
@@ -31,7 +32,7 @@ from vitrail.report.facts import (
     summarize,
     warn_of_torn,
 )
-from vitrail.report.figures import embed_image, try_to_draw
+from vitrail.report.figures import embed_image, save_svg, try_to_draw
 from vitrail.report.metrics import (
     Line,
     find_inside,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, ...]
 _MOST_PICTURES = 5
+RENEW = 30  # seconds after which the page of a run that goes on looks for a newer one
 _MOST_ROWS = 200  # of a table: the newest
 
 
@@ -223,9 +225,21 @@ def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
     return rows + _leave_out(len(facts["checkpoints"]) - len(rows), 5)
 
 
-def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list[dict[str, str]]:
-    """List the first picture, some between and the last, in order; what cannot be shown becomes a warning."""
-    pictures = facts["pictures"]
+def is_worst(picture: dict[str, Any]) -> bool:
+    """Tell whether a picture is one of the samples that did worst."""
+    return "-worst-" in str(picture["path"])
+
+
+def list_pictures(
+    run: Path, facts: dict[str, Any], warnings: list[str], *, worst: bool = False
+) -> list[dict[str, str]]:
+    """List the first picture, some between and the last, in order, or the last of the worst samples.
+
+    What cannot be shown becomes a warning.
+    """
+    pictures = [picture for picture in facts["pictures"] if is_worst(picture) == worst]
+    if worst:
+        pictures = pictures[-1:]
     if len(pictures) > _MOST_PICTURES:
         stride = (len(pictures) - 1) / (_MOST_PICTURES - 1)
         pictures = [pictures[round(i * stride)] for i in range(_MOST_PICTURES)]
@@ -237,6 +251,50 @@ def list_pictures(run: Path, facts: dict[str, Any], warnings: list[str]) -> list
         if uri:
             shown.append({"uri": uri, "step": count(picture["step"]), "caption": str(picture["caption"] or "")})
     return shown
+
+
+def list_classes(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """Return scores of each class by the last evaluation, and in which shares each was taken for which."""
+    found = select(lines, "classes")
+    line: Any = max(found, key=lambda e: (number_of(e.get("step")), e.get("weights") == "ema"), default={})
+    columns = [line.get(name) for name in ("names", "true", "predicted", "right")]
+    if not all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns):
+        return None
+    rows: list[Row] = []
+    for name, true, predicted, right in zip(*columns, strict=True):
+        t, p, r = map(number_of, (true, predicted, right))
+        shares = [_ratio(r, t), _ratio(r, p), _ratio(2 * r, t + p), _ratio(r, t + p - r)]
+        rows.append((str(name), *(plain(share) for share in shares), count(true), count(predicted)))
+    names = [str(name) for name in columns[0]]
+    return {
+        "step": count(line.get("step")),
+        "of": str(line.get("of") or ""),
+        "heads": ["class", "recall", "precision", "F1 / Dice", "IoU", "true", "predicted"],
+        "rows": rows[:_MOST_ROWS] + _leave_out(len(rows) - _MOST_ROWS, 7),
+        "names": names,
+        "pairs": _list_pairs(line.get("pairs"), names),
+    }
+
+
+def _list_pairs(pairs: Any, names: Sequence[str]) -> list[tuple[str, list[Row]]]:
+    """List rows of shares: for a shade, in words, and as numbers."""
+    known = isinstance(pairs, list) and len(pairs) == len(names)
+    if not known or not all(isinstance(row, list) and len(row) == len(names) for row in pairs):
+        return []
+    rows: list[tuple[str, list[Row]]] = []
+    for name, row in zip(names, pairs, strict=True):
+        total = sum(number for cell in row if (number := number_of(cell)) > 0)
+        shares = [_ratio(number_of(cell), total) for cell in row]
+        cells: list[Row] = [
+            (f"{share:.3f}" if share >= 0 else "0", f"{100 * share:.0f}" if share >= 0.005 else "·", count(cell))
+            for share, cell in zip(shares, row, strict=True)
+        ]
+        rows.append((name, cells))
+    return rows
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.nan
 
 
 def read_profile(run: Path, facts: dict[str, Any], warnings: list[str]) -> Profiled | None:
@@ -404,7 +462,16 @@ def load_template(name: str) -> Template:
 
     loader = FunctionLoader(lambda name: resources.files("vitrail.report").joinpath(name).read_text("utf-8"))
     settings: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=loader, **settings).get_template(name)
+    environment = Environment(loader=loader, **settings)
+    environment.filters["breaks"] = _allow_breaks
+    return environment.get_template(name)
+
+
+def _allow_breaks(text: Any) -> Any:
+    """Return text as HTML that may go on in the next line after a comma: cells of a sweep have long names."""
+    from markupsafe import Markup, escape
+
+    return escape(text).replace(",", Markup(",<wbr>"))
 
 
 def _gather(run: Path, now: float) -> dict[str, Any]:
@@ -419,6 +486,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
     heads, evals = list_evals(lines)
     notes = list(facts["warnings"])
     pictures = list_pictures(run, facts, notes)
+    worst = list_pictures(run, facts, notes, worst=True)
     return {
         "facts": facts,
         "name": facts["run"],
@@ -432,6 +500,8 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "warnings": notes,
         "curves": _draw_curves(lines, notes),
         "pictures": pictures,
+        "worst": worst[0] if worst else None,
+        "classes": list_classes(lines),
         "eval_heads": heads,
         "evals": evals,
         "speed": list_speed(facts),
@@ -447,13 +517,21 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "changes": list_changes(run) if recipe else None,
         "environment": list_environment(environment),
         "commands": _list_commands(run, facts),
+        "renew": RENEW if facts["status"] == "running" else 0,
+        "script": script(),
+        "script_hash": script_hash(),
     }
 
 
-def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, str]]:
-    """Draw every curve that has points."""
-    drawn = {name: try_to_draw(f"curve {name!r}", partial(draw, lines), notes) for name, draw in plots.CURVES.items()}
-    return [{"name": name, "uri": embed_image(svg.encode())} for name, svg in drawn.items() if svg]
+def _draw_curves(lines: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """Draw every curve that has points, and give the points, from which the page draws it again."""
+
+    def draw(make: Callable[[Sequence[Line]], Any]) -> dict[str, Any] | None:
+        figure = make(lines)
+        return None if figure is None else {"chart": chart_of(figure), "uri": embed_image(save_svg(figure).encode())}
+
+    drawn = {name: try_to_draw(f"curve {name!r}", partial(draw, make), notes) for name, make in plots.CURVES.items()}
+    return [{"name": name, **curve} for name, curve in drawn.items() if curve]
 
 
 def _list_commands(run: Path, facts: dict[str, Any]) -> list[tuple[str, str]]:

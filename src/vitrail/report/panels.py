@@ -8,18 +8,31 @@
 - samples: what a model has made beside real data, one row a class
 - tree: the leaves of an adaptive tree over its image, and what its tokens hold of it
 
-All pictures of a panel share one range of values; of a volume the middle planes and some slices are shown.
+Variables are drawn one by one, each in its own range, which all pictures of a panel share; what is known of a sample
+stands above it (blocks.py). Of a volume the middle planes and some slices are shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.report.figures import EDGE, SOFT, WORDS, Colour, Sheet, shorten
+from vitrail.report.blocks import (
+    About,
+    Group,
+    Scale,
+    about_rows,
+    choose_cuts,
+    draw_blocks,
+    keep,
+    lay_out,
+    take,
+)
+from vitrail.report.figures import EDGE, SOFT, WORDS, Colour, Sheet, shorten, shorten_middle
 from vitrail.report.views import (
     BROKEN,
     HIDDEN,
@@ -32,7 +45,6 @@ from vitrail.report.views import (
     find_range,
     hold_span,
     label_colour,
-    lay_out,
     overlay,
     pad,
     paint,
@@ -42,27 +54,42 @@ if TYPE_CHECKING:
     from vitrail.layers.trees import Tree
 
 RIGHT, WRONG = (0.13, 0.47, 0.27), (0.75, 0.16, 0.18)
-_COLUMNS = ("target", "shown to the model", "prediction", "absolute error")
+_COLUMNS = ("target", "model sees", "prediction", "absolute error")
 _MOST_ROWS = 8
 _MOST_IMAGES = 48  # of a classification
 _MOST_KEYS = 24
 _ACROSS = 4  # samples, and as many of real data, where there are no classes
-_TILE = 1.9  # inches of a reconstruction's picture
+_MOST_IMAGED = 4  # variables beside labels
 _TREE_TILE = 3.4  # inches along the longer side of a picture
 
 
-def _shown(image: np.ndarray) -> np.ndarray:
-    """Return three variables as colours, of any other number the first."""
-    return image[: 3 if len(image) == 3 else 1].astype(np.float32)
-
-
 def _begin(
-    images: Sequence[np.ndarray], slices: int, value_range: tuple[float, float] | None = None
-) -> tuple[tuple[float, float], list[Cut]]:
-    """Return the range of values that all pictures of a panel share, and what is shown of each of its images."""
-    if not images:
+    rows: Sequence[Any], images: Sequence[np.ndarray], abouts: Sequence[About], slices: int
+) -> tuple[list[Group], list[Cut], int]:
+    """Return what is drawn of each sample: groups of its channels, cuts, and of how many samples."""
+    if not len(rows):
         raise ValueError("a panel needs at least one row")
-    return find_range(images, value_range), cuts_of(images[0].shape[1:], slices)
+    groups = abouts[0].groups(len(images[0]))
+    cuts = choose_cuts(cuts_of(images[0].shape[1:], slices), groups)
+    return groups, cuts, keep(groups, cuts, _MOST_ROWS)
+
+
+def _pick(image: np.ndarray, group: Group) -> np.ndarray:
+    """Return what a group shows of an image; one that has but one channel is the same for all."""
+    image = np.asarray(image)
+    return (image if len(image) == 1 else image[group.channels]).astype(np.float32)
+
+
+def _ranges(
+    images: Sequence[np.ndarray], groups: Sequence[Group], given: tuple[float, float] | None = None
+) -> list[tuple[float, float]]:
+    """Return the range of values that all pictures of a group share."""
+    return [find_range([_pick(image, group) for image in images], given) for group in groups]
+
+
+def _value(group: Group, span: tuple[float, float]) -> dict[int, Scale]:
+    """Return the scale of values beside the first kind; colours have none."""
+    return {0: Scale(group.unit or "value", *span)} if len(group.channels) == 1 else {}
 
 
 # ---------------------------------------------------------------- grids of pictures
@@ -73,38 +100,57 @@ def reconstruction_panel(
 ) -> Path:
     """Draw rows of {target, prediction, hidden} to a PNG and return its path.
 
-    All are [C, spatial] (three variables are colours, of any other number the first is shown); `hidden` is true where
-    the model saw nothing. Volumes show the middle plane across each axis and `slices` slices along the first.
+    All are [C, spatial]; `hidden` is true where the model saw nothing. What `about` says of a row stands above it.
+    Volumes show the middle plane across each axis and `slices` slices along the first.
     """
     from matplotlib import colormaps
 
-    rows = rows[:_MOST_ROWS]
-    samples = [(_shown(row["target"]), _shown(row["prediction"]), row["hidden"].any(0)) for row in rows]
-    span, cuts = _begin([target for target, _, _ in samples], slices)
-    tiles = [[(t[at], p[at], h[at]) for _, at in cuts] for t, p, h in samples]
-    # The worst hundredth of the voxels may saturate, so that a few outliers do not blacken the rest.
-    errors = np.concatenate([np.abs(p - t).mean(0)[h].ravel() for sample in tiles for t, p, h in sample])
-    errors = errors[np.isfinite(errors)]
-    top = float(np.percentile(errors, 99)) if errors.size else 0.0
-    top = top if top > 0 else (span[1] - span[0]) or 1.0
-    heat, views = colormaps["magma"], []
-    for sample in tiles:
-        kinds = []
-        for target, prediction, hidden in sample:
-            shown, guess, error = paint(target, span), paint(prediction, span), np.abs(prediction - target).mean(0)
-            heated = heat(np.clip(np.nan_to_num(error) / top, 0, 1))[..., :3]
+    abouts = about_rows(rows)
+    groups, cuts, most = _begin(rows, [row["target"] for row in rows], abouts, slices)
+    rows, abouts = rows[:most], abouts[:most]
+    spans = _ranges([row["target"] for row in rows], groups)
+    heat, tops = colormaps["magma"], []
+
+    def cut(number: int, name: str, group: Group, at: Any) -> np.ndarray:
+        return take(_pick(rows[number][name], group), at, abouts[number].spacing)
+
+    for group, span in zip(groups, spans, strict=True):
+        # The worst hundredth of the voxels may saturate, so that a few outliers do not blacken the rest.
+        errors = [
+            np.abs(cut(n, "prediction", group, at) - cut(n, "target", group, at)).mean(0)[
+                cut(n, "hidden", group, at).any(0)
+            ]
+            for n in range(len(rows))
+            for _, at in cuts
+        ]
+        finite = np.concatenate([each[np.isfinite(each)] for each in errors])
+        top = float(np.percentile(finite, 99)) if finite.size else 0.0
+        tops.append(top if top > 0 else (span[1] - span[0]) or 1.0)
+
+    def painted(number: int, group: Group, kind: int, at: Cut) -> np.ndarray:
+        place = groups.index(group)
+        target, prediction = (cut(number, name, group, at[1]) for name in ("target", "prediction"))
+        hidden: np.ndarray = np.asarray(cut(number, "hidden", group, at[1]).any(0))
+        if kind == 3:
+            error = np.abs(prediction - target).mean(0)
+            heated = heat(np.clip(np.nan_to_num(error) / tops[place], 0, 1))[..., :3]
             heated[~np.isfinite(error)] = BROKEN
             heated[~hidden] = NOT_SCORED
-            masked, pasted = (np.where(hidden[..., None], fill, shown) for fill in (np.asarray(HIDDEN), guess))
-            kinds.append((shown, masked, pasted, heated))
-        views.append(list(zip(*kinds, strict=True)))
+            return heated
+        shown = paint(target, spans[place])
+        fill = (shown, np.asarray(HIDDEN), paint(prediction, spans[place]))[kind]
+        return np.where(hidden[..., None], fill, shown)
+
+    scales = [
+        _value(group, span) | {3: Scale("error", 0.0, top, "magma")}
+        for group, span, top in zip(groups, spans, tops, strict=True)
+    ]
     keys: list[tuple[str, Colour]] = [("hidden from the model", HIDDEN)]
-    if any(not (np.isfinite(t).all() and np.isfinite(p).all()) for sample in tiles for t, p, _ in sample):
+    if not all(np.isfinite(row[name]).all() for row in rows for name in ("target", "prediction")):
         keys.append(("not a finite number", BROKEN))
-    bars = [("value", *span, "gray"), ("absolute error", 0.0, top, "magma")]
-    look = {"tile": _TILE} | lay_out(views, _COLUMNS, cuts)
-    sheet = draw_grid(title=title, caption=caption, keys=keys, bars=bars, **look)
-    return sheet.put(path, grey=all(target.shape[0] == 1 for target, _, _ in samples))
+    look = lay_out(painted, abouts, groups, _COLUMNS, cuts, scales)
+    sheet = draw_blocks(title=title, caption=caption, keys=keys, **look)
+    return sheet.put(path, grey=all(len(group.channels) == 1 for group in groups))
 
 
 def segmentation_panel(
@@ -119,30 +165,36 @@ def segmentation_panel(
 ) -> Path:
     """Draw rows of {image, truth, prediction} to a PNG and return its path.
 
-    `image` is [C, spatial] (the first variable is shown, or three as colours), `truth` and `prediction` are numbers of
-    classes [spatial]; volumes show planes and slices. Voxels of label `ignore` are not scored. Rows may lack the truth.
+    `image` is [C, spatial], `truth` and `prediction` are numbers of classes [spatial], drawn over the first of what is
+    shown of the image; volumes show planes and slices. Voxels of label `ignore` are not scored. Rows may lack truth.
     """
     rows = rows[:_MOST_ROWS]
-    images = [_shown(row["image"]) for row in rows]
-    span, cuts = _begin(images, slices)
+    abouts = about_rows(rows)
+    groups, cuts, _ = _begin(rows, [row["image"] for row in rows], abouts, slices)
+    groups = groups[:_MOST_IMAGED]
+    spans = _ranges([row["image"] for row in rows], groups)
     colours = np.stack([label_colour(number) for number in range(len(names))])
-    views, seen = [], set()
-    for image, row in zip(images, rows, strict=True):
-        greys, both = [paint(image[at], span) for _, at in cuts], [(row["truth"], ignore)] if "truth" in row else []
-        both.append((row["prediction"], None))
-        labelled = [
-            [overlay(grey, labels[at], colours, unscored) for grey, (_, at) in zip(greys, cuts, strict=True)]
-            for labels, unscored in both
-        ]
-        views.append([greys, *labelled])
-        seen |= {int(value) for labels, _ in both for _, at in cuts for value in np.unique(labels[at])}
+    seen: set[int] = set()
+    known = "truth" in rows[0]
+
+    def painted(number: int, _: Group, kind: int, cut: Cut) -> np.ndarray:
+        row, spacing, place = rows[number], abouts[number].spacing, kind if kind < len(groups) else 0
+        picture = paint(take(_pick(row["image"], groups[place]), cut[1], spacing), spans[place])
+        if kind < len(groups):
+            return picture
+        truth = known and kind == len(groups)
+        labels = take(np.asarray(row["truth" if truth else "prediction"])[None], cut[1], spacing)[0]
+        seen.update(np.unique(labels).tolist())
+        return overlay(picture, labels, colours, ignore if truth else None)
+
+    kinds = [*(group.name or "image" for group in groups), *(["true labels"] if known else []), "prediction"]
+    whole = Group("", groups[0].channels, "")
+    look = lay_out(painted, abouts, [whole], kinds, cuts)
     shown = [number for number in range(1, len(names)) if number in seen][:_MOST_KEYS]
     keys: list[tuple[str, Colour]] = [(shorten(names[number], 24), tuple(colours[number])) for number in shown]
     if ignore is not None and ignore in seen:
         keys.append(("not scored", NOT_SCORED))
-    columns = ("image", *(("true labels",) if "truth" in rows[0] else ()), "prediction")
-    look = lay_out(views, columns, cuts)
-    return draw_grid(title=title, caption=caption, keys=keys, **look).put(path)
+    return draw_blocks(title=title, caption=caption, keys=keys, **look).put(path)
 
 
 def classification_panel(
@@ -150,25 +202,29 @@ def classification_panel(
 ) -> Path:
     """Draw {image, truth, prediction, likelihood, right} as a grid of images to a PNG and return its path.
 
-    `image` is [C, spatial] (the first variable is shown, or three as colours; of a volume the middle planes, side by
-    side), `truth` and `prediction` are names, `likelihood` is the model's own for its prediction.
+    `image` is [C, spatial] (colours, or the first of the variables that are shown; of a volume the middle planes, side
+    by side), `truth` and `prediction` are names, `likelihood` is the model's own for its prediction.
     """
     rows = rows[:_MOST_IMAGES]
-    images = [_shown(row["image"]) for row in rows]
-    span, cuts = _begin(images, 0)
+    abouts = about_rows(rows)
+    groups, cuts, _ = _begin(rows, [row["image"] for row in rows], abouts, 0)
+    [span] = _ranges([row["image"] for row in rows], groups[:1])
     cells = []
-    for image, row in zip(images, rows, strict=True):
-        views = pad([paint(image[at], span) for _, at in cuts])
+    for row, about in zip(rows, abouts, strict=True):
+        image = _pick(row["image"], groups[0])
+        views = pad([paint(take(image, at, about.spacing), span) for _, at in cuts])
         gap = np.ones((len(views[0]), -(-views[0].shape[1] // 24), 3))
         view = np.concatenate([part for view in views for part in (gap, view)][1:], axis=1)
         words = f"{shorten(str(row['prediction']), 20)}  {row['likelihood']:.0%}"
         if not row["right"]:
             words += f"\nis {shorten(str(row['truth']), 20)}"
-        cells.append((view, words))
+        cells.append((view, words + (f"\n{shorten_middle(about.name, 22)}" if about.name else "")))
     marks = [RIGHT if row["right"] else WRONG for row in rows]
     keys = [("right", RIGHT), ("wrong", WRONG)]
     columns = 3 if len(cuts) > 1 else 8 if len(cells) > 12 else 6 if len(cells) > 4 else 4
     look: Any = {"columns": min(len(cells), columns), "tile": 1.15 if len(cuts) == 1 else 3 * VIEW}
+    if len(groups) > 1:
+        caption += f"; {groups[0].name or 'colours'} is shown, of {len(rows[0]['image'])} variables"
     return draw_grid(cells, title, caption, marks=marks, keys=keys, **look).put(path)
 
 
@@ -176,24 +232,29 @@ def pairs_panel(
     path: str | Path,
     pairs: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
+    abouts: Sequence[About] = (),
     title: str = "",
     caption: str = "",
     slices: int = 8,
 ) -> Path:
     """Draw (original, reconstruction) pairs [C, *spatial] to a PNG; of volumes planes and slices.
 
-    Three variables are colours, of any other number the first is shown. Differences are grey where there are none, and
-    share the range of the originals.
+    Differences are grey where there are none, and share the range of the originals.
     """
-    shown = [[_shown(each) for each in pair] for pair in pairs[:_MOST_ROWS]]
-    (low, high), cuts = _begin([original for original, _ in shown], slices)
-    views = []
-    for original, again in shown:
-        kinds = (original, again, again - original + (low + high) / 2)
-        views.append([[paint(values[at], (low, high)) for _, at in cuts] for values in kinds])
-    look = lay_out(views, ("original", "reconstruction", "difference"), cuts)
-    sheet = draw_grid(title=title, caption=caption, **look)
-    return sheet.put(path, grey=all(original.shape[0] == 1 for original, _ in shown))
+    abouts = list(abouts) or [About()] * len(pairs)
+    groups, cuts, most = _begin(pairs, [original for original, _ in pairs], abouts, slices)
+    pairs, abouts = pairs[:most], abouts[:most]
+    spans = _ranges([original for original, _ in pairs], groups)
+
+    def painted(number: int, group: Group, kind: int, cut: Cut) -> np.ndarray:
+        low, high = span = spans[groups.index(group)]
+        original, again = (take(_pick(image, group), cut[1], abouts[number].spacing) for image in pairs[number])
+        return paint((original, again, again - original + (low + high) / 2)[kind], span)
+
+    scales = [_value(group, span) for group, span in zip(groups, spans, strict=True)]
+    look = lay_out(painted, abouts, groups, ("original", "reconstruction", "difference"), cuts, scales)
+    sheet = draw_blocks(title=title, caption=caption, **look)
+    return sheet.put(path, grey=all(len(group.channels) == 1 for group in groups))
 
 
 def sample_grid(
@@ -204,6 +265,7 @@ def sample_grid(
     given: Sequence[np.ndarray] | None = None,
     alike: bool = False,
     names: Sequence[str] | None = None,
+    abouts: Sequence[About] = (),
     title: str = "",
     caption: str = "",
     value_range: tuple[float, float] | None = None,
@@ -212,20 +274,29 @@ def sample_grid(
     """Draw samples and data [B, C, *S] to a PNG and return its path; both are of the classes `names` [B].
 
     What was given has the units of the samples if it is `alike`; else it may have any, and has shades of its own.
-    Without classes, rows are just filled; volumes have a row of planes and slices each. Of more than three channels the
-    first three are shown.
+    Without classes, rows are just filled; volumes have a row of planes and slices each, and each variable has a row.
     """
-    span, cuts = _begin([colours_of(image) for image in real], slices, value_range)
-    own = span if alike or given is None else find_range([colours_of(image) for image in given])
-    kinds = ([("given", given, own)] if given is not None else []) + [("sample", made, span), ("data", real, span)]
-    views = [[[paint(colours_of(each[i][at]), r) for _, at in cuts] for _, each, r in kinds] for i in range(len(made))]
-    heads = [kind for kind, _, _ in kinds]
-    if len(cuts) > 1:
-        look = lay_out(views, heads, cuts, names)
-        return draw_grid(title=title, caption=caption, **look).put(path)
-    if given is not None:
-        return _draw_blocks([("", sample) for sample in views], heads, title, caption).put(path)
-    samples, truths = ([sample[place][0] for sample in views] for place in (0, 1))
+    abouts = list(abouts) or [About()] * len(real)
+    groups, cuts, most = _begin(real, real, abouts, slices)
+    spans = _ranges(real, groups, value_range)
+    kinds = [("given", given)] if given is not None else []
+    kinds += [("sample", made), ("data", real)]
+    own = None if alike or given is None else find_range([colours_of(image) for image in given])
+
+    def painted(number: int, group: Group, kind: int, cut: Cut) -> np.ndarray:
+        name, images = kinds[kind]
+        strange = name == "given" and own is not None  # its channels are others
+        image = colours_of(images[number]) if strange else _pick(images[number], group)
+        span = own if strange and own is not None else spans[groups.index(group)]
+        return paint(take(image, cut[1], abouts[number].spacing), span)
+
+    heads = [kind for kind, _ in kinds]
+    scales = [_value(group, span) for group, span in zip(groups, spans, strict=True)]
+    if len(cuts) > 1 or given is not None or len(groups) > 1:
+        several = [replace(a, name=n) for a, n in zip(abouts, names, strict=True)] if names is not None else abouts
+        look = lay_out(painted, several[: min(most, len(made))], groups, heads, cuts, scales)
+        return draw_blocks(title=title, caption=caption, **look).put(path)
+    samples, truths = ([painted(n, groups[0], kind, cuts[0]) for n in range(len(made))] for kind in (0, 1))
     places: dict[str, list[int]] = {}
     for number in range(len(made)):
         places.setdefault(names[number] if names is not None else f"\n{number // _ACROSS}", []).append(number)
@@ -233,7 +304,7 @@ def sample_grid(
         ("" if name.startswith("\n") else name, [[images[i] for i in at] for images in (samples, truths)])
         for name, at in places.items()
     ]
-    return _draw_blocks(rows, ["samples", "data"], title, caption).put(path)
+    return _draw_beside(rows, ["samples", "data"], title, caption).put(path)
 
 
 def colours_of(image: np.ndarray) -> np.ndarray:
@@ -241,7 +312,7 @@ def colours_of(image: np.ndarray) -> np.ndarray:
     return image[: 3 if len(image) >= 3 else 1].astype(np.float32)
 
 
-def _draw_blocks(
+def _draw_beside(
     rows: Sequence[tuple[str, Sequence[Sequence[np.ndarray]]]], heads: Sequence[str], title: str, caption: str
 ) -> Sheet:
     """Draw rows of a name and blocks of pictures [H, W, 3], with a gap between blocks."""

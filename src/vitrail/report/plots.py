@@ -1,4 +1,4 @@
-"""Curves of a run as small SVG pictures: lines of metrics in, one picture out, None where there is nothing to draw.
+"""Curves of a run as small figures: lines of metrics in, one figure out, None where there is nothing to draw.
 
 All have one size, so that a page can set them side by side. Long runs are thinned to their extremes per stretch, so
 that a spike is never lost."""
@@ -21,7 +21,6 @@ from vitrail.report.figures import (
     ROUND,
     make_figure,
     put_legend,
-    save_svg,
     scale_log,
     tick_label,
 )
@@ -37,7 +36,7 @@ _MOST_POINTS = 600
 _MOST_CLASSES = 8  # with a name each; of more, the lowest few are named
 
 
-def loss_curve(lines: Sequence[Line]) -> str | None:
+def loss_curve(lines: Sequence[Line]) -> Figure | None:
     """Draw the training loss as logged and smoothed, and the loss of each evaluation."""
     train, evals = select(lines, "train"), select(lines, "eval")
     steps, losses = series(train, "loss")
@@ -61,10 +60,10 @@ def loss_curve(lines: Sequence[Line]) -> str | None:
     if broken:
         ax.plot([], [], "|", color=RED, label="not finite")
     put_legend(ax, place="best")
-    return save_svg(figure)
+    return figure
 
 
-def eval_against_mean(lines: Sequence[Line]) -> str | None:
+def eval_against_mean(lines: Sequence[Line]) -> Figure | None:
     """Draw the squared error on hidden voxels beside their variance, which is the error of predicting the mean."""
     steps, variances = series(_unfold(select(lines, "eval")), "variance")
     figure, ax = _make_axes("Evaluation: error on hidden voxels", lines)
@@ -77,10 +76,10 @@ def eval_against_mean(lines: Sequence[Line]) -> str | None:
     ax.set_ylim(0, 1.45 * max(errors + variances, default=1.0) or 1.0)
     ax.set_ylabel("squared value")
     put_legend(ax)
-    return save_svg(figure)
+    return figure
 
 
-def score(lines: Sequence[Line]) -> str | None:
+def score(lines: Sequence[Line]) -> Figure | None:
     """Draw the metric that chooses the best checkpoint, and where it was best; losses have curves of their own."""
     start: Line = (select(lines, "start") or [{}])[-1]
     name, larger = start.get("best_metric"), start.get("larger_is_better") is True
@@ -97,7 +96,7 @@ def score(lines: Sequence[Line]) -> str | None:
     ax.plot(step, value, "o", color=ORANGE, markersize=7, fillstyle="none", label=words, zorder=4)
     ax.set_ylabel(f"{label}, {'higher' if larger else 'lower'} is better", parse_math=False)
     put_legend(ax, place="best")
-    return save_svg(figure)
+    return figure
 
 
 def _plot_evals(ax: Axes, lines: Sequence[Line], name: str, label: str) -> list[tuple[float, float]]:
@@ -113,7 +112,7 @@ def _plot_evals(ax: Axes, lines: Sequence[Line], name: str, label: str) -> list[
     return points
 
 
-def class_scores(lines: Sequence[Line]) -> str | None:
+def class_scores(lines: Sequence[Line]) -> Figure | None:
     """Draw Dice of each class, a thin line each; of many classes those that end lowest stand out."""
     evals = select(lines, "eval")
     rows = _unfold([e for e in evals if e.get("weights") == "ema"] or evals)
@@ -134,10 +133,10 @@ def class_scores(lines: Sequence[Line]) -> str | None:
     ax.set_ylim(0, 1.02)
     ax.set_ylabel("Dice")
     put_legend(ax, columns=2, size=7, place="best")
-    return save_svg(figure)
+    return figure
 
 
-def throughput(lines: Sequence[Line]) -> str | None:
+def throughput(lines: Sequence[Line]) -> Figure | None:
     """Draw samples a second, and below it the share of time spent waiting for data."""
     train = select(lines, "train")
     steps, speeds = series(train, "samples_per_s")
@@ -153,10 +152,10 @@ def throughput(lines: Sequence[Line]) -> str | None:
     low.plot(*_thin(wait_steps, [100 * w for w in waits]), color=ORANGE, linewidth=1)
     low.set_ylim(0, max(10.0, 112 * max(waits, default=0.0)))
     low.set_ylabel("wait, %")
-    return save_svg(figure)
+    return figure
 
 
-def activations(lines: Sequence[Line]) -> str | None:
+def activations(lines: Sequence[Line]) -> Figure | None:
     """Draw the root mean square of activations: a line per layer when they are few, a heat map when they are many."""
     train = [line for line in select(lines, "train") if isinstance(line.get("activation_rms"), dict)]
     names = list(dict.fromkeys(str(name) for line in train for name in line["activation_rms"]))[:256]
@@ -179,11 +178,11 @@ def activations(lines: Sequence[Line]) -> str | None:
         ax.set_xlabel("layer, counted from 0", labelpad=1)
     else:
         _draw_heat(figure, ax, rows[:: math.ceil(len(rows) / 200)], names)
-    return save_svg(figure)
+    return figure
 
 
 # The curves of the page, in reading order: name, and what makes the picture.
-CURVES: dict[str, Callable[[Sequence[Line]], str | None]] = {
+CURVES: dict[str, Callable[[Sequence[Line]], Any]] = {
     "Loss over the steps": loss_curve,
     "Evaluation against predicting the mean": eval_against_mean,
     "Score over the steps": score,
@@ -199,7 +198,7 @@ CURVES: dict[str, Callable[[Sequence[Line]], str | None]] = {
 
 def _draw_field(
     lines: Sequence[Line], name: str, title: str, colour: str, *, unit: str = "", log: bool = False
-) -> str | None:
+) -> Figure | None:
     """Draw a field of the training lines; with a unit from 0 on."""
     steps, values = series(select(lines, "train"), name)
     if not steps:
@@ -211,7 +210,7 @@ def _draw_field(
         _scale_losses(ax, values)
     if unit:
         ax.set_ylim(0, 1.15 * max(values) or 1.0)
-    return save_svg(figure)
+    return figure
 
 
 def _draw_heat(figure: Figure, ax: Axes, rows: Sequence[Line], names: Sequence[str]) -> None:

@@ -8,6 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = "–"  # an en dash: shown where a value is not known
+_SHORT = {
+    "nanometer": "nm",
+    "micrometer": "µm",
+    "millimeter": "mm",
+    "centimeter": "cm",
+    "meter": "m",
+    "angstrom": "Å",
+    "degree": "°",
+}
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -118,3 +127,21 @@ def size(num_bytes: Any) -> str:
             break
         number /= 1024
     return f"{number:.0f} {unit}" if unit == "B" or abs(number) >= 99.95 else f"{number:.1f} {unit}"
+
+
+def scale_bar(width: int, spacing: float, unit: str | None) -> tuple[float, str]:
+    """Return a bar of a round length, about a quarter of the picture: its share of the width, and its words."""
+    length = round_length(width * spacing / 4)
+    words = f"{length:g} pixels" if unit is None and spacing == 1 else f"{length:g} {short(unit)}"
+    return length / spacing / width, words
+
+
+def round_length(wanted: float) -> float:
+    """Return the largest of 1, 2 or 5 times a power of ten that is not above what is wanted."""
+    power = 10.0 ** math.floor(math.log10(wanted))
+    return max(step * power for step in (1, 2, 5) if step * power <= wanted * (1 + 1e-9))
+
+
+def short(unit: str | None) -> str:
+    """Return the sign of a unit of length: nm."""
+    return "(unit unknown)" if unit is None else _SHORT.get(unit, unit)

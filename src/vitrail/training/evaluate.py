@@ -6,7 +6,7 @@ Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,9 @@ from vitrail.draws import Draws
 from vitrail.layers.flops import Again, Flops, peak_tflops
 from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
+from vitrail.training.shown import Describer
 from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
+from vitrail.training.tally import Tally
 
 
 def led_by(first: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -40,12 +42,23 @@ class Evaluator:
     """
 
     def __init__(
-        self, objective: Objective, loader: Loader, *, seed: int, samples: int, batch: int, blend: Blend = "gaussian"
+        self,
+        objective: Objective,
+        loader: Loader,
+        *,
+        seed: int,
+        samples: int,
+        batch: int,
+        blend: Blend = "gaussian",
+        shown: Sequence[str] = (),
     ):
         self.objective, self.loader, self.seed = objective, loader, seed
         self.samples, self.batch, self.blend = samples, batch, blend
+        self.describer = Describer(loader, shown)
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
+        self.tables: dict[str, Any] | None = None  # of the classes, by the last measurement
+        self.worst: list[int] = []  # counters of the samples that did worst in it, the worst first
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
         most = count_once(loader.sampler) if labelled else None
@@ -75,6 +88,7 @@ class Evaluator:
         own, others = shared[flow.data_rank]
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
+        tally = Tally(self.objective)
         with flow.evaluating():
             for number in range(rounds):
                 counted = number < len(own)
@@ -83,19 +97,24 @@ class Evaluator:
                 inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
                 output = flow(**inputs)
                 measured = flow.split.judge(self.objective.measure, output, targets)
+                counts = flow.split.judge(self.objective.count, output, targets)
+                tally.rate(flow.split.judge(self.objective.each, output, targets), batch.counters, taken=counted)
                 once: dict[str, torch.Tensor] = {}
                 if stitch is not None:
                     assert isinstance(self.objective, VoxelObjective)
                     logits = flow.split.judge(self.objective.logits, output, targets).float().cpu()
                     whole = self._complete(stitch, batch if number < len(batches) else None, logits)
-                    once = self.objective.score(whole.logits.unsqueeze(0), whole.labels.unsqueeze(0))
+                    voxels = whole.logits.unsqueeze(0), whole.labels.unsqueeze(0)
+                    once, counts = self.objective.score(*voxels), self.objective.tally(*voxels)
                     measured |= {name: value.to(output.device) for name, value in once.items()}
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
+                tally.add(counts, taken=counted or stitch is not None)
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
+        self.tables, self.worst = tally.add_up(flow, table)
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     def _plan(self, ranks: int) -> Plan | None:
@@ -128,29 +147,38 @@ class Evaluator:
         *,
         keep: bool = True,
         tick: Callable[[], None] = lambda: None,
+        shown: Sequence[int] | None = None,
         attempt: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+        meet: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Return what a picture shows of some samples, on the host: made by every rank, and kept by those that ask.
+        """Return what a picture shows of `shown` samples, on the host: made by every rank, and kept by those that ask.
 
         As many samples as a micro-batch has are read, run and given up before the next. `attempt` calls what one rank
-        might fail at, so that none goes on to a forward, which is collective, without the others.
+        might fail at, and `meet` comes before each forward, which is collective: none goes there without the others.
         """
         rows: list[Any] = []
+
+        def run(inputs: dict[str, Any]) -> torch.Tensor:
+            meet()
+            return flow.split.run(self.objective.axes, flow, inputs)
 
         def make(batch: Batch, first: int) -> None:
             output, targets = self.objective.example(
                 batch,
                 Draws(self.seed, batch.counters),
-                lambda inputs: flow.split.run(self.objective.axes, flow, inputs),
+                run,
                 first=first,
                 size=self.batch,
                 tick=tick,
             )
             if keep:
-                rows.extend(self.objective.rows(batch, output, targets))
+                made = self.objective.rows(batch, output, targets)
+                rows.extend(
+                    {"about": about} | row for about, row in zip(self.describer.describe(batch), made, strict=True)
+                )
 
         with flow.evaluating():
-            shown = attempt(self._choose)
+            shown = attempt(self._choose) if shown is None else shown
             for first in range(0, len(shown), self.batch):
                 some = shown[first : first + self.batch]
                 batch = attempt(partial(self.loader.load, some, whole=True))

@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
+    from vitrail.training.evaluate import Evaluator
+
 
 _PLAIN_EVERY = 5.0  # seconds between plain lines
 _LIVE_EVERY = 0.1  # seconds between drawings of the live line
+_PAGE_SHARE = 50  # times as long as a page takes, between two of a run that goes on
 _RATE_WINDOW = 32  # updates over which the time left is worked out
 _BAR = (8, 28)  # narrowest and widest bar, in characters
 
@@ -265,10 +268,17 @@ class Journal:
         self, folder: RunFolder | None, progress: Progress, loggers: Sequence[Background], facts: Facts, *, report: bool
     ):
         self.folder, self.progress, self.loggers, self.report = folder, progress, list(loggers), report
+        self._told: set[str] = set()  # why there is no page
+        self._page = (-math.inf, 0.0)  # when the last one was written, and how long that took
         self._tell("start", facts)
 
     def note(self, text: str) -> None:
         self.progress.note(text)
+
+    def warn(self, text: str, *, step: int) -> None:
+        """Tell what went wrong beside the training, which goes on."""
+        self.note(text)
+        self.log("warning", step=step, text=f"{text[:1].upper()}{text[1:]}.")
 
     def log(self, event: str, **fields: Any) -> None:
         """Add a line to metrics.jsonl, at once and before anything else."""
@@ -308,10 +318,13 @@ class Journal:
         self.log("train", **fields)
         self.scalars("train", fields, fields["step"])
 
-    def metrics(self, metrics: dict[str, float], *, step: int, weights: str, samples: int) -> None:
+    def metrics(self, metrics: dict[str, float], evaluator: Evaluator, *, step: int, weights: str) -> None:
+        """Report what an evaluator has just measured."""
         text = ", ".join(f"{name} {plain(value)}" for name, value in metrics.items())
         self.note(f"step {step}, held out: {text}")
-        self.log("eval", step=step, weights=weights, metrics=metrics, samples=samples)
+        self.log("eval", step=step, weights=weights, metrics=metrics, samples=evaluator.samples)
+        if evaluator.tables is not None:
+            self.log("classes", step=step, weights=weights, **evaluator.tables)
         self.scalars("eval", metrics, step)
 
     def picture(self, name: str, path: Path, *, step: int, caption: str) -> None:
@@ -354,9 +367,27 @@ class Journal:
             if (self.folder.path / "report.html").exists():
                 self.note(f"report.html is that of an earlier step; renew it with: vitrail report {self.folder.path}")
             return
-        from vitrail.report.page import write_report
+        self.write_page(step)
 
+    def renew_page(self, step: int) -> None:
+        """Write the report of a run that goes on, unless that would take more than a small share of its time."""
+        if self.folder is None or not self.report or not self.folder.is_there() or step >= self.progress.total:
+            return  # the end writes its own
+        began = time.monotonic()
+        if began - self._page[0] >= _PAGE_SHARE * self._page[1]:
+            self.write_page(step)
+            self._page = (time.monotonic(), time.monotonic() - began)
+
+    def write_page(self, step: int) -> None:
+        """Write the report; one that fails is told once, and ends nothing."""
+        if self.folder is None:
+            return
         try:
+            from vitrail.report.page import write_report
+
             write_report(self.folder.path)
         except Exception as error:  # the run is what counts, and above all why it failed
-            self.note(str(error) if isinstance(error, UserError) else f"the report failed: {error!r}")
+            words = str(error) if isinstance(error, UserError) else f"the report failed: {error!r}"
+            if words not in self._told:
+                self._told.add(words)
+                self.warn(words, step=step)

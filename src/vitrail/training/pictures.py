@@ -1,7 +1,7 @@
 """Pictures of held-out samples: every rank takes part in making them, and the first draws.
 
-Nothing that fails here ends a run: each reason is told once, and training goes on. Data that are bad are no such
-failure: training would meet them, too.
+Nothing that fails here ends a run: each reason is told once, as a warning in metrics.jsonl, too, and training goes on.
+Data that cannot be read are told so as well: training and evaluation stop at them where they meet them.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from vitrail.errors import UserError
-from vitrail.parallel.agree import Group, gather_json, together
+from vitrail.parallel.agree import Group, gather_json
 from vitrail.parallel.flow import Flow
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.journal import Journal
@@ -29,49 +29,84 @@ class Pictures:
         self.kind, self.held_out, self.slices = kind, held_out, slices
         self.told: set[str] = set()  # reasons
 
-    def draw(self, flow: Flow, folder: RunFolder | None, journal: Journal, step: int, beat: Callable[[], None]) -> None:
-        """Draw a picture into the run folder, which rank 0 has."""
+    def draw(
+        self,
+        flow: Flow,
+        folder: RunFolder | None,
+        journal: Journal,
+        step: int,
+        beat: Callable[[], None],
+        *,
+        worst: bool = False,
+    ) -> None:
+        """Draw a picture into the run folder, which rank 0 has; and one of what did worst in the last measurement."""
+        self._draw(flow, folder, journal, step, beat, self.kind)
+        if worst and self.held_out and self.evaluator.worst:
+            shown = self.evaluator.worst
+            words = f"the worst {len(shown)} of {self.evaluator.samples}"
+            self._draw(flow, folder, journal, step, beat, f"{self.kind}-worst", shown=shown, words=words)
+
+    def _draw(
+        self,
+        flow: Flow,
+        folder: RunFolder | None,
+        journal: Journal,
+        step: int,
+        beat: Callable[[], None],
+        name: str,
+        *,
+        shown: list[int] | None = None,
+        words: str = "",
+    ) -> None:
         beat()
-        path = None if folder is None else folder.path / "pictures" / f"{self.kind}-{step:08d}.png"
+        evaluator = self.evaluator
         try:
-            rows = self.evaluator.example(flow, keep=path is not None, tick=beat, attempt=self._attempt)
+            keep = folder is not None
+            rows = evaluator.example(flow, keep=keep, tick=beat, shown=shown, attempt=self._attempt, meet=self._meet)
         except Undrawn as reason:
             self._tell(journal, step, str(reason))
             return
-        if path is None or folder is None or not folder.is_there():  # where it is gone, the next save says so
-            return
         try:  # the others are training on already
+            if folder is None or not folder.is_there():  # where it is gone, the next save says so
+                return
+            path = folder.path / "pictures" / f"{name}-{step:08d}.png"
             path.parent.mkdir(exist_ok=True)
-            draw = self.evaluator.objective.draw
-            caption = draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
-            journal.picture(self.kind, path, step=step, caption=caption)
+            caption = evaluator.objective.draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
+            journal.picture(name, path, step=step, caption=f"{words}; {caption}" if words else caption)
         except Exception as error:
             self._tell(journal, step, reason_of(error))
 
     def _attempt(self, action: Callable[[], T]) -> T:
         """Run on every rank; where it fails on one, give up on all, so that nobody waits."""
         found: list[T] = []
-
-        def attempt() -> str | None:
-            try:
-                found.append(action())
-            except UserError:
-                raise
-            except Exception as error:
-                return reason_of(error)
-            return None
-
-        for reason in gather_json(together(attempt, self.group), self.group):
-            if reason is not None:
-                raise Undrawn(reason)
+        reason = None
+        try:
+            found.append(action())
+        except Undrawn:  # all have agreed on it, in _meet()
+            raise
+        except Exception as error:
+            reason = reason_of(error)
+        self._agree("done", reason)
         return found[0]
+
+    def _meet(self) -> None:
+        """Wait before a forward, which is collective, until all ranks have come there; give up where one has not."""
+        self._agree("forward", None)
+
+    def _agree(self, place: str, reason: str | None) -> None:
+        told = gather_json([place, reason], self.group)
+        for _, why in told:
+            if why is not None:
+                raise Undrawn(why)
+        if len({where for where, _ in told}) > 1:
+            raise Undrawn("the ranks did not compute the same")
 
     def _tell(self, journal: Journal, step: int, reason: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if reason not in self.told:
             self.told.add(reason)
-            journal.note(f"the picture of step {step} could not be drawn, nor others so: {reason}")
+            journal.warn(f"the picture of step {step} could not be drawn, nor others so: {reason}", step=step)
 
 
 def reason_of(error: Exception) -> str:

@@ -18,6 +18,7 @@ from vitrail.recipe.load import Given, find_recipe
 from vitrail.recipe.sections import Parallel
 from vitrail.training.evaluate import led_by
 from vitrail.training.failures import StopRequest, Watchdog
+from vitrail.training.memory import in_words
 from vitrail.training.session import Outcome, Session
 from vitrail.training.setup import Place, build_model, find_place, make_evaluator, open_parts
 from vitrail.weights.runs import list_or_refuse, load_weights, stored_recipe, which_weights, with_checkpoint
@@ -39,7 +40,7 @@ def train(
     """
     recipe = find_recipe(recipe, overrides)
     call = {"fresh": fresh, "trust": trust, "other_data": other_data}
-    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop:
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop, in_words(recipe, watchdog):
         return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 
 

@@ -40,6 +40,7 @@ from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
+from vitrail.training.memory import short_of_memory
 from vitrail.training.pictures import Pictures
 from vitrail.training.profiling import FOLDER, Profiling
 from vitrail.training.runfolder import RunFolder, beside
@@ -320,6 +321,7 @@ class Session:
                     rms = None
                 if due("eval") or due("picture"):
                     self.look(picture=due("picture"), measure=due("eval"))
+                    self.journal.renew_page(trainer.done)
                 self.note_saved(self.checkpoints.finished())
                 owed = owed or due("save") or told.save or (saves and self.is_new_best())
                 # While steps are skipped nothing is saved, nor is the run stopped: its state may be of no use, and
@@ -437,10 +439,10 @@ class Session:
                 metrics = led_by(self.metric_name, self.evaluator.metrics(trainer.flow, tick=tick))
                 self.last_metrics = (trainer.done, metrics)
                 weights = "ema" if trainer.ema else "raw"
-                self.journal.metrics(metrics, step=trainer.done, weights=weights, samples=self.evaluator.samples)
+                self.journal.metrics(metrics, self.evaluator, step=trainer.done, weights=weights)
             if picture:
                 beat = partial(self.watchdog.beat, trainer.done, "drawing")
-                self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat)
+                self.pictures.draw(trainer.flow, self.folder, self.journal, trainer.done, beat, worst=measure)
 
     # ------------------------------------------------------------ what is kept
 
@@ -499,6 +501,7 @@ class Session:
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
         """Leave a record of a run that had ever begun and nothing of a new one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
+        error = short_of_memory(error, self.recipe, self.watchdog)
         if isinstance(error, BadData) and (begun or list_checkpoints(self.checkpoints.folder)):
             error = type(error)(f"{error}; {way_on(error, self.run_dir, self.recipe.data)}")
         if isinstance(error, UserError) and size > 1:

@@ -465,6 +465,7 @@ def make_evaluator(
         samples=number,
         batch=micro_batch(recipe, data, flow.layout),
         blend=recipe.eval.blend,
+        shown=recipe.log.variables or (),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from vitrail.data.chunks.nodes import checksums_of
 from vitrail.data.files.paths import unpacking
 from vitrail.data.look.found import with_axes, with_table
-from vitrail.data.look.picture import by, has_labels, picture, round_length, spread
+from vitrail.data.look.picture import by, has_labels, picture, spread
 from vitrail.data.look.propose import (
     CROP,
     MANY_LABELS,
@@ -33,7 +33,7 @@ from vitrail.data.sources.folders import is_named_like_labels
 from vitrail.errors import UserError
 from vitrail.recipe import kinds
 
-__all__ = ["inspect", "look", "open_source", "picture", "read_settings", "round_length"]
+__all__ = ["inspect", "look", "open_source", "picture", "read_settings"]
 
 MUCH_DECODING = 28.0  # voxels decoded for one of a crop, from which on reading is slow: 32 of chunks of 64 need 26
 MOST_CLASSES = 1000

@@ -4,7 +4,6 @@
 - three variables red, green and blue are one colour image; of others each has its own column or row
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.data.source import Item, Source, class_names, label_dtype, label_names
+from vitrail.report.units import scale_bar, short
 
 if TYPE_CHECKING:
     from vitrail.report.views import Panel
@@ -21,15 +21,6 @@ SHOWN = {2: 1024, 3: 512}  # voxels of an axis that are shown at most, from the 
 SMALL = 64  # pixels of an image, up to which more of them are shown, and no scale bars
 MOST_VARIABLES = 4
 COLOURS = ("red", "green", "blue")
-UNITS = {
-    "nanometer": "nm",
-    "micrometer": "µm",
-    "millimeter": "mm",
-    "centimeter": "cm",
-    "meter": "m",
-    "angstrom": "Å",
-    "degree": "°",
-}
 
 
 def picture(source: Source, path: str | Path, *, images: int = 8, facts: dict[str, Any] | None = None) -> Path:
@@ -174,23 +165,6 @@ def _classes(labels: np.ndarray) -> np.ndarray:
 
 def _no_label(dtype: np.dtype | None) -> int | None:
     return None if dtype is None or dtype.kind not in "iu" or dtype.itemsize == 1 else int(np.iinfo(dtype).max)
-
-
-def scale_bar(width: int, spacing: float, unit: str | None) -> tuple[float, str]:
-    """Return a bar of a round length, about a quarter of the picture: its share of the width, and its words."""
-    length = round_length(width * spacing / 4)
-    words = f"{length:g} pixels" if unit is None and spacing == 1 else f"{length:g} {short(unit)}"
-    return length / spacing / width, words
-
-
-def round_length(wanted: float) -> float:
-    """Return the largest of 1, 2 or 5 times a power of ten that is not above what is wanted."""
-    power = 10.0 ** math.floor(math.log10(wanted))
-    return max(step * power for step in (1, 2, 5) if step * power <= wanted * (1 + 1e-9))
-
-
-def short(unit: str | None) -> str:
-    return "(unit unknown)" if unit is None else UNITS.get(unit, unit)
 
 
 def by(numbers: Sequence[float]) -> str:

@@ -25,11 +25,12 @@ from torch import Tensor
 from vitrail.data.augment.augmenter import Raw
 from vitrail.data.batch import Batch
 from vitrail.data.chunks.decoded import ChunkReader
-from vitrail.data.look.picture import by, name_of, scale_bar, variable_groups
+from vitrail.data.look.picture import by, name_of, variable_groups
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Job
 from vitrail.data.source import Item, ManySource, Source, keeps_chunks, label_dtype, without
 from vitrail.draws import Draws
+from vitrail.report.units import scale_bar
 
 if TYPE_CHECKING:
     from vitrail.report.views import Panel
