@@ -200,7 +200,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     RandomMask: {"ratio": 0.75},
     ReconstructConfig: {"target": "raw", "on": "hidden"},
     ClassifyConfig: {"smoothing": 0.0},
-    SegmentConfig: {"loss": "dice_ce", "squared": True, "smooth": (0.0, 1e-6), "background": False, "ignore": None},
+    SegmentConfig: {"loss": "dice_ce", "squared": True, "smooth": (0.0, 1e-6), "background": None, "ignore": None},
     FlowConfig: {"times": "uniform", "mean": 0.0, "std": 1.0, "shift": 1.0, "condition": (), "coarse": None},
     DenoiseConfig: {"predict": "noise", "steps": 1000, "schedule": "linear", "zero_snr": False, "min_snr": None},
     SamplingConfig: {"sampler": "auto", "steps": 25, "guidance": 1.0, "interval": (0.0, 1.0), "clip": True},
