@@ -12,15 +12,18 @@ RUN = $(VENV)/bin/python -m
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo       train a 3-D masked autoencoder on generated tissue; ends with the path of its report"
+	@echo "make demo       generate tissue, pre-train on it, segment it, predict a part of it; ends with what to look at"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the long tests"
 	@echo "make mutants    plant bugs one at a time and see which the tests notice (hours)"
 	@echo "make lint       check style and types"
 	@echo "make install    set up $(VENV) only"
 
-demo: $(VENV)/.installed data/em.zarr
-	$(RUN) vitrail train configs/demo/mae3d.yaml --fresh
+# Keys of both recipes may be given: make demo KEYS="run.steps=20"
+KEYS ?=
+
+demo: $(VENV)/.installed
+	@$(VENV)/bin/python configs/demo/demo.py $(KEYS)
 
 # Files of tests are shared out to two processes, in their order: those that start ranks come first, many short ones last.
 SHARED = -n 2 --dist loadfile --no-loadscope-reorder
@@ -43,10 +46,6 @@ lint: $(VENV)/.installed-dev
 	$(RUN) mypy
 
 install: $(VENV)/.installed
-
-# It appears under this name only when it is complete.
-data/em.zarr: | $(VENV)/.installed
-	$(RUN) vitrail data generate $@
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv and ensurepip was not found on the PATH;" \

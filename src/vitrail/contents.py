@@ -18,7 +18,17 @@ from vitrail.sums import check_version
 
 FORMAT = 1  # of run folders, which environment.json tells; that of checkpoints is theirs
 FILES = ("recipe.yaml", "metrics.jsonl", "environment.json", "data.json", "report.html", ".lock")
-FOLDERS = ("checkpoints", "pictures", "tensorboard", "wandb", "mlflow", "flight-recorder", "samples", "profile")
+FOLDERS = (
+    "checkpoints",
+    "pictures",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "flight-recorder",
+    "samples",
+    "profile",
+    "probe",
+)
 # In folders of a run, what it writes there before its first step; a user's files may lie beside.
 EARLY = {
     "pictures": r".+-0{8}\.png",

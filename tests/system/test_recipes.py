@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from support import events, vitrail
+from support import events, run, vitrail
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +30,19 @@ def test_recipe_reaches_its_number(recipe: str, tmp_path: Path) -> None:
     last = events(folder, "eval")[-1]["metrics"]
     for name, least in wanted.items():
         assert last[name] >= least, (name, last[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_the_demo_reaches_its_numbers(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    code, output = run(sys.executable, "configs/demo/demo.py", cwd=tmp_path, timeout=2400)
+    assert code == 0, output[-2000:]
+    assert events(tmp_path / "runs/demo-mae3d", "eval")[-1]["metrics"]["mse_over_variance"] <= 0.48
+    last = events(tmp_path / "runs/demo-finetune3d", "eval")[-1]["metrics"]
+    assert last["dice_membrane"] >= 0.90
+    assert last["dice_mitochondria"] >= 0.85
+    assert (tmp_path / "runs/demo-finetune3d/held-out.ome.zarr").is_dir()
 
 
 @pytest.mark.slow

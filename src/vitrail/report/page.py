@@ -47,6 +47,7 @@ from vitrail.report.metrics import (
     read_recipe,
     select,
 )
+from vitrail.report.probes import list_probes
 from vitrail.report.profiles import Profiled, show_profile
 from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
@@ -516,6 +517,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "pictures": pictures,
         "worst": worst[0] if worst else None,
         "classes": list_classes(lines),
+        "probes": list_probes(run, notes),
         "eval_heads": heads,
         "evals": evals,
         "sure_of": (facts["eval"] or {}).get("intervals", {}).get("over"),

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from vitrail.errors import UserError, printable
 from vitrail.report.units import clock, compact, number_of, percent, plain
 from vitrail.training.loggers import Background, Facts
+from vitrail.training.optimizers.groups import FROZEN
 from vitrail.training.runfolder import RunFolder
 from vitrail.weights.runs import checkpoint_name
 
@@ -305,8 +306,9 @@ class Journal:
 
     def start(self, *, what: str, groups: list[dict[str, Any]], **fields: Any) -> None:
         """Write the first lines of a session: what is trained, and which parameters decay at which rate."""
-        self.log("start", groups=groups, **fields)
-        self.note(what)
+        frozen = sum(row["parameters"] for row in groups if row["name"] == FROZEN)
+        self.log("start", groups=groups, frozen=frozen, **fields)
+        self.note(what + (f"; {frozen:,} parameters are frozen" if frozen else ""))
         for row in groups:
             self.note(
                 f"  {row['name']}: {row['tensors']} tensors, {row['parameters']:,} parameters, "

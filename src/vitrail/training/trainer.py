@@ -34,9 +34,9 @@ from vitrail.parallel.mesh import local
 from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.lengths import lay_out
+from vitrail.training.optimizers.groups import group_table
 from vitrail.training.optimizers.optimizer import (
     Optimizer,
-    group_table,
     make_groups,
     named_state,
     restore_state,
@@ -288,7 +288,8 @@ class Trainer:
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
-        rows = group_table(self.optimizer, self.base_rate)
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        rows = group_table(self.optimizer, self.base_rate, frozen)
         if self.flow.pipeline is None:
             return rows
         merged: dict[str, dict[str, Any]] = {}
