@@ -46,6 +46,26 @@ SUFFIXES = {  # formats by the ending of OUT
     ".png": "png",
     ".csv": "csv",
 }
+OTHERS = [
+    ".jpg",
+    ".jpeg",
+    ".gif",
+    ".bmp",
+    ".webp",
+    ".h5",
+    ".hdf5",
+    ".nc",
+    ".npz",
+    ".n5",
+    ".mrc",
+    ".nrrd",
+    ".mha",
+    ".mhd",
+    ".dcm",
+    ".tsv",
+    ".json",
+    ".txt",
+]
 USUAL = {"nifti": ".nii.gz", "tiff": ".tif", "image_folder": ".png", "numpy": ".npy", "geotiff": ".tif"}  # by INPUT
 SETTINGS, RESULT, PARTS, LOG = "settings.json", "result", "parts", re.compile(r"rows-(\d+)-\d+\.log")
 LAYOUT = Layout("prediction in the making", (SETTINGS,), (RESULT, PARTS))
@@ -103,6 +123,11 @@ def choose_format(out: Path, kind: str, form: Form, items: int) -> tuple[str, st
         return "csv", ".csv", False
     if told == ".csv":
         raise UserError(f"out: {out} ends in .csv, which is for classes of whole images; end it in .ome.zarr")
+    if told is None and out.suffix.lower() in OTHERS:
+        raise UserError(
+            f"out: {out} ends in {out.suffix}, which is not written; end it in {', '.join(SUFFIXES)}, or give a folder "
+            "without an ending"
+        )
     if told is not None and items > 1:
         raise UserError(
             f"out: {out} is one file, and there are {items} items; give a folder, in which each gets a file of its name"
@@ -445,14 +470,20 @@ class Result:
         unit, factor = NIFTI_UNITS.get(frame.unit or "", ("micron", NIFTI_OTHERS.get(frame.unit or "", 1.0)))
         if frame.unit not in (*NIFTI_UNITS, *NIFTI_OTHERS):
             unit = "unknown"
+        axes = list(frame.axes[::-1])  # of the file, which need not be those of the world in their order
+        if not set(axes) <= {"x", "y", "z"}:
+            axes = ["x", "y", "z"][: len(axes)]
+        axes += [name for name in "xyz" if name not in axes]
+        order = ["xyz".index(name) for name in axes]
         affine = frame.affine
         if affine is not None:
             unit = _unit_of(affine, frame)
         if affine is None:
             affine = np.eye(4)
             origin = frame.origin or (0.0,) * len(frame.axes)
-            for place, (size, at) in enumerate(zip(frame.spacing[::-1], origin[::-1], strict=True)):
-                affine[place, place], affine[place, 3] = size * factor, at * factor
+            for at, size, start in zip(order, frame.spacing[::-1], origin[::-1], strict=False):
+                affine[at, at], affine[at, 3] = size * factor, start * factor
+        affine = affine[:, [*order, 3]]
         header.set_sform(affine, code=1)
         header.set_qform(affine, code=1)
         header.set_xyzt_units(unit)

@@ -80,8 +80,8 @@ def predict(
     began, target = time.monotonic(), Path(out)
     list_or_refuse(run, checkpoint)
     recipe = find_recipe(run)
-    if not memory > 0:
-        raise UserError(f"memory: {memory} GiB must be above 0")
+    if not 0 < memory < float("inf"):
+        raise UserError(f"memory: {memory} GiB must be a number above 0")
     room = int(memory * 2**30)
     asked: dict[str, Any] = {"path": str(path), "out": str(out), "write": write}
     asked |= {"checkpoint": checkpoint, "weights": weights}
