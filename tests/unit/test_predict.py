@@ -1,10 +1,8 @@
 """Predictions of new data: against tiles added up in memory, whatever they are cut into and written to."""
 
 import csv
-import fcntl
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from vitrail.data.order.tiles import tile_starts
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.draws import Draws, key
 from vitrail.errors import UserError
-from vitrail.infer.features import encode
+from vitrail.infer.features import encode, pooled
 from vitrail.infer.tiling import Cut, Tiling
 from vitrail.layers.tokens import unpatchify
 from vitrail.models.model import make_inputs
@@ -154,7 +152,7 @@ def test_features_are_the_last_tokens_of_the_encoder(place: Path, values: np.nda
         model = vitrail.load(place / run)
         inputs, _ = make_inputs(model.config, normalise(torch.from_numpy(crop)[None], model.eyes.statistics))
         with torch.no_grad():
-            mean = encode(model, inputs)  # type: ignore[arg-type]  # any that has such an encoder
+            mean = pooled(model, *encode(model, inputs))
         found = model.embed(crop)
         np.testing.assert_allclose(found.mean(axis=(1, 2, 3)), mean[0].numpy(), atol=1e-5)
         assert found.std(axis=(1, 2, 3)).min() > 0
@@ -513,81 +511,6 @@ def test_work_that_was_begun_is_not_another_predictions(
     made = vitrail.predict(place / "seg", place / "em.zarr", out=tmp_path / "c.zarr", **SMALL)
     assert made["made"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["c.zarr"]
-
-
-@pytest.mark.parametrize("ending", ["nii.gz", "tif", "npy"])
-def test_the_watchdog_is_told_while_one_rank_writes_a_file(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
-    from vitrail.infer import outputs
-    from vitrail.training.failures import SLOW_PHASE, Watchdog
-
-    beats: list[tuple[str, float]] = []
-    beat, copies = Watchdog.beat, []
-    copying = outputs.Result._copying
-
-    def note(self: Watchdog, step: int, phase: str, **options: Any) -> None:
-        beat(self, step, phase, **options)
-        beats.append((phase, self.limit))
-
-    def watched(self: outputs.Result, item: int) -> Any:
-        def copy(*tick: Any) -> None:
-            before = len(beats)
-            copying(self, item)(*tick)
-            copies.append(len(beats) - before)
-
-        return copy
-
-    monkeypatch.setattr(Watchdog, "beat", note)
-    monkeypatch.setattr(outputs.Result, "_copying", watched)
-    vitrail.predict(place / "seg", place / "em.zarr", out=tmp_path / f"c.{ending}", **SMALL)
-    assert copies == [SHAPE[0] // SMALL["chunk"]]  # once for each slab
-    assert {limit for phase, limit in beats if phase == "predicting"} == {SLOW_PHASE}
-
-
-def test_drafts_that_a_kill_left_are_not_published(
-    place: Path, values: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vitrail.disk import draft_of
-    from vitrail.infer import outputs
-
-    (tmp_path / "in").mkdir()
-    for name in ("a", "b"):
-        np.save(tmp_path / "in" / f"{name}.npy", values[0])
-    publish = outputs.Result.publish
-
-    def leave(self: outputs.Result) -> None:
-        draft_of(self.work / "result/a.npy").write_bytes(b"half")
-        publish(self)
-
-    monkeypatch.setattr(outputs.Result, "publish", leave)
-    vitrail.predict(place / "seg", tmp_path / "in", out=tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.npy", "b.npy"]
-
-
-def test_what_another_call_is_just_making_is_not_removed(place: Path, tmp_path: Path) -> None:
-    work = tmp_path / ".c.zarr.predict"
-    work.mkdir()
-    (work / "result").mkdir()
-    handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="is being predicted by another process"):
-            vitrail.predict(place / "seg", place / "em.zarr", out=tmp_path / "c.zarr")
-    finally:
-        os.close(handle)
-    assert (work / "result").is_dir()
-    vitrail.predict(place / "seg", place / "em.zarr", out=tmp_path / "c.zarr")
-    assert [path.name for path in tmp_path.iterdir()] == ["c.zarr"]
-
-
-def test_no_two_items_get_one_file() -> None:
-    from vitrail.infer.outputs import Frame, file_names
-
-    names = ["a-2.png", "a.png", "a.tif", "b/a.png", "../a.png", "/etc/a.png"]
-    frames = [Frame(name, (4, 4), ("y", "x"), (1.0, 1.0), None, None, None) for name in names]
-    found = file_names(frames, ".png")
-    assert found == ["a-2.png", "a.png", "a-2-2.png", "b/a.png", "a-4.png", "a-5.png"]
 
 
 def test_rows_and_tiles_fit_together() -> None:
