@@ -12,6 +12,7 @@ from predicting import SHAPE, train_segmentation, write_em
 import vitrail
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.errors import UserError
+from vitrail.infer.engine import taken_for
 
 SMALL: dict[str, Any] = {"chunk": 8, "memory": 0.0002}  # many pillars and rows
 
@@ -102,3 +103,20 @@ def test_no_two_items_get_one_file() -> None:
     frames = [Frame(name, (4, 4), ("y", "x"), (1.0, 1.0), None, None, None) for name in names]
     found = file_names(frames, ".png")
     assert found == ["a-2.png", "a.png", "a-2-2.png", "b/a.png", "a-4.png", "a-5.png"]
+
+
+def test_variables_of_other_names_are_not_renamed_without_a_word() -> None:
+    assert taken_for(("nir", "swir"), ["red", "green"]) == (
+        "in their order, nir is taken for red, swir is taken for green"
+    )
+    assert taken_for(("channel0", "channel1"), ["red", "green"]) is None
+    assert taken_for(("image",), ["em"]) is None
+    assert taken_for(("red", "green", "blue"), ["green", "red"]) is None  # chosen by name
+
+
+def test_a_note_says_which_variables_are_taken_for_others(place: Path, values: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "other.npy", values)
+    facts = vitrail.predict(
+        place / "seg", tmp_path / "other.npy", out=tmp_path / "out.npy", settings=["variables=[nir]"], **SMALL
+    )
+    assert any("nir is taken for image" in note for note in facts["notes"]), facts["notes"]

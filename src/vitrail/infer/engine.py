@@ -5,6 +5,7 @@ on the device. Tiles are those of tiling.py; whoever takes the rows writes them 
 """
 
 import math
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from vitrail.models.model import encoder_of, known_variables
 from vitrail.training.stitch import Blend, in_window
 
 SIDES = {2: 512, 3: 64}  # voxels of a chunk of what is written, by the axes of an item
+UNNAMED = re.compile(r"image|channel\d+")  # what variables are called whose file has no names
 MOST_VOXELS, MOST_SAMPLES = 2**22, 16  # of a batch, where no size was asked for
 
 
@@ -199,6 +201,14 @@ class Engine:
     def finish(self, row: Row) -> np.ndarray:
         """Return what is written of a row: [*cells], or [channels, *cells]."""
         return finish(self.form, self.eyes, row.values, self.values)
+
+
+def taken_for(names: Sequence[str], wanted: Sequence[str]) -> str | None:
+    """Say which variables, that have names of their own, are taken for others; None where nothing is renamed."""
+    pairs = [(a, b) for a, b in zip(names, wanted, strict=False) if a != b and not UNNAMED.fullmatch(a)]
+    if not pairs or set(wanted) <= set(names):
+        return None
+    return "in their order, " + ", ".join(f"{a} is taken for {b}" for a, b in pairs[:6])
 
 
 def check_variables(eyes: Eyes, names: Sequence[str], name: str) -> list[str] | None:

@@ -31,7 +31,7 @@ from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.infer import shown
 from vitrail.infer.blend import Row
-from vitrail.infer.engine import Engine, Wishes, check_variables
+from vitrail.infer.engine import Engine, Wishes, check_variables, taken_for
 from vitrail.infer.eyes import Eyes, Form
 from vitrail.infer.folder import stored_type
 from vitrail.infer.outputs import Frame, Result, Stage, choose_format, frame_of
@@ -184,6 +184,8 @@ class Opened:
         source = config.open()
         wanted = check_variables(self.eyes, source.variables, path)
         if wanted is not None:
+            if taken := taken_for(source.variables, wanted):
+                self.notes.append(f"{path}: {taken}; choose others with --set 'variables=[...]'")
             config = entry_of(cls, {"path": path, **keys, "variables": wanted})
             source = config.open()
         return config, source
