@@ -27,6 +27,7 @@ from vitrail.data.dataset import check_mixing
 from vitrail.data.files.stage import configs_to_open
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import BadData, RunFailed, UserError
+from vitrail.objectives.segment import SegmentConfig
 from vitrail.parallel.agree import on_chief, on_chief_for_long, share_json, together
 from vitrail.parallel.mesh import layout_of
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
@@ -556,7 +557,7 @@ def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
     stored = (newest_manifest(run_dir) or {}).get("recipe")
     if stored is None and (run_dir / "recipe.yaml").is_file():
         stored = recipe_yaml.read(run_dir / "recipe.yaml")
-    changes = unsafe_changes(in_words_of_today(stored), recipe.to_tree()) if stored else []
+    changes = unsafe_changes(spelt_out(in_words_of_today(stored)), spelt_out(recipe.to_tree())) if stored else []
     if changes:
         shown = "; ".join(f"{key}: {old!r} became {new!r}" for key, old, new in changes[:10])
         raise UserError(
@@ -571,3 +572,16 @@ def in_words_of_today(stored: dict[str, Any]) -> dict[str, Any]:
         return load_recipe(as_meant(stored)).to_tree()
     except UserError:  # it names what is no more: the differences are shown as they are
         return stored
+
+
+def spelt_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe in which segmentation says whether class 0 counts: runs of old said no where null now says so."""
+    objective = tree.get("objective")
+    if not isinstance(objective, dict) or objective.get("kind") != "segment":
+        return tree
+    names = objective.get("names")
+    try:
+        said = SegmentConfig(background=objective.get("background"), names=None if names is None else tuple(names))
+    except (TypeError, ValueError):  # it is no recipe of today: the differences are shown as they are
+        return tree
+    return tree | {"objective": objective | {"background": said.counts_first}}
