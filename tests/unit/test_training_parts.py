@@ -762,5 +762,5 @@ def test_a_run_begun_before_two_names_scored_both_goes_on(tmp_path: Path) -> Non
         if goes_on:
             refuse_changes(tmp_path, recipe)
         else:
-            with pytest.raises(UserError, match="objective.background: False became True"):
+            with pytest.raises(UserError, match=r"objective.background: False became True"):
                 refuse_changes(tmp_path, recipe)
