@@ -67,14 +67,17 @@ def test_a_run_shows_classes_and_its_worst_samples(tmp_path: Path) -> None:
 def test_ranks_find_the_same_classes_and_worst_samples(tmp_path: Path) -> None:
     images = folders(tmp_path / "images")
     tables = []
-    for ranks in (1, 2):
-        recipe = tmp_path / f"{ranks}.yaml"
-        recipe.write_text(json.dumps(classify(images, tmp_path / f"run{ranks}", run__steps=1, eval__every=1)))
+    for ranks, layout in ((1, "data"), (2, "data"), (2, "tensor")):
+        run = tmp_path / f"{ranks}-{layout}"
+        recipe = tmp_path / f"{run.name}.yaml"
+        tree = classify(images, run, run__steps=1, eval__every=1)
+        recipe.write_text(json.dumps(tree | ({"parallel": {"tensor": 2}} if layout == "tensor" else {})))
         code, output = run_command(*torchrun(ranks, "-m", "vitrail", "train", recipe))
         assert code == 0, output[-3000:]
-        [found] = events(tmp_path / f"run{ranks}", "classes")
+        [found] = events(run, "classes")
         tables.append({name: found[name] for name in ("pairs", "true", "predicted", "right")})
     assert tables[0] == tables[1]
+    assert tables[0] == tables[2]  # which share samples, and would count each twice
 
 
 def test_voxels_that_are_not_scored_are_not_counted(volume: Path, tmp_path: Path) -> None:

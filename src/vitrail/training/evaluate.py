@@ -88,7 +88,10 @@ class Evaluator:
         own, others = shared[flow.data_rank]
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
-        tally = Tally(self.objective)
+        tally, axes = Tally(self.objective), self.objective.axes
+        copies = dist.get_world_size() // ranks  # ranks that share samples, which count the same
+        if axes.output and axes.targets:  # or parts of it
+            copies //= flow.layout.parts
         with flow.evaluating():
             for number in range(rounds):
                 counted = number < len(own)
@@ -110,7 +113,7 @@ class Evaluator:
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
-                tally.add(counts, taken=counted or stitch is not None)
+                tally.add(counts, taken=counted or stitch is not None, copies=copies)
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
