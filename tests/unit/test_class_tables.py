@@ -80,6 +80,22 @@ def test_ranks_find_the_same_classes_and_worst_samples(tmp_path: Path) -> None:
     assert tables[0] == tables[2]  # which share samples, and would count each twice
 
 
+def test_the_worst_samples_are_drawn_where_entries_have_different_variables(tmp_path: Path) -> None:
+    """Pictures of grey and of coloured samples make no batch."""
+    colours = folders(tmp_path / "colours")
+    for image in colours.rglob("*.png"):
+        grey = tmp_path / "grey" / image.relative_to(colours)
+        grey.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(image).convert("L").save(grey)
+    tree = classify(colours, tmp_path / "run", eval__samples=24)
+    entries = [{"path": str(tmp_path / name)} for name in ("colours", "grey")]
+    tree["model"] = VIT | {"variables": {"known": ["grey", "red", "green", "blue"]}}
+    tree["data"] |= {"train": entries, "valid": entries}
+    vitrail.train(tree, quiet=True)
+    assert not events(tmp_path / "run", "warning")
+    assert (tmp_path / "run/pictures/classify-worst-00000004.png").is_file()
+
+
 def test_voxels_that_are_not_scored_are_not_counted(volume: Path, tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 255, (32, 32, 32), dtype=np.uint8)
     labels = (image > 128).astype(np.uint8)

@@ -117,7 +117,8 @@ class Evaluator:
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
-        self.tables, self.worst = tally.add_up(flow, table)
+        self.tables, worst = tally.add_up(flow, table)
+        self.worst = [c for c in worst if self._group(c) == self._group(worst[0])]  # others have other variables
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     def _plan(self, ranks: int) -> Plan | None:
