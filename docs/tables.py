@@ -1,4 +1,5 @@
-"""The tables of docs/recipe.md, written from the code: `python docs/tables.py`.
+"""The tables of docs/recipe.md, and the keys that are known without PyTorch (`KEYS`), written from the code:
+`python docs/tables.py`.
 
 A table stands between `<!-- keys of CLASS -->` and `<!-- end -->`: `keys of ONE, TWO` for kinds with one table, and
 `keys of CLASS beside BASE` for the keys alone that BASE lacks or has with another default. Keys, types and defaults are
@@ -18,10 +19,11 @@ from vitrail.data.grid import GridConfig
 from vitrail.data.source import ItemsConfig
 from vitrail.data.sources.image_folder import ImagesConfig
 from vitrail.layers import scores
-from vitrail.recipe import json_schema, kinds, normalize, sections
+from vitrail.recipe import early, json_schema, kinds, normalize, sections
 from vitrail.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("recipe.md")
+KEYS = Path(__file__).parents[1] / "src/vitrail/recipe" / early.FILE
 MARKED = re.compile(r"(<!-- keys of ([\w, ]+?)(?: beside (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
 WORDS = {
@@ -138,3 +140,4 @@ def classes() -> dict[str, type]:
 
 if __name__ == "__main__":
     PAGE.write_text(write(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    KEYS.write_text(early.write_keys(json_schema()), encoding="utf-8")

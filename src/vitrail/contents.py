@@ -18,7 +18,17 @@ from vitrail.sums import check_version
 
 FORMAT = 1  # of run folders, which environment.json tells; that of checkpoints is theirs
 FILES = ("recipe.yaml", "metrics.jsonl", "environment.json", "data.json", "report.html", ".lock")
-FOLDERS = ("checkpoints", "pictures", "tensorboard", "wandb", "mlflow", "flight-recorder", "samples", "profile")
+FOLDERS = (
+    "checkpoints",
+    "pictures",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "flight-recorder",
+    "samples",
+    "profile",
+    "probe",
+)
 # In folders of a run, what it writes there before its first step; a user's files may lie beside.
 EARLY = {
     "pictures": r".+-0{8}\.png",
@@ -123,6 +133,12 @@ def find_early(run: Path) -> Iterator[Path]:
     for name, written in EARLY.items():
         if (run / name).is_dir():
             yield from [path for path in (run / name).iterdir() if re.fullmatch(written, path.name)]
+
+
+def begun_with(run: Path) -> list[str]:
+    """Return the plugins that a run was begun with, by their names: words that nobody vouches for."""
+    told = _read_environment(run).get("plugins")
+    return [str(name)[:200] for name in told[:10]] if isinstance(told, list) else []
 
 
 def _read_lock(run: Path) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from vitrail.credentials import strip
 
@@ -52,6 +53,14 @@ class RunFailed(UserError):
 
 class TooLarge(UserError):
     """More than the memory here, as arithmetic tells before anything is tried."""
+
+
+def expect(value: Any, kind: type, what: str) -> Any:
+    """Return a value of the kind that was asked for; `what` says where another one comes from."""
+    if not isinstance(value, kind):
+        wanted = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise UserError(f"{what} returned a {type(value).__name__}, expected a {wanted}; see docs/plugins.md")
+    return value
 
 
 # What allocators say; PyTorch's own error class for CUDA is known by its type.

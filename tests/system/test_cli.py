@@ -37,6 +37,7 @@ VERBS = (
     "tune",
     "launch",
     "schema",
+    "completion",
 )
 HEAVY = ("torch", "numpy", "matplotlib", "zarr", "tensorstore", "yaml", "rich", "PIL", "jinja2")
 
@@ -64,6 +65,8 @@ def trained(monkeypatch):
         return state.outcome
 
     monkeypatch.setattr(training, "train", train)
+    for check in ("check_recipe", "check_run"):  # there are no files
+        monkeypatch.setattr(cli.train, check, lambda *_: None)
     monkeypatch.delenv("RANK", raising=False)
     return state
 
@@ -293,6 +296,7 @@ def test_train_hands_its_words_on_and_prints_the_path_of_the_report(trained, cap
         "quiet": False,
         "trust": False,
         "other_data": False,
+        "change": False,
     }
     assert trained.calls == [("a.yaml", options)]
     assert capsys.readouterr() == ("runs/a/report.html\n", "")
@@ -332,8 +336,7 @@ def test_plugins_are_imported_first(trained, tmp_path, monkeypatch):
     assert sys.plugin_was_here
 
 
-def test_eval_prints_scores_and_strict_json(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
+def test_eval_prints_scores_and_strict_json(trained, monkeypatch, capsys):
     asked = []
 
     def evaluate(run, **options):
@@ -425,6 +428,7 @@ def assert_parses(line: str, monkeypatch) -> None:
     ran = []
     with monkeypatch.context() as patch:
         patch.setattr(typer.core.TyperCommand, "invoke", lambda self, ctx: ran.append(self.name))
+        patch.setenv("HOME", "/nowhere")  # an option that acts at once, such as one that installs, finds nothing there
         words = shlex.split(line, comments=True)
         words = words[words.index("vitrail") + 1 :]
         assert call(*words) == 0, line

@@ -19,6 +19,7 @@ FILES = (
     ("optimizer", "signs", "plugins.md"),
     ("schedule", "stairs", "plugins.md"),
     ("model", "strongest", "plugins.md"),
+    ("model", "tiny", "plugins.md"),
     ("objective", "focal", "plugins.md"),
     ("logger", "diary", "logging.md"),
     ("augmentation", "dead_lines", "augment.md"),
@@ -54,7 +55,7 @@ def call(*words: Any) -> None:
     assert not ended.value.code
 
 
-def recipe_for(slot: str, lab: Path) -> dict[str, Any]:
+def recipe_for(slot: str, name: str, lab: Path) -> dict[str, Any]:
     """A training of two steps that names the kind."""
     image = {"crop": 16, "batch": 4, "train": [IMAGES], "valid": [IMAGES], "augment": {}}
     encoder = {"width": 16, "depth": 1, "heads": 2, "patch": 4}
@@ -71,7 +72,7 @@ def recipe_for(slot: str, lab: Path) -> dict[str, Any]:
     changes: dict[str, dict[str, Any]] = {
         "optimizer": {"optimizer": {"kind": "signs", "lr": 1e-3}},
         "schedule": {"schedule": {"kind": "stairs", "at": ["50%"], "gamma": 0.5}},
-        "model": {"model": {"kind": "strongest", **encoder}},
+        "model": {"model": {"kind": "strongest", **encoder} if name == "strongest" else {"kind": "tiny", "width": 8}},
         "objective": {"objective": {"kind": "focal", "gamma": 1.0}},
         "logger": {"log": {"every": 1, "to": [{"kind": "diary", "path": "diary.txt"}]}},
         "augmentation": {"data": {**image, "augment": {"more": [{"kind": "dead_lines", "share": 0.5}]}}},
@@ -82,7 +83,7 @@ def recipe_for(slot: str, lab: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("slot", "name", "page"), FILES)
 def test_one_file_adds_a_kind(slot: str, name: str, page: str, lab: Path) -> None:
     (lab / "my_lab" / f"{name}.py").write_text(shown_file(slot, name, page))
-    recipe = write_recipe(lab / "recipe.yaml", recipe_for(slot, lab))
+    recipe = write_recipe(lab / "recipe.yaml", recipe_for(slot, name, lab))
     plugin = ("--plugin", f"my_lab.{name}")
     call("train", recipe, "--quiet", *plugin)
     assert np.isfinite(losses(lab / "run")).all()

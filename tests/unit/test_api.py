@@ -204,6 +204,9 @@ def test_each_optimizer_trains_and_leaves_frozen_weights_alone(
     frozen = {name for name in first if name.startswith("encoder.blocks.0.")}
     assert frozen
     assert not moved & frozen
+    start = events(run, "start")[0]
+    (row,) = [row for row in start["groups"] if row["name"] == "frozen"]
+    assert row["parameters"] == start["frozen"] == sum(first[name].numel() for name in frozen)
     assert {name for name in first if name.endswith("weight") and "norm" not in name} - frozen <= moved
 
 

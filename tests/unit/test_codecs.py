@@ -19,6 +19,7 @@ from vitrail.codecs.torchscript import TorchScriptConfig
 from vitrail.data.sources.items import LatentsConfig
 from vitrail.errors import UserError
 from vitrail.recipe import kinds, load_recipe
+from vitrail.recipe.plugins import load_plugin
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
@@ -288,7 +289,7 @@ def test_a_codec_of_the_user(tmp_path, monkeypatch):
     (tmp_path / "my_codec.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(kinds._registered, "codec", {})
-    kinds.load_plugin("my_codec")
+    load_plugin("my_codec")
     codec = open_codec(recipe({"kind": "blocks", "size": 4}).codec, device="cpu")
     latents = codec.encode(IMAGES)
     assert latents.shape == (2, 3, 8, 8)

@@ -19,7 +19,7 @@ from vitrail.data.order.tiles import tile_starts
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.draws import Draws, key
 from vitrail.errors import UserError
-from vitrail.infer.features import encode
+from vitrail.infer.features import encode, pooled
 from vitrail.infer.tiling import Cut, Tiling
 from vitrail.layers.tokens import unpatchify
 from vitrail.models.model import make_inputs
@@ -152,7 +152,7 @@ def test_features_are_the_last_tokens_of_the_encoder(place: Path, values: np.nda
         model = vitrail.load(place / run)
         inputs, _ = make_inputs(model.config, normalise(torch.from_numpy(crop)[None], model.eyes.statistics))
         with torch.no_grad():
-            mean = encode(model, inputs)  # type: ignore[arg-type]  # any that has such an encoder
+            mean = pooled(model, *encode(model, inputs))
         found = model.embed(crop)
         np.testing.assert_allclose(found.mean(axis=(1, 2, 3)), mean[0].numpy(), atol=1e-5)
         assert found.std(axis=(1, 2, 3)).min() > 0

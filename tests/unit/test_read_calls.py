@@ -30,6 +30,7 @@ ALLOWED = {
     "launch/machine.py": "of the system",
     "launch/world.py": "of the system",
     "memory.py": "of the system",
+    "recipe/early.py": "a table of vitrail's own",
     "report/charts.py": "a script of vitrail's own",
     "report/page.py": "templates of vitrail's own",
     "training/alike.py": "of Python modules",

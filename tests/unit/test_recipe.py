@@ -33,6 +33,7 @@ from vitrail.recipe import (
     yaml,
 )
 from vitrail.recipe.normalize import Given, MinMax, Percentiles, Window
+from vitrail.recipe.plugins import load_plugin
 
 # --- kinds for these tests alone, so that they say nothing about the real ones
 
@@ -324,7 +325,7 @@ def test_plugins_register_kinds(fakes, monkeypatch, tmp_path):
     assert refusal(tree=tree) == (
         "data.train.0.kind: 'beam' is not a known source (known: pictures, volume; a plugin's needs --plugin MODULE)"
     )
-    kinds.load_plugin("fake_lab")
+    load_plugin("fake_lab")
     recipe = load_recipe(tree)
     assert [source.kind for source in recipe.data.train] == ["beam", "volume"]
     assert recipe.to_tree()["data"]["train"][0] == source
@@ -333,14 +334,18 @@ def test_plugins_register_kinds(fakes, monkeypatch, tmp_path):
 def test_plugins_that_cannot_be_loaded(fakes, monkeypatch, tmp_path):
     (tmp_path / "fake_wrong.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for module, message in {
         "fake_absent.part": "--plugin fake_absent.part: cannot be imported: No module named 'fake_absent'; "
-        "install it or put its folder on PYTHONPATH",
-        "fake_wrong": "--plugin fake_wrong: cannot be imported: division by zero",
-        "../evil.py": "--plugin '../evil.py': expected a module's dotted name, such as my_lab.beamline",
+        "it is neither in the current folder nor installed: give the path of its file, or set PYTHONPATH",
+        "fake_wrong": "--plugin fake_wrong: cannot be imported: fake_wrong.py:1: ZeroDivisionError: division by zero "
+        "(the line: 1 / 0)",
+        "../evil.py": "--plugin ../evil.py: there is no such file",
+        "a-b": "--plugin 'a-b': expected a module's dotted name, such as my_lab.beamline, or the path of a file, such "
+        "as my_lab/beamline.py",
     }.items():
         with pytest.raises(UserError) as caught:
-            kinds.load_plugin(module)
+            load_plugin(module)
         assert str(caught.value) == message
 
 
@@ -439,7 +444,7 @@ def test_defaults(fakes):
         },
         "precision": {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
         "checkpoint": {"every": "10%", "keep": 2, "best": None, "background": True},
-        "eval": {"every": "10%", "samples": 64, "tiles": None, "blend": "gaussian"},
+        "eval": {"every": "10%", "samples": "auto", "tiles": None, "blend": "gaussian"},
         "log": {
             "every": 10,
             "pictures": "25%",
@@ -455,6 +460,7 @@ def test_defaults(fakes):
         "dir": None,
         "seed": 0,
         "steps": 100,
+        "patience": None,
         "time_limit": None,
         "deterministic": False,
         "device": "auto",

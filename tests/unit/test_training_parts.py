@@ -37,13 +37,13 @@ from vitrail.training import evaluate
 from vitrail.training import evaluate as meters
 from vitrail.training.evaluate import WARM_UP_STEPS, Meter
 from vitrail.training.optimizers.adam import AdamConfig, AdamWConfig
+from vitrail.training.optimizers.groups import FROZEN, find_layers, group_table
 from vitrail.training.optimizers.lion import LionConfig
 from vitrail.training.optimizers.muon import MuonConfig
 from vitrail.training.optimizers.optimizer import (
     Group,
     GroupRule,
     Optimizer,
-    group_table,
     make_groups,
     named_state,
     restore_state,
@@ -200,13 +200,13 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     RandomMask: {"ratio": 0.75},
     ReconstructConfig: {"target": "raw", "on": "hidden"},
     ClassifyConfig: {"smoothing": 0.0},
-    SegmentConfig: {"loss": "dice_ce", "squared": True, "smooth": (0.0, 1e-6), "background": False, "ignore": None},
+    SegmentConfig: {"loss": "dice_ce", "squared": True, "smooth": (0.0, 1e-6), "background": None, "ignore": None},
     FlowConfig: {"times": "uniform", "mean": 0.0, "std": 1.0, "shift": 1.0, "condition": (), "coarse": None},
     DenoiseConfig: {"predict": "noise", "steps": 1000, "schedule": "linear", "zero_snr": False, "min_snr": None},
     SamplingConfig: {"sampler": "auto", "steps": 25, "guidance": 1.0, "interval": (0.0, 1.0), "clip": True},
     sections.EMA: {"decay": 0.999},
     sections.Precision: {"compute": "auto", "reduce": "fp32", "float8_layers": "auto"},
-    sections.Eval: {"every": "10%", "samples": 64},
+    sections.Eval: {"every": "10%", "samples": "auto"},
     sections.Checkpoint: {"every": "10%", "keep": 2, "best": None, "background": True},
 }
 
@@ -320,6 +320,46 @@ def test_frozen_parameters_are_left_out_and_need_no_gradient(model: Model) -> No
     assert all(name.startswith("decoder") for g in groups for name in g.names)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == name.startswith("decoder")
+
+
+def test_the_table_counts_what_is_frozen(model: Model) -> None:
+    optimizer = Optimizer(make_groups(model, AdamWConfig(groups=(GroupRule(match="^encoder", freeze=True),))))
+    mine = list(model.encoder.parameters())
+    *others, row = group_table(optimizer, 1e-3, mine)
+    assert (row["name"], row["tensors"], row["lr"]) == (FROZEN, len(mine), 0.0)
+    assert row["parameters"] == sum(p.numel() for p in mine)
+    assert sum(r["parameters"] for r in [*others, row]) == sum(p.numel() for p in model.parameters())
+
+
+def test_rates_fall_with_the_depth(model: Model) -> None:
+    rules = (GroupRule(match=r"^encoder\.blocks\.1\.mlp", lr=3.0),)
+    groups = make_groups(model, AdamWConfig(layer_decay=0.5, groups=rules))
+    rates = {name: group.lr_multiplier for group in groups for name in group.names}
+    assert set(rates) == {name for name, _ in model.named_parameters()}
+    depth = model.encoder.depth
+    for name, rate in rates.items():
+        if name.startswith("encoder.blocks."):
+            number = int(name.split(".")[2])
+            wanted = 0.5 ** (depth - number) * (3.0 if number == 1 and ".mlp" in name else 1.0)
+        elif name.startswith("encoder.") and "encoder.norm" not in name:
+            wanted = 0.5 ** (depth + 1)
+        else:  # the last norm and the decoder
+            wanted = 1.0
+        assert rate == pytest.approx(wanted), name
+    assert [g.lr_multiplier for g in groups] == sorted(g.lr_multiplier for g in groups)
+    assert len({g.name for g in groups}) == len(groups)
+    # A rank of a pipeline that has but the first block gives it the same rate.
+    names, model.encoder.blocks = list(rates), model.encoder.blocks[:1]
+    for group in make_groups(model, AdamWConfig(layer_decay=0.5), names):
+        for name in group.names:
+            assert group.lr_multiplier == pytest.approx(rates[name]), name
+
+
+def test_a_decay_of_layers_that_cannot_be_is_refused(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"layer_decay 0\.0 must be above 0 and at most 1, such as 0\.75"):
+        AdamWConfig(layer_decay=0.0)
+    with pytest.raises(UserError, match=r"optimizer\.layer_decay: this model has no encoder with blocks"):
+        find_layers(["encoder.first.weight"])
 
 
 def test_a_rule_that_matches_nothing_is_refused(model: Model) -> None:
@@ -699,7 +739,7 @@ def test_variants_stand_before_their_family() -> None:
 def test_a_run_begun_before_a_key_existed_goes_on(tmp_path: Path) -> None:
     """Keys that came later are at their defaults in it."""
     from vitrail.recipe import load_recipe, yaml
-    from vitrail.training.session import refuse_changes
+    from vitrail.training.continuing import find_changes
 
     tree = {
         "run": {"name": "old", "steps": 4},
@@ -711,18 +751,18 @@ def test_a_run_begun_before_a_key_existed_goes_on(tmp_path: Path) -> None:
     for key in ("tokens", "rope", "rope_scale", "variables", "residual"):
         del stored["model"]["encoder"][key]
     (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
-    refuse_changes(tmp_path, recipe)
+    find_changes(tmp_path, recipe)
     stored["model"]["encoder"]["width"] = 48
     (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
     with pytest.raises(UserError, match="width: 48 became 24"):
-        refuse_changes(tmp_path, recipe)
+        find_changes(tmp_path, recipe)
 
 
 def test_a_run_from_before_scores_had_a_scale_keeps_its_trees(tmp_path: Path) -> None:
     """Its stored recipe lacks the key, whose default is not what the run did."""
     from vitrail.recipe import yaml
     from vitrail.recipe.load import find_recipe
-    from vitrail.training.session import refuse_changes
+    from vitrail.training.continuing import find_changes
     from vitrail.weights.runs import stored_recipe
 
     encoder = {"width": 24, "depth": 1, "heads": 2, "patch": 4, "tokens": {"kind": "adaptive", "length": 64}}
@@ -737,15 +777,15 @@ def test_a_run_from_before_scores_had_a_scale_keeps_its_trees(tmp_path: Path) ->
     for one in (found, stored_recipe({"recipe": tree})):
         assert one.model.encoder.tokens.score.scale == "crop"
         assert one.parallel.attention == "auto"
-    refuse_changes(tmp_path, found)
+    find_changes(tmp_path, found)
     with pytest.raises(UserError, match=r"tokens.score.scale: 'crop' became 'data'"):
-        refuse_changes(tmp_path, recipe)
+        find_changes(tmp_path, recipe)
 
 
 def test_a_run_begun_before_two_names_scored_both_goes_on(tmp_path: Path) -> None:
     """It stored that class 0 does not count; a recipe that leaves this open is refused only where it means another."""
     from vitrail.recipe import yaml
-    from vitrail.training.session import refuse_changes
+    from vitrail.training.continuing import find_changes
 
     tree = {
         "run": {"name": "old", "steps": 4},
@@ -758,9 +798,9 @@ def test_a_run_begun_before_two_names_scored_both_goes_on(tmp_path: Path) -> Non
         assert stored["objective"]["background"] is None
         stored["objective"]["background"] = False
         (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
-        refuse_changes(tmp_path, load_recipe(stored))
+        find_changes(tmp_path, load_recipe(stored))
         if goes_on:
-            refuse_changes(tmp_path, recipe)
+            find_changes(tmp_path, recipe)
         else:
             with pytest.raises(UserError, match=r"objective.background: False became True"):
-                refuse_changes(tmp_path, recipe)
+                find_changes(tmp_path, recipe)

@@ -51,7 +51,7 @@ def test_nothing_that_terminals_obey_is_printed(capsys):
     assert str(UserError(f"{evil}: wrong")) == "abcd\te: wrong"
 
 
-def test_every_wish_for_samples_is_handed_on(monkeypatch, capsys):
+def test_every_wish_for_samples_is_handed_on(monkeypatch, capsys, tmp_path):
     told = {}
 
     def sample_run(run, **wishes):
@@ -64,10 +64,10 @@ def test_every_wish_for_samples_is_handed_on(monkeypatch, capsys):
     texts = {"--classes": "a,b", "--sampler": "heun", "--weights": "raw", "--format": "npy"}
     words = [str(word) for pair in (numbers | texts).items() for word in pair]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["sample", "run", *words, "--interval", "0.2,0.8", "--latents", "--json"])
+        cli.main(["sample", str(tmp_path), *words, "--interval", "0.2,0.8", "--latents", "--json"])
     assert not ended.value.code, capsys.readouterr().err
     expected = {option.strip("-"): value for option, value in (numbers | texts).items()}
-    expected |= {"run": "run", "interval": (0.2, 0.8), "latents": True, "trust": False, "quiet": False}
+    expected |= {"run": str(tmp_path), "interval": (0.2, 0.8), "latents": True, "trust": False, "quiet": False}
     assert expected.items() <= told.items()
 
 

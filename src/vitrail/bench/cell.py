@@ -107,7 +107,7 @@ def _try(order: dict[str, Any]) -> NoReturn:
 
 
 def _load_plugins(order: dict[str, Any]) -> None:
-    from vitrail.recipe.kinds import load_plugin
+    from vitrail.recipe.plugins import load_plugin
 
     for module in order["plugins"]:
         load_plugin(module)

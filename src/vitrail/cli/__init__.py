@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed after the first step, 2 wrong input or environment,
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -15,15 +16,19 @@ import typer
 from typer.core import TyperGroup
 
 import vitrail
-from vitrail.cli import data, export, new, plan, predict, tools, train
+from vitrail.cli import data, export, features, new, plan, predict, tools, train
 from vitrail.cli import words as streams
-from vitrail.cli.words import tell
+from vitrail.cli.options import COMPLETE, Verbs
+from vitrail.cli.words import coloured, tell
 from vitrail.credentials import clash, hide_in
 from vitrail.errors import RunFailed, UserError, is_out_of_memory
 
 
-class Verbs(TyperGroup):
+class Group(TyperGroup):
     """The verbs; what they raise becomes a sentence and an exit code, and a traceback is left for bugs alone."""
+
+    def get_help(self, ctx: Any) -> str:
+        return coloured(super().get_help(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -36,6 +41,7 @@ class Verbs(TyperGroup):
             tell(str(error))
             raise typer.Exit(1 if isinstance(error, RunFailed) else 2) from error
         except ModuleNotFoundError as error:
+            tell_of_plugin(error)
             if not error.name or error.name.partition(".")[0] == "vitrail":
                 raise
             from vitrail.recipe.kinds import remedy
@@ -46,6 +52,7 @@ class Verbs(TyperGroup):
             raise typer.Exit(streams.INTERRUPTED) from error
         except (MemoryError, RuntimeError) as error:  # what devices and libraries raise is a RuntimeError
             if not is_out_of_memory(error):
+                tell_of_plugin(error)
                 raise
             tell_out_of_memory(error)
             raise typer.Exit(1) from error
@@ -54,9 +61,22 @@ class Verbs(TyperGroup):
             raise typer.Exit(1) from error
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
+                tell_of_plugin(error)
                 raise
             tell(f"{str(error.filename)[:40]!r}...: no disk takes a path that long; give a shorter one")
             raise typer.Exit(2) from error
+        except Exception as error:
+            tell_of_plugin(error)
+            raise
+
+
+def tell_of_plugin(error: Exception) -> None:
+    """End with a sentence where an error arose in a plugin, and return where it did not."""
+    plugins = sys.modules.get("vitrail.recipe.plugins")  # or none was loaded
+    found = error if plugins is None else plugins.told(error)
+    if found is not error:
+        tell(str(found))
+        raise typer.Exit(2) from error  # one that ends a training after its first step has become a RunFailed
 
 
 def tell_out_of_memory(error: BaseException) -> None:
@@ -76,11 +96,11 @@ _SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "rich_markup_mode": None,  # plain help: three times as fast, and its examples can be copied
     "pretty_exceptions_enable": False,
-    "add_completion": False,
+    "add_completion": False,  # its options write into the files of a shell; `vitrail completion` prints
 }
-app = typer.Typer(cls=Verbs, **_SETTINGS)
-of_data = typer.Typer(**_SETTINGS)
-for group in (new, train, predict, export, tools, plan):
+app = Verbs(cls=Group, **_SETTINGS)
+of_data = Verbs(**_SETTINGS)
+for group in (new, train, predict, features, export, tools, plan):
     group.add(app)
 data.add(of_data)
 app.add_typer(of_data, name="data", help="Make a volume to try things on, or look at your own.")
@@ -103,6 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (why := clash(given)) is not None:
         tell(why)
         raise SystemExit(2)
+    if COMPLETE in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()
     words = [hide_in(word) for word in given]
     if arguments is None:
         sys.argv[1:] = words

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Given, Json, Overrides, Plugins, Quiet, Trust, load_plugins
+from vitrail.cli.options import Given, Json, Overrides, Plugins, Quiet, Trust, check_recipe, load_plugins
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, read_sizes
 from vitrail.errors import UserError
 
@@ -140,9 +140,10 @@ def preview(
     so bad data elsewhere are not found. The path of the picture is printed; of volumes it shows the middle planes.
     Nothing else is written.
     """
+    load_plugins(plugin)
+    check_recipe(recipe, overrides)
     from vitrail.training.diagnose import preview as draw
 
-    load_plugins(plugin)
     facts = draw(recipe, out, samples=samples, overrides=overrides or ())
     if not as_json:
         note(f"data are normalised: {facts['normalised']}")
@@ -173,9 +174,11 @@ def bench(
     Shown are samples and bytes a second, voxels decoded for each that is used, where the threads' time goes, and the
     most memory; and in one sentence what limits the training. Warm-up is left out. Nothing is written.
     """
+    load_plugins(plugin)
+    if what.endswith((".yaml", ".yml")):  # anything else may be data
+        check_recipe(what, overrides)
     from vitrail.training.diagnose import bench as measure
 
-    load_plugins(plugin)
     modes = [mode] if mode else ()
     found = measure(what, modes=modes, seconds=seconds, workers=workers or (), overrides=overrides or ())
     if not is_chief():
@@ -216,9 +219,10 @@ def encode(
     hold the latents, the classes, exact statistics and what encoded them. Ranks share the work; after a kill, the same
     call goes on. The facts are printed.
     """
+    load_plugins(plugin)
+    check_recipe(recipe, overrides)
     from vitrail.infer.encode import encode as run_encoding
 
-    load_plugins(plugin)
     made = run_encoding(
         recipe,
         out,
@@ -254,10 +258,11 @@ def balance(
     Two ways are compared: ranks that read one entry each (`data.balance`), and mixing by the global counter, which is
     what training does otherwise. An epoch is gone through for all ranks. Nothing is written.
     """
+    load_plugins(plugin)
+    check_recipe(recipe, overrides)
     from vitrail.data.order.proof import compare, rows
     from vitrail.recipe.load import find_recipe
 
-    load_plugins(plugin)
     found = compare(find_recipe(recipe, overrides or ()), ranks)
     if as_json:
         print_tree(found, as_json)

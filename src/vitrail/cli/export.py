@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Kept, Plugins, Run, Step, load_plugins
+from vitrail.cli.options import Json, Kept, Plugins, Run, Step, check_run, load_plugins
 from vitrail.cli.words import note, print_found
 
 
@@ -41,9 +41,10 @@ def export(
     torch (torch.export) and onnx: a program that takes values as they are read, of any number of samples. What a
     layout cannot say is refused by the recipe's key.
     """
+    load_plugins(plugin)
+    check_run(run)
     from vitrail.exports.export import export as run_export
 
-    load_plugins(plugin)
     made = run_export(run, out=out, to=to, checkpoint=checkpoint, weights=weights, only=only)
     for line in made["notes"]:
         note(f"note: {line}")

@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
+
+from vitrail.cli.words import coloured
+from vitrail.errors import UserError
+
+COMPLETE = "_VITRAIL_COMPLETE"  # variable in which a shell asks for completions
+
+
+class Verb(TyperCommand):
+    """A verb, whose help has colours on a terminal."""
+
+    def get_help(self, ctx: Any) -> str:
+        return coloured(super().get_help(ctx))
+
+
+class Verbs(typer.Typer):
+    """A group of verbs; those that are added are of this file's class."""
+
+    def command(self, *arguments: Any, **options: Any) -> Any:
+        return super().command(*arguments, **{"cls": Verb} | options)
+
+
+def _complete(context: typer.Context, incomplete: str) -> list[str]:
+    """List the changes to a recipe that a word on the command line may become."""
+    from vitrail.recipe.early import complete
+    from vitrail.recipe.load import read_tree
+
+    tree: dict[str, Any] = {}
+    with suppress(Exception):  # no recipe yet, or one that is not there
+        given = Path(next(str(context.params[name]) for name in ("recipe", "run", "what") if context.params.get(name)))
+        tree = read_tree(given / "recipe.yaml" if given.is_dir() else given, set())
+    return complete(incomplete, tree)
 
 
 def _trust(context: typer.Context, given: bool) -> bool:
@@ -17,10 +50,18 @@ def _trust(context: typer.Context, given: bool) -> bool:
 
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe; repeatable.", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Changes to the recipe; repeatable.", show_default=False, autocompletion=_complete
+    ),
 ]
 Plugins = Annotated[
-    list[str] | None, typer.Option("--plugin", metavar="MODULE", help="Import a module that adds kinds; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="MODULE_OR_FILE",
+        help="Import code that adds kinds: my_lab.beamline, or beamline.py; repeatable.",
+    ),
 ]
 Trust = Annotated[
     bool,
@@ -69,8 +110,28 @@ CpusPerRank = Annotated[
 ]
 
 
-def load_plugins(modules: list[str] | None) -> None:
-    from vitrail.recipe.kinds import load_plugin
+def load_plugins(given: list[str] | None) -> None:
+    if given:
+        from vitrail.recipe.plugins import load_plugin
 
-    for module in modules or ():
-        load_plugin(module)
+        for plugin in given:
+            load_plugin(plugin)
+
+
+def check_recipe(given: Any, overrides: list[str] | None = None) -> None:
+    """Refuse a recipe or a run that is not there or not as it should be, before a verb imports PyTorch."""
+    from vitrail.recipe.load import find_recipe
+
+    find_recipe(given, overrides or ())
+
+
+def check_run(run: Path, overrides: list[str] | None = None) -> None:
+    """Refuse what is no folder, and changes to the recipe of a run that cannot be, before a verb imports PyTorch."""
+    from vitrail.contents import check_name
+
+    check_name(run, "run")
+    if not run.is_dir():
+        what = "a file" if run.exists() else "not there"
+        raise UserError(f"{run}: it is {what}; give the folder of a run, for example runs/<name>")
+    if (run / "recipe.yaml").is_file():
+        check_recipe(run, overrides)

@@ -27,6 +27,7 @@ from vitrail.cli.options import (
     Plugins,
     TimeLimit,
     Trust,
+    check_recipe,
     load_plugins,
 )
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, refuse_options
@@ -90,10 +91,11 @@ def plan(
     if plot is not None:
         _check_plot(plot, numbers)
 
+    load_plugins(plugins)
+    check_recipe(recipe, overrides)
     from vitrail.cost.plan import settle  # imports torch: what is wrong above is told at once
     from vitrail.recipe.load import find_recipe
 
-    load_plugins(plugins)
     # About what checkpointing under torch.compile must not hold: blocks are known, and a plan is to be read.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     ready = settle(find_recipe(recipe, overrides or ()), place)
@@ -213,11 +215,13 @@ def tune(
     to make the allocator free its cache, or to leave too little head-room is a failure of that size on all ranks. A
     batch that is given per rank grows; a global one stays as it is, in fewer and larger passes (data.micro_batch).
     """
-    from vitrail.bench.tune import tune as run_tune
     from vitrail.launch.world import tried_once
 
     with tried_once():
         load_plugins(plugin)
+        check_recipe(recipe, overrides)
+        from vitrail.bench.tune import tune as run_tune
+
         found = run_tune(
             recipe,
             overrides=overrides or (),
@@ -304,10 +308,12 @@ def bench(
     that change together are named together, their values with colons between. mode, ranks and nodes may be swept, too.
     With --jobs, call it again when the jobs are done: that takes in their results. With --start-with one job does all.
     """
+    load_plugins(plugin)
+    if not sweep:  # whose values may be what the recipe lacks
+        check_recipe(recipe, overrides)
     from vitrail.bench import check_mode
     from vitrail.launch.world import find_world
 
-    load_plugins(plugin)
     asked: dict[str, Any] = {"windows": windows, "steps": steps, "warm_up": warm_up}
     modes = list(dict.fromkeys(mode or ["real"]))
     for word in modes:

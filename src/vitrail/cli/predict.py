@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Kept, Plugins, Quiet, Run, Step, Trust, load_plugins
+from vitrail.cli.options import Json, Kept, Plugins, Quiet, Run, Step, Trust, check_run, load_plugins
 from vitrail.cli.words import is_chief, note, print_found
 
 
@@ -86,9 +86,10 @@ def predict(
     written. OUT appears when it is complete, with the voxel size and the place of the input. The same call goes on
     where it was killed, and writes the same bits on any number of ranks.
     """
+    load_plugins(plugin)
+    check_run(run)
     from vitrail.infer.predict import predict as run_prediction
 
-    load_plugins(plugin)
     made = run_prediction(
         run,
         path,

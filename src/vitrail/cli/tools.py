@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from vitrail.cli.options import (
+    COMPLETE,
     Account,
     CpusPerRank,
     Json,
@@ -19,6 +19,9 @@ from vitrail.cli.options import (
     TimeLimit,
     ToContinue,
     Trust,
+    Verb,
+    check_recipe,
+    load_plugins,
 )
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree
 from vitrail.credentials import strip
@@ -32,9 +35,10 @@ def add(app: typer.Typer) -> None:
     app.command(cls=Remembering, short_help="Write the job script that trains a recipe, and submit it.")(launch)
     app.command(short_help="Write a recipe of another system's configuration.")(convert)
     app.command(short_help="Print the JSON Schema of recipes.")(schema)
+    app.command(short_help="Print what completes commands in a shell.")(completion)
 
 
-class Remembering(TyperCommand):
+class Remembering(Verb):
     """A command that keeps its words as they were typed, for the script that it writes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -44,6 +48,7 @@ class Remembering(TyperCommand):
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a bench.", show_default=False)],
+    plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Write the page of a run, whatever state the run is in, or of a bench, and print its path.
@@ -57,6 +62,7 @@ def report(
     of a bench has plots of its cells, which are also in RUN/plots as PNG and SVG. With --json the facts are printed
     instead of the path, which is among them as "report".
     """
+    load_plugins(plugin)
     from vitrail.report import bench_summary, is_bench, summary, write_bench_report, write_report
 
     write, facts_of = (write_bench_report, bench_summary) if is_bench(run) else (write_report, summary)
@@ -208,6 +214,8 @@ def launch(
     The recipe is checked against the number of processes first. A Slurm job saves before its time limit, is queued
     again and goes on from there, until the training is done or fails.
     """
+    load_plugins(plugin)
+    check_recipe(recipe, overrides)
     from vitrail.launch import jobs
     from vitrail.parallel.check import refuse
 
@@ -342,3 +350,20 @@ def schema(
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); choose another path") from error
     print(out)
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell that is to complete commands.")],
+) -> None:
+    """Print a script by which a shell completes verbs, options and the keys of the recipe that stands before.
+
+    \b
+    vitrail completion bash > vitrail.bash        then `source vitrail.bash`, in ~/.bashrc for every time
+    vitrail completion zsh
+    vitrail completion fish
+
+    Nothing is written.
+    """
+    from typer.completion import get_completion_script
+
+    print(get_completion_script(prog_name="vitrail", complete_var=COMPLETE, shell=shell))

@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Kept, Overrides, Plugins, Quiet, Run, Step, ToContinue, Trust, load_plugins
+from vitrail.cli.options import (
+    Json,
+    Kept,
+    Overrides,
+    Plugins,
+    Quiet,
+    Run,
+    Step,
+    ToContinue,
+    Trust,
+    check_recipe,
+    check_run,
+    load_plugins,
+)
 from vitrail.cli.words import (
     is_chief,
     note,
@@ -34,6 +47,9 @@ def train(
     other_data: Annotated[
         bool, typer.Option("--other-data", help="Continue although the data are not those that the run began with.")
     ] = False,
+    change: Annotated[
+        bool, typer.Option("--change", help="Continue with changes that alter what the run learns from here on.")
+    ] = False,
     trust: Trust = False,
     plugin: Plugins = None,
     quiet: Quiet = False,
@@ -44,6 +60,7 @@ def train(
     vitrail train configs/demo/mae3d.yaml
     vitrail train configs/demo/mae3d.yaml run.steps=100 optimizer.lr=1e-3 --fresh
     vitrail train runs/demo-mae3d                 continue, or lengthen with run.steps=2000
+    vitrail train runs/demo-mae3d optimizer.lr=1e-4 --change
     torchrun --nproc-per-node 4 -m vitrail train configs/demo/mae3d.yaml
     srun --ntasks 4 vitrail train ...             or mpirun -n 4; vitrail launch writes job scripts for all three
 
@@ -55,10 +72,11 @@ def train(
     from vitrail.training.failures import ready_to_stop
 
     with ready_to_stop(), tried_once():
+        load_plugins(plugin)
+        check_recipe(recipe, overrides)
         from vitrail.training.run import train as run_training
 
-        load_plugins(plugin)
-        options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data}
+        options = {"fresh": fresh, "quiet": quiet, "trust": trust, "other_data": other_data, "change": change}
         outcome = run_training(recipe, overrides=overrides or (), **options)
         if outcome.code:
             end_for_good(outcome.code)
@@ -114,10 +132,13 @@ def evaluate(
     and its weights are there) beside the same for real data, and how many of them the classifier recognises. With
     --knn: how often the nearest training items of a recipe, by the run's frozen features, tell a held-out item's class.
     """
+    load_plugins(plugin)
+    check_run(run, overrides)
+    if knn is not None:
+        check_recipe(knn)
     from vitrail.infer.quality import is_samples, quality
     from vitrail.training.run import evaluate as run_evaluation
 
-    load_plugins(plugin)
     of_run = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights, "KEY=VALUE": overrides}
     of_samples: dict[str, Any] = {"--classifier": classifier, "--real": real, "--page": page}
     if knn is not None:
@@ -159,7 +180,24 @@ def evaluate(
     refuse_options(of_samples, f"{run} has no manifest.json of samples", "folders that `vitrail sample` has written")
     scores = run_evaluation(run, checkpoint=checkpoint, samples=samples, weights=weights, overrides=overrides or ())
     if is_chief():
-        print_tree(scores, as_json)
+        print_tree(scores if as_json else with_intervals(scores), as_json)
+
+
+def with_intervals(scores: dict[str, Any]) -> dict[str, Any]:
+    """Return scores to be read: the interval of each metric beside it, and what these are over."""
+    sure = scores.get("intervals")
+    if sure is None:
+        return scores
+    from vitrail.report.units import plain
+
+    shown: dict[str, Any] = {name: value for name, value in scores.items() if name != "intervals"}
+    shown["metrics"] = {
+        name: f"{plain(value, 6)} ({' to '.join(plain(end, 4) for end in sure['metrics'][name])})"
+        if name in sure["metrics"]
+        else value
+        for name, value in scores["metrics"].items()
+    }
+    return shown | {"intervals": f"of {100 * sure['level']:.0f} %, over {sure['over']} (bootstrap)"}
 
 
 def sample(
@@ -214,9 +252,10 @@ def sample(
     it makes those that are missing, and with a larger --number those that are new. Models that make one thing from
     another take held-out data, written beside.
     """
+    load_plugins(plugin)
+    check_run(run, overrides)
     from vitrail.infer.sample import sample_run
 
-    load_plugins(plugin)
     made = sample_run(
         run,
         checkpoint=checkpoint,

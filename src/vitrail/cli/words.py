@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import re
 import sys
 import threading
 import time
@@ -80,7 +81,7 @@ def tell(message: str) -> None:
         _let_the_first_speak()
         shown = _signed(message)
     for line in shown.splitlines():
-        note(f"error: {line}")
+        note(line, before="error: ")
     tell_launcher(message)  # last: other ranks take it as a sign that all was said
 
 
@@ -108,8 +109,23 @@ def _signed(message: str) -> str:
     return "" if world.local_rank else f"rank {world.rank}: {message}"
 
 
-def note(line: str) -> None:
-    print(printable(strip(line)), file=sys.stderr, flush=True)
+def note(line: str, before: str = "") -> None:
+    """Print a line on standard error; what stands `before` it is red on a terminal."""
+    shown = f"\x1b[1;31m{before}\x1b[0m" if before and is_colourful(sys.stderr) else before
+    print(f"{shown}{printable(strip(line))}", file=sys.stderr, flush=True)
+
+
+def is_colourful(stream: Any) -> bool:
+    """Tell whether a stream is a terminal that shows colours, and nobody has asked for none (NO_COLOR)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+def coloured(text: str) -> str:
+    """Return the help of a verb with bold headings and coloured words to type, where a terminal shows it."""
+    if not is_colourful(sys.stdout):
+        return text
+    text = re.sub(r"^(Usage:|\w+:$)", "\x1b[1m\\1\x1b[0m", text, flags=re.MULTILINE)
+    return re.sub(r"^(  )(-\S.*?|[a-z\[]\S*)(?=  |$)", "\\1\x1b[36m\\2\x1b[0m", text, flags=re.MULTILINE)
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -20,7 +20,7 @@ from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.infer.blend import Band, Row
 from vitrail.infer.eyes import Eyes, Form, Looking, finish
-from vitrail.infer.tiling import Cut, TilesInOrder, Tiling
+from vitrail.infer.tiling import Cut, Tile, TilesInOrder, Tiling
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of, known_variables
 from vitrail.training.stitch import Blend, in_window
@@ -132,17 +132,7 @@ class Engine:
             first = int(numbers[step]) * size
             return [min(counter, total - 1) for counter in range(first, first + size)]
 
-        loader = Loader(
-            self.order,
-            self.dataset.reader(self.order, lanes=1, cache_bytes=0),
-            counters,
-            device=looking.device,
-            workers=workers,
-            prefetch=prefetch,
-            statistics=self.eyes.statistics_of(self.dataset),
-            values=self.values,
-            policy=Policy(retries=self.dataset.settings.retries, limit=float(self.dataset.settings.read_limit)),
-        )
+        loader = self._loader(counters, looking, workers=workers, prefetch=prefetch)
         with closing(loader.batches(0, len(numbers))) as batches:
             found, at = None, -1
             for run, mine in zip(runs, each, strict=True):
@@ -157,6 +147,38 @@ class Engine:
                         if counter in run.tiles:
                             yield from band.add(self.tiling.tile(counter), self._in_cells(loader, counter, found[row]))
                 yield from band.rest()
+
+    def tiles(
+        self, looking: Looking, *, workers: int, prefetch: int, tick: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[Tile, Tensor], None, None]:
+        """Yield every tile, in order, with what is said of it alone."""
+        size, total = self.size, self.tiling.tiles
+
+        def counters(step: int) -> list[int]:
+            return list(range(step * size, min((step + 1) * size, total)))
+
+        loader = self._loader(counters, looking, workers=workers, prefetch=prefetch)
+        with closing(loader.batches(0, -(-total // size))) as batches:
+            for batch in batches:
+                found = looking(batch, self.form, self._places(batch.counters), self.wishes.flips)
+                tick()
+                for counter, values in zip(batch.counters, found, strict=True):
+                    yield self.tiling.tile(counter), values
+
+    def _loader(
+        self, counters: Callable[[int], Sequence[int]], looking: Looking, *, workers: int, prefetch: int
+    ) -> Loader:
+        return Loader(
+            self.order,
+            self.dataset.reader(self.order, lanes=1, cache_bytes=0),
+            counters,
+            device=looking.device,
+            workers=workers,
+            prefetch=prefetch,
+            statistics=self.eyes.statistics_of(self.dataset),
+            values=self.values,
+            policy=Policy(retries=self.dataset.settings.retries, limit=float(self.dataset.settings.read_limit)),
+        )
 
     def _places(self, counters: Sequence[int]) -> list[int]:
         """Return numbers of tiles by where they lie, whatever else is cut."""

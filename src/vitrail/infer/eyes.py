@@ -11,7 +11,7 @@ What it says of samples is on their voxels, on their grid of patches (features),
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,10 @@ from vitrail.data.normalize import Values
 from vitrail.data.source import Source
 from vitrail.draws import Draws
 from vitrail.errors import UserError
+from vitrail.infer.features import encode, pooled
 from vitrail.infer.folder import as_stored, read_facts
 from vitrail.layers.patches import num_voxels, per_axis
+from vitrail.layers.tokens import Tokens
 from vitrail.models.model import Model, encoder_of, known_variables, make_inputs
 from vitrail.objectives.objective import Objective, VoxelObjective, normalise
 from vitrail.parallel.replay import WARM_FORWARD, Replay, is_ours, suits
@@ -103,6 +105,14 @@ class Eyes:
         """Return what can be written; the first is what it was trained for."""
         has_tokens = bool(self.objective.predicts) and hasattr(encoder_of(self.config), "patch_on")
         return (*self.objective.predicts, *(("embeddings",) if has_tokens else ()))
+
+    def check_encoder(self) -> None:
+        """Refuse a run that has no features to tell."""
+        if "embeddings" not in self.offers:
+            raise UserError(
+                f"{self.run}: model {self.config.kind!r} with objective {self.recipe.objective.kind!r} has no encoder "
+                "of features; give the run of a vit, mae, unetr or sap"
+            )
 
     def form(self, write: str | None, dtype: str | None, stored: np.dtype) -> Form:
         """Return the form of what is asked for; refused where this network cannot give it."""
@@ -203,7 +213,7 @@ class Looking:
     def _see(self, batch: Batch, form: Form, draws: Draws) -> Tensor:
         objective = self.eyes.objective
         if form.write == "embeddings":
-            return self._features(batch)
+            return self._features(batch, form)
         number, size = len(batch), tuple(batch.values.shape[2:])
         blank = (number,) if form.on == "item" else (number, *size)  # prepare() wants labels, which nobody reads
         batch = replace(batch, labels=torch.zeros((), dtype=torch.int64, device=batch.values.device).expand(blank))
@@ -218,7 +228,7 @@ class Looking:
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         def run(inputs: dict[str, Any], _: Any) -> Tensor:
-            with nullcontext() if self.solo is None else self.solo.computing():
+            with self._computing():
                 return self.model(**inputs)
 
         return run(inputs, None) if self.replay is None else self.replay(run, inputs, None)
@@ -231,19 +241,41 @@ class Looking:
         told = torch.ones_like(given) if hidden is None else (hidden > 0.5).float()
         return torch.cat([values.float() * told, told, given], dim=1)
 
-    def _features(self, batch: Batch) -> Tensor:
-        """Return the encoder's last tokens on the grid of patches, [B, D, *grid]."""
-        eyes, model = self.eyes, self.model
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the encoder's last tokens on the grid of patches [B, D, *grid], and pooled [B, D], float32."""
+        x, side, tokens = self._encode(batch)
+        return self._on_grid(x, tokens), self._pooled(x, side)
+
+    def _features(self, batch: Batch, form: Form) -> Tensor:
+        """Return features [B, D, *cells] of patches, or of the sample as a whole."""
+        x, side, tokens = self._encode(batch)
+        if form.on == "patches":
+            return self._on_grid(x, tokens)
+        return self._pooled(x, side)[(..., *[None] * len(tokens.size))]
+
+    def _pooled(self, x: Tensor, side: dict[str, Any]) -> Tensor:
+        with self._computing():
+            return pooled(self.model, x, side).float()
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.solo is None else self.solo.computing()
+
+    def _encode(self, batch: Batch) -> tuple[Tensor, dict[str, Any], Tokens]:
+        """Return the encoder's last tokens, the side inputs, and what the tokens are of the samples."""
+        eyes = self.eyes
+        model: Any = self.model
         images = normalise(batch.values, batch.statistics or eyes.statistics)
         inputs, tokens = make_inputs(
             model.config, images, variables=batch.variables or None, scored=batch.values, span=batch.span
         )
-        encoder: Any = model.encoder
-        x = inputs.pop("x")
-        with nullcontext() if self.solo is None else self.solo.computing():
-            side = encoder.derive(inputs)
-            for stage in encoder.stages():
-                x = stage.run(x, side)
+        with self._computing():
+            x, side = encode(model, inputs)
+            return x, side, tokens
+
+    def _on_grid(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Return the tokens [B, prefix + N, D] on the grid of patches, [B, D, *grid]."""
+        encoder: Any = self.model.encoder
         x = x[:, encoder.prefix :].float()
         grid = tuple(n // p for n, p in zip(tokens.size, tokens.patch, strict=True))
         if tokens.tree is None:

@@ -20,7 +20,7 @@ Distances are pure functions of features [N, D]. Whatever is a small difference 
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +34,7 @@ from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.layers.patches import per_axis
 from vitrail.models.mae import MAE
-from vitrail.models.model import Model, make_inputs
+from vitrail.models.model import Model, Side, make_inputs
 from vitrail.models.vit import ViT
 from vitrail.objectives.objective import normalise
 from vitrail.recipe.kinds import remedy
@@ -130,20 +130,30 @@ class RunNetwork:
         span = self.values.span(sources, (), None, values.device)
         inputs, _ = make_inputs(self.model.config, images, scored=values, span=span)
         if isinstance(self.model, MAE):
-            return Seen(encode(self.model, inputs), None)
+            return Seen(pooled(self.model, *encode(self.model, inputs)), None)
         features = self.model(**inputs).float()
         if features.ndim == 3:  # not pooled
             features = features.mean(dim=1)
         return Seen(features, None if self.head is None else self.head(features).argmax(dim=1))
 
 
-def encode(model: MAE, inputs: dict[str, Any]) -> Tensor:
-    """Return the mean of the encoder's last tokens [B, D], all of them visible."""
-    x, encoder = inputs.pop("x"), model.encoder
-    side = encoder.derive(inputs)
-    for stage in encoder.stages():
+def encode(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Side]:
+    """Run the encoder of a model alone; return its last tokens [B, prefix + N, D], and the side inputs.
+
+    Inputs are those of the whole model, of which masks have no part: every token is seen.
+    """
+    side = model.encoder.derive({name: value for name, value in inputs.items() if name != "x"})
+    x: Tensor = inputs["x"]
+    for stage in model.encoder.stages():
         x = stage.run(x, side)
-    tokens, valid = x[:, encoder.prefix :], side.get("valid")
+    return x, side
+
+
+def pooled(model: Any, x: Tensor, side: Side) -> Tensor:
+    """Return the feature [B, D] of whole samples: what a vit's head would see, else the mean of the tokens."""
+    if isinstance(model, ViT) and model.config.pool != "tokens":
+        return model.pool_tokens(x, side)
+    tokens, valid = x[:, model.encoder.prefix :], side.get("valid")
     if valid is None:
         return tokens.mean(dim=1)
     return torch.where(valid.unsqueeze(-1), tokens, 0).sum(dim=1) / valid.sum(dim=1, keepdim=True).clamp(min=1)
@@ -345,15 +355,32 @@ def nearest_classes(
 
     Near is a large cosine c, and a vote weighs exp(c / temperature).
     """
-    _check(bank, queries, least=1)
-    bank, queries = (nn.functional.normalize(each.float(), dim=1) for each in (bank, queries))
     found = []
-    for rows in queries.split(max(1, ROWS * ROWS * 100 // len(bank))):
-        near = (rows @ bank.T).topk(min(neighbours, len(bank)), dim=1)
-        votes = torch.zeros(len(rows), int(classes.max()) + 1, device=bank.device)
-        votes.scatter_add_(1, classes[near.indices], torch.exp(near.values / temperature))
+    for weights, places in _nearest(bank, queries, neighbours, temperature):
+        votes = torch.zeros(len(weights), int(classes.max()) + 1, device=bank.device)
+        votes.scatter_add_(1, classes[places], weights)
         found.append(votes.argmax(dim=1))
     return torch.cat(found)
+
+
+def nearest_shares(
+    bank: Tensor, shares: Tensor, queries: Tensor, *, neighbours: int = 20, temperature: float = 0.07
+) -> Tensor:
+    """Return how much of each class queries [M, D] are by the same votes, where the bank's own shares are [N, K]."""
+    found = []
+    for weights, places in _nearest(bank, queries, neighbours, temperature):
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        found.append(torch.einsum("mn,mnk->mk", weights, shares[places]))
+    return torch.cat(found)
+
+
+def _nearest(bank: Tensor, queries: Tensor, neighbours: int, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what the votes of the nearest in the bank weigh [m, n], and their places, for some queries at a time."""
+    _check(bank, queries, least=1)
+    bank, queries = (nn.functional.normalize(each.float(), dim=1) for each in (bank, queries))
+    for rows in queries.split(max(1, ROWS * ROWS * 100 // len(bank))):
+        near = (rows @ bank.T).topk(min(neighbours, len(bank)), dim=1)
+        yield torch.exp(near.values / temperature), near.indices
 
 
 def directions(voxels: int, number: int, *, seed: int) -> Tensor:

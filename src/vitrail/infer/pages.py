@@ -14,7 +14,7 @@ import numpy as np
 from vitrail.disk import told
 from vitrail.infer.folder import Kind, read_sample
 from vitrail.report.figures import SOFT, Sheet, shorten
-from vitrail.report.views import find_range, paint
+from vitrail.report.views import Panel, colour_labels, draw_page, find_range, label_key, paint, shade
 
 GRID = "grid.png"
 MOST_ROWS, MOST_COLUMNS = 20, 10
@@ -150,6 +150,35 @@ def draw_scales(folder: Path, manifests: Sequence[Mapping[str, Any]], kind: Kind
             spacing=kind.spacing if len(set(kind.spacing)) > 1 else (),
             value_range=kind.value_range,
         )
+
+
+def draw_features(
+    path: Path,
+    samples: Sequence[tuple[str, np.ndarray, np.ndarray, Mapping[str, np.ndarray]]],
+    *,
+    names: Sequence[str],
+    title: str,
+) -> Path:
+    """Draw a row a sample: its image [C, *S], colours of its features [*S, 3], and maps of labels [*S] over it.
+
+    Of volumes the middle slice across the first axis is shown.
+    """
+    rows: list[list[Panel]] = []
+    for words, image, colours, maps in samples:
+        while colours.ndim > 3:
+            image, colours = image[:, image.shape[1] // 2], colours[colours.shape[0] // 2]
+            maps = {name: labels[labels.shape[0] // 2] for name, labels in maps.items()}
+        high, wide = colours.shape[:2]
+        picture = shade((image if len(image) == 3 else image[:1])[:, :high, :wide])
+        row = [Panel(picture, words), Panel(colours, "its features, as colours")]
+        row += [Panel(colour_labels(picture, labels[:high, :wide]), name) for name, labels in maps.items()]
+        if rows and not maps and len(rows[-1]) < 4:  # two samples beside each other
+            rows[-1] += row
+        else:
+            rows.append(row)
+    caption = "colours: the first three principal components of the tokens, on the grid of patches"
+    key = label_key(dict(enumerate(names))) if any(maps for *_, maps in samples) else ()
+    return draw_page(path, rows, title=title, caption=caption, key=key, tile=1.6)
 
 
 def _title(manifest: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ from vitrail.infer.eyes import Eyes, Form
 from vitrail.infer.folder import stored_type
 from vitrail.infer.outputs import Frame, Result, choose_format, frame_of
 from vitrail.parallel.agree import on_chief, on_chief_for_long, together
-from vitrail.recipe import kinds
+from vitrail.recipe import Recipe, kinds
 from vitrail.recipe.load import find_recipe
 from vitrail.recipe.sections import Parallel, Precision
 from vitrail.training.failures import Watchdog
@@ -87,10 +87,7 @@ def predict(
     asked |= {"checkpoint": checkpoint, "weights": weights}
     asked |= {"overlap": overlap, "blend": blend, "flips": flips, "planes": planes, "dtype": dtype, "batch": batch}
     asked |= {"memory": memory, "chunk": chunk, "compute": compute, "kind": kind, "settings": list(settings)}
-    # The layout of a training says nothing here: every rank has the whole network.
-    data = recipe.data.model_copy(update={"batch": "1/rank", "micro_batch": None})
-    plain = {"parallel": Parallel(), "precision": Precision(), "data": data}
-    with trusted(trust), joined(recipe.model_copy(update=plain), trust=trust, **asked) as (place, watchdog):
+    with trusted(trust), joined(whole(recipe), trust=trust, **asked) as (place, watchdog):
         use_cache(min(recipe.data.cache_mib << 20, room))
 
         def make(at: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +111,7 @@ def predict(
             if picture is not None:
                 on_chief(lambda: shown.check(picture, seen.form), place.control)
             model = read_model(at, manifest, weights)
-            facts = {"run": recipe.run.name, "step": manifest["step"], "checkpoint": _digest(manifest)}
+            facts = {"run": recipe.run.name, "step": manifest["step"], "checkpoint": digest(manifest)}
             made = work.run(model, facts | {"weights": weights}, watchdog, quiet=quiet)
             return made | ({} if picture is None else work.show(Path(picture), made))
 
@@ -122,7 +119,14 @@ def predict(
     return found | {"seconds": time.monotonic() - began}
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def whole(recipe: Recipe) -> Recipe:
+    """Return the recipe without the layout of its training: here every rank has all of the network."""
+    data = recipe.data.model_copy(update={"batch": "1/rank", "micro_batch": None})
+    return recipe.model_copy(update={"parallel": Parallel(), "precision": Precision(), "data": data})
+
+
+def digest(manifest: dict[str, Any]) -> str:
+    """Return a sum over the files of a checkpoint."""
     sums = sorted((name, entry["crc32"]) for name, entry in manifest["files"].items())
     return f"{zlib.crc32(json.dumps(sums).encode()):08x}"
 

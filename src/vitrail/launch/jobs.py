@@ -313,8 +313,8 @@ def environment_of(job: Job, machine: Machine, layout: Shares, gpus: str) -> lis
 
 
 def read_recipe(job: Job) -> Recipe:
-    from vitrail.recipe.kinds import load_plugin
     from vitrail.recipe.load import find_recipe
+    from vitrail.recipe.plugins import load_plugin
 
     for plugin in job.plugins:
         load_plugin(plugin)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vitrail.draws import stream
+from vitrail.errors import UserError
 from vitrail.layers.private import compute_local_shape_and_global_offset
 
 BLOCK = 1 << 16
@@ -66,7 +67,9 @@ def init_rules(model: nn.Module) -> dict[str, Rule]:
 def _default_rule(module: nn.Module, name: str, full_name: str) -> Rule:
     if name == "bias":
         return Constant(0.0)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
+    if isinstance(
+        module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+    ):
         return Constant(1.0)
     if isinstance(module, nn.Linear):
         # Xavier, as in facebookresearch/mae: near 0.02 at width 768, and small models start to learn as fast.
@@ -78,7 +81,10 @@ def _default_rule(module: nn.Module, name: str, full_name: str) -> Rule:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         # He's: twice the variance, half of which a ReLU takes away.
         return Normal(math.sqrt(2 / math.prod(module.weight.shape[1:])))
-    raise AssertionError(f"{full_name} has no initialisation rule: mark() it in {type(module).__name__}")
+    raise UserError(
+        f"model: nothing is known of how {full_name} of {type(module).__name__} starts; give it a rule where it is "
+        "made: mark(parameter, Normal(0.02)), or Constant or Table, from vitrail.layers.init"
+    )
 
 
 @torch.no_grad()

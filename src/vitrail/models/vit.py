@@ -68,6 +68,14 @@ class ViT(EncodedModel):
         ]
 
     def pool_and_classify(self, x: Tensor, side: Side) -> Tensor:
+        x = self.pool_tokens(x, side)
+        if side.get("head_dropout") is not None:
+            kept = side["head_dropout"].to(x.dtype)  # [B, D]: 0, or 1 / (1 - rate)
+            x = x * (kept.unsqueeze(1) if x.ndim == 3 else kept)
+        return self.head(x)
+
+    def pool_tokens(self, x: Tensor, side: Side) -> Tensor:
+        """[B, prefix + N, D] -> [B, D], or the tokens [B, N, D] as they are."""
         prefix, valid = self.encoder.prefix, side.get("valid")
         if self.config.pool == "cls":
             x = x[:, 0]
@@ -79,10 +87,7 @@ class ViT(EncodedModel):
             valid = None if valid is None else self.sequence.whole(valid, groups=groups)
             mask = None if valid is None else mask_of(valid, prefix)
             x = tokens if self.pool is None else self.pool(torch.cat([before, tokens], dim=1), mask)
-        if side.get("head_dropout") is not None:
-            kept = side["head_dropout"].to(x.dtype)  # [B, D]: 0, or 1 / (1 - rate)
-            x = x * (kept.unsqueeze(1) if x.ndim == 3 else kept)
-        return self.head(x)
+        return x
 
     def mean(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """[B, N, D] -> [B, D], padding left out."""

@@ -1,7 +1,7 @@
 """The kinds a recipe may name: slot -> name -> the config class, imported only when it is named.
 
 Built-in kinds are in the table below. Others come from an installed entry point (group `vitrail.<slot>`, loaded only
-when named) or from `register`, called by a module given with `--plugin`.
+when named) or from `register`, called by a module given with `--plugin` (plugins.py).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ _DISTRIBUTIONS = {
 
 # What a class of a slot must have, since the rest of the software asks for it, and where that is inherited from.
 _MEMBERS = {
-    "model": (("build",), "CONTRIBUTING.md"),
-    "objective": (("build",), "CONTRIBUTING.md"),
+    "model": (("build", "ndim", "channels", "shape"), "docs/plugins.md"),
+    "objective": (("build",), "docs/plugins.md"),
     "source": (("open",), "GridConfig (vitrail.data.grid) or CONTRIBUTING.md"),
     "schedule": (("steps", "warmup", "rate"), "ScheduleConfig (vitrail.training.schedule)"),
     "optimizer": (("lr", "update"), "OptimizerConfig (vitrail.training.optimizers.optimizer)"),
@@ -122,7 +122,8 @@ def register(slot: str, name: str, cls: type) -> type:
     if name not in BUILT_IN[slot]:
         members, origin = _MEMBERS.get(slot, ((), ""))
         there = {*dir(cls), *(field.name for field in fields(cls))}
-        if lacking := [member for member in members if member not in there]:
+        lacking = [member for member in members if member not in there]
+        if lacking := [*lacking, *sorted(getattr(cls, "__abstractmethods__", ()))]:
             raise UserError(f"{slot} kind {name!r}: {cls.__qualname__} has no {' and no '.join(lacking)}; see {origin}")
         _registered[slot][name] = cls
     return cls
@@ -140,6 +141,12 @@ def find(slot: str, name: str, *, key: str | None = None) -> type:
         if point.name == name:
             return _load(slot, name, point.value, key)
     raise UserError(_unknown(slot, name, key))
+
+
+def check_known(slot: str, name: str, key: str) -> None:
+    """Refuse a name that no kind has; nothing is imported for it."""
+    if name not in known(slot):
+        raise UserError(_unknown(slot, name, key))
 
 
 def make(slot: str, given: Mapping[str, Any], *, key: str) -> Any:
@@ -171,21 +178,6 @@ def known(slot: str) -> list[str]:
 def registered() -> list[type]:
     """List the config classes that plugins have added."""
     return [cls for classes in _registered.values() for cls in classes.values()]
-
-
-def load_plugin(module: str) -> None:
-    """Import a module named on the command line; its `register` calls add its kinds."""
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
-        raise UserError(f"--plugin {module!r}: expected a module's dotted name, such as my_lab.beamline")
-    try:
-        importlib.import_module(module)
-    except UserError:
-        raise
-    except Exception as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError) and error.name and (module + ".").startswith(error.name + "."):
-            hint = "; install it or put its folder on PYTHONPATH"
-        raise UserError(f"--plugin {module}: cannot be imported: {_words(error)}{hint}") from error
 
 
 def nearest(word: str, choices: list[str]) -> str | None:

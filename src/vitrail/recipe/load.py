@@ -15,7 +15,7 @@ from typing import Any
 
 from vitrail.contents import check_contents, check_name
 from vitrail.errors import UserError
-from vitrail.recipe import yaml
+from vitrail.recipe import plugins, yaml
 from vitrail.recipe.problems import at
 from vitrail.recipe.schema import Recipe, validate
 from vitrail.recipe.yaml import Key, merge, plain, set_key, show, split_override
@@ -102,7 +102,8 @@ def find_recipe(given: Given, overrides: Sequence[str] = ()) -> Recipe:
             raise UserError(f"{given}: this folder has no recipe.yaml; give a recipe file or the folder of a run")
         cleared: set[Key] = set()
         tree = as_meant(read_tree(stored, cleared))
-        return validate(override(tree, [f"run.dir={json.dumps(str(given))}", *overrides], cleared), cleared)
+        with plugins.asked_for(Path(given)):
+            return validate(override(tree, [f"run.dir={json.dumps(str(given))}", *overrides], cleared), cleared)
     if isinstance(given, Recipe):
         return load_recipe(given.to_tree(), overrides) if overrides else given
     return load_recipe(given, overrides)
@@ -143,6 +144,7 @@ SAFE_KEYS = (
     "run.dir",
     "run.hang_limit",
     "run.name",
+    "run.patience",
     "run.steps",
     "run.stop_after_skips",
     "run.time_limit",

@@ -175,9 +175,8 @@ class _Fault(NamedTuple):
     message: str
 
 
-def explain(error: ValidationError, tree: Any, cls: type[Recipe]) -> list[Problem]:
+def explain(error: ValidationError, tree: Any, schema: dict[str, Any]) -> list[Problem]:
     """Return a sentence for each key that pydantic refused, in the order of the tree."""
-    schema = cls.model_json_schema()
     faults = [
         _Fault(_clean(item["loc"], item["type"], tree, schema), item["type"], item.get("ctx", {}), item["msg"])
         for item in error.errors(include_url=False, include_input=False)
@@ -234,14 +233,11 @@ def _sentence(key: Key, group: list[_Fault], tree: Any, schema: dict[str, Any]) 
     group = [fault for fault in group if fault.type == "union_tag_invalid"] or group
     first = group[0]
     if any(fault.type in _UNKNOWN for fault in group):
-        keys = keys_at(schema, key[:-1], tree)
-        near = nearest(str(key[-1]), keys)
-        hint = f"; did you mean {near!r}?" if near else ""
-        return f"{where}: unknown key{hint}" + (f" (keys here: {', '.join(keys)})" if keys else "")
+        return unknown(key, tree, schema)
     if first.type == "missing":
         return f"{where}: missing; this key is required"
     if first.type == "union_tag_not_found":
-        names = [name for place in _places(schema, key, tree) for name in _kinds_of(place)]
+        names = [name for place in places_at(schema, key, tree) for name in _kinds_of(place)]
         return f"{where}.kind: missing; expected one of {', '.join(names)}"
     for fault in group:
         if fault.type in ("value_error", "assertion_error"):
@@ -285,10 +281,29 @@ def _hint(group: list[_Fault], value: Any) -> str:
 
 def keys_at(schema: dict[str, Any], key: Key, tree: Any) -> list[str]:
     """List the keys that the JSON Schema of a recipe knows in the mapping at `key` of this tree."""
-    return list(dict.fromkeys(name for place in _places(schema, key, tree) for name in place.get("properties", {})))
+    return list(dict.fromkeys(name for place in places_at(schema, key, tree) for name in place.get("properties", {})))
 
 
-def _places(schema: dict[str, Any], key: Key, tree: Any) -> list[dict[str, Any]]:
+def unknown(key: Key, tree: Any, schema: dict[str, Any]) -> str:
+    """Say that a key is not known, what it may have meant, and which keys there are."""
+    keys = keys_at(schema, key[:-1], tree)
+    near = nearest(str(key[-1]), keys)
+    meant = elsewhere(str(key[-1]), tree, schema) or ([] if near is None else [near])
+    hint = f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    return f"{dotted(key)}: unknown key{hint}" + (f" (keys here: {', '.join(keys)})" if keys else "")
+
+
+def elsewhere(name: str, tree: Any, schema: dict[str, Any], deep: int = 3) -> list[str]:
+    """List the dotted keys of that name in the mappings of a recipe, those that are the least deep."""
+    keys: list[Key] = [()]
+    for _ in range(deep):
+        keys = [(*key, inner) for key in keys for inner in keys_at(schema, key, tree)]
+        if found := [dotted(key) for key in keys if key[-1] == name]:
+            return found[:3]
+    return []
+
+
+def places_at(schema: dict[str, Any], key: Key, tree: Any) -> list[dict[str, Any]]:
     """List the parts of the schema that may describe the value at `key`, each with its own keys."""
     return [place for part in _parts(schema, key, tree) for place in _branches(part, schema, at(tree, key))]
 

@@ -7,6 +7,7 @@ recipe makes it for the kinds named there and imports no other; the JSON Schema 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import Field, ValidationError, create_model
 
 from vitrail.credentials import clash, hide
 from vitrail.errors import UserError
-from vitrail.recipe import kinds, yaml
+from vitrail.recipe import early, kinds, yaml
 from vitrail.recipe.problems import at, check_across, explain
 from vitrail.recipe.sections import EMA, Augment, Checkpoint, Data, Eval, Init, Log, Parallel, Precision, Run, Section
 from vitrail.recipe.yaml import DEFAULT_KINDS, Key, dotted, non_finite, plain, show
@@ -101,6 +102,8 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
 
     A key in `cleared` goes back to its default: one that is null where null is no value of it, and one that has a
     value where it is not known (of the kind that was there before).
+
+    What can be told without PyTorch is told before it is imported; the rest is told when that is mended.
     """
     whole = hide_credentials(plain(tree))
     problems = non_finite(whole)
@@ -109,6 +112,8 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
     for slot in _SLOTS:
         if whole.get(slot, "") is None and (slot,) in cleared:
             del whole[slot]
+    if "torch" not in sys.modules and (problems := _find_early(plain(whole), cleared)):
+        raise _refusal(problems)
     respelt = _spell_names(whole, cleared)
     classes, found = _name_kinds(whole)
     found = [*respelt, *found]
@@ -118,7 +123,7 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
             recipe = made.model_validate_json(json.dumps(whole), strict=True)
             break
         except ValidationError as error:
-            explained = explain(error, whole, made)
+            explained = explain(error, whole, made.model_json_schema())
         goes = {problem.key for problem in explained if problem.removable and problem.key in cleared}
         reset = {key for key in goes if isinstance(key[-1], str)}  # an item of a list has no default
         if not reset:
@@ -129,6 +134,21 @@ def validate(tree: Mapping[str, Any], cleared: Collection[Key] = ()) -> Recipe:
     if found := found or check_across(recipe):
         raise _refusal(found)
     return recipe
+
+
+def _find_early(whole: dict[str, Any], cleared: Collection[Key]) -> list[str]:
+    """Return a sentence for each problem of a tree that is found without PyTorch; the tree is changed."""
+    respelt = _spell_names(whole, cleared)
+    classes, found = _name_kinds(whole, without=early.HEAVY)
+    made = recipe_class(tuple((slot, classes[slot]) for slot in (*_SLOTS, *_LISTED)))
+    schema = early.with_stored(made.model_json_schema())
+    told = list(early.unknown_keys(whole, schema))
+    try:
+        made.model_validate_json(json.dumps(whole), strict=True)
+    except ValidationError as error:
+        told = [(key, sentence) for key, sentence, _ in explain(error, whole, schema)] + told
+    more = [sentence for key, sentence in told if key not in cleared]  # which may go back to its default
+    return list(dict.fromkeys([*respelt, *found, *more]))
 
 
 def hide_credentials(tree: Any) -> Any:
@@ -157,10 +177,11 @@ def _refusal(problems: list[str]) -> UserError:
     return UserError("\n".join(shown))
 
 
-def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list[str]]:
+def _name_kinds(tree: dict[str, Any], without: Collection[str] = ()) -> tuple[dict[str, tuple[type, ...]], list[str]]:
     """Write every slot's kind into the tree where it is left out, and find the classes of the kinds named.
 
-    A slot whose kind is wrong gets no class, so that the rest of the recipe is still checked.
+    A slot whose kind is wrong gets no class, so that the rest of the recipe is still checked; nor does one of those
+    that are to do `without`, whose kinds are looked up and not imported.
     """
     problems: list[str] = []
     classes: dict[str, tuple[type, ...]] = {}
@@ -168,7 +189,7 @@ def _name_kinds(tree: dict[str, Any]) -> tuple[dict[str, tuple[type, ...]], list
         if slot in DEFAULT_KINDS:
             tree.setdefault(slot, {})
         named = slot in tree and not (slot in _OPTIONAL and tree[slot] is None)
-        found = _kind_class(tree[slot], slot, (slot,), problems) if named else None
+        found = _kind_class(tree[slot], slot, (slot,), problems, load=slot not in without) if named else None
         classes[slot] = (found,) if found else ()
     for slot in _LISTED:
         classes[slot] = _listed_classes(tree, slot, problems)
@@ -218,7 +239,7 @@ def _spell_tensorboard(log: dict[str, Any], cleared: bool) -> list[str]:
     return []
 
 
-def _kind_class(item: Any, slot: str, key: Key, problems: list[str]) -> type | None:
+def _kind_class(item: Any, slot: str, key: Key, problems: list[str], *, load: bool = True) -> type | None:
     where = dotted(key)
     if not isinstance(item, dict):
         name = DEFAULT_KINDS.get(slot) or next(iter(kinds.known(slot)), "NAME")
@@ -231,6 +252,9 @@ def _kind_class(item: Any, slot: str, key: Key, problems: list[str]) -> type | N
         if not isinstance(item["kind"], str):
             names = ", ".join(kinds.known(slot))
             raise UserError(f"{where}.kind: expected one of {names}, got {show(item['kind'])}")
+        if not load:
+            kinds.check_known(slot, item["kind"], f"{where}.kind")
+            return None
         return kinds.find(slot, item["kind"], key=f"{where}.kind")
     except UserError as error:
         problems.append(str(error))

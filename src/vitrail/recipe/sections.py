@@ -104,6 +104,9 @@ class Run(Section):
     dir: str | None = Field(default=None, min_length=1, description="run folder; runs/<name> if null")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of every random draw")
     steps: RunLength = Field(description="length of the run in steps, samples or epochs")
+    patience: PositiveInt | None = Field(
+        default=None, description="stop early: after so many evaluations whose score was not the best so far"
+    )
     time_limit: Clock | None = Field(default=None, description="stop, ready to continue, after this long")
     deterministic: bool = Field(default=False, description="use deterministic kernels only")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
@@ -456,7 +459,9 @@ class Eval(Section):
     """When and on how much the run is evaluated."""
 
     every: Every = "10%"
-    samples: PositiveInt = 64
+    samples: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="held-out samples; auto: every item or tile once up to 512, 64 of random crops"
+    )
     tiles: Tiles | None = Field(
         default=None, description="tiles that cover held-out data, instead of data.tiles or crops at random places"
     )

@@ -73,6 +73,7 @@ def summarize(
         "best_metric": start["best_metric"] if isinstance(start.get("best_metric"), str) else None,
         "larger_is_better": start.get("larger_is_better") is True,
         "initial": _describe_initial(lines),
+        "changes": _list_changes(raw),
         "started": _first_time(raw),
         "updated": _last_time(raw),
         "seconds": sum(s["seconds"] or 0.0 for s in sessions),
@@ -110,6 +111,11 @@ def describe_score(found: dict[str, Any] | None, first: str | None = None) -> st
     if not found:
         return "no evaluation yet"
     metrics = found["metrics"]
+    sure = (found.get("intervals") or {}).get("metrics", {})
+
+    def interval(name: str) -> str:
+        return f" (95 %: {plain(sure[name][0])} to {plain(sure[name][1])})" if name in sure else ""
+
     mse, variance = number_of(metrics.get("mse")), number_of(metrics.get("variance"))
     if math.isfinite(mse) and math.isfinite(variance) and first in (None, "mse", "mse_over_variance"):
         ratio = number_of(metrics.get("mse_over_variance"))
@@ -117,11 +123,11 @@ def describe_score(found: dict[str, Any] | None, first: str | None = None) -> st
             ratio = mse / variance if variance else math.nan
         return (
             f"hidden voxels: mean squared error {plain(mse, 3)} against a variance of {plain(variance, 3)}, "
-            f"ratio {ratio:.2f}"
+            f"ratio {ratio:.2f}{interval('mse_over_variance')}"
         )
     ordered = sorted(metrics.items(), key=lambda item: item[0] != first)  # the others keep their order
     shown = [
-        f"{name_metric(name)} {plain(value)}"
+        f"{name_metric(name)} {plain(value)}{interval(name) if name == first else ''}"
         for name, value in ordered
         if name == first or not str(name).startswith(("dice_", "iou_"))
     ]
@@ -192,7 +198,19 @@ def _describe_initial(lines: Sequence[Line]) -> dict[str, Any] | None:
 
 
 def _tidy_eval(line: Line) -> dict[str, Any]:
-    return {k: line.get(k) for k in ("step", "weights", "samples", "metrics")}
+    return {k: line.get(k) for k in ("step", "weights", "samples", "metrics")} | {"intervals": read_intervals(line)}
+
+
+def read_intervals(line: Line) -> dict[str, Any]:
+    """Return what is known of how sure an evaluation is: what was drawn, and an interval of each metric."""
+    found = line.get("intervals")
+    given = found.get("metrics") if isinstance(found, dict) else None
+    metrics = {
+        str(name): [number_of(end) for end in ends]
+        for name, ends in (given.items() if isinstance(given, dict) else ())
+        if isinstance(ends, list) and len(ends) == 2
+    }
+    return {"over": str(found.get("over")), "metrics": metrics} if isinstance(found, dict) and metrics else {}
 
 
 def _judge(raw: Sequence[Line], now: float) -> tuple[str, str | None, str | None]:
@@ -244,7 +262,18 @@ def _state_verdict(facts: dict[str, Any]) -> str:
         "interrupted": f"Interrupted {where}: the run fell silent without an end",
         "empty": "Not started: no step has been logged",
     }[facts["status"]]
-    return f"{phrase}: {facts['message']}" if facts["message"] and facts["status"] == "failed" else phrase
+    return f"{phrase}: {facts['message']}" if facts["message"] and facts["status"] in ("failed", "stopped") else phrase
+
+
+def _list_changes(raw: Sequence[Line]) -> list[dict[str, Any]]:
+    """List what was changed on purpose when the run was continued: step, key, old and new value."""
+    found = []
+    for line in select(raw, "change"):
+        changes = line.get("changes")
+        for one in changes if isinstance(changes, list) else ():
+            if isinstance(one, dict) and isinstance(one.get("key"), str):
+                found.append({"step": line.get("step"), **{name: one.get(name) for name in ("key", "old", "new")}})
+    return found
 
 
 def _describe_session(lines: Sequence[Line]) -> dict[str, Any]:

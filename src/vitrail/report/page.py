@@ -29,6 +29,7 @@ from vitrail.report.facts import (
     describe_flops,
     describe_time,
     explain_no_mfu,
+    read_intervals,
     summarize,
     warn_of_torn,
 )
@@ -46,6 +47,7 @@ from vitrail.report.metrics import (
     read_recipe,
     select,
 )
+from vitrail.report.probes import list_probes
 from vitrail.report.profiles import Profiled, show_profile
 from vitrail.report.units import MISSING, compact, count, duration, number_of, percent, plain, size
 
@@ -158,7 +160,12 @@ def list_evals(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
     names = list(dict.fromkeys(str(name) for line in evals for name in line["metrics"]))
     rows: list[Row] = []
     for line in evals[: -_MOST_ROWS - 1 : -1]:
-        values = [plain(line["metrics"].get(name)) for name in names]
+        sure = read_intervals(line).get("metrics", {})
+        values = [
+            plain(line["metrics"].get(name))
+            + (f" ({plain(sure[name][0])} to {plain(sure[name][1])})" if name in sure else "")
+            for name in names
+        ]
         rows.append((count(line.get("step")), str(line.get("weights") or MISSING), *values, count(line.get("samples"))))
     heads = ["step", "weights", *map(name_metric, names), "samples"]
     return heads, rows + _leave_out(len(evals) - len(rows), len(heads))
@@ -195,6 +202,14 @@ def list_initial(facts: dict[str, Any]) -> list[Row]:
     counts = ", ".join(f"{count(number)} {action}" for action, number in initial["counts"].items())
     place = f"{initial['path']} ({initial['adapter']})"
     return [("Started from", f"{place}: {counts}" if counts else place, "; ".join(initial["notes"]))]
+
+
+def list_made_changes(facts: dict[str, Any]) -> list[Row]:
+    """List what was changed on purpose when the run was continued."""
+    return [
+        (f"At step {count(one['step'])}", f"{one['key']}: {_show(one['old'])} became {_show(one['new'])}", "")
+        for one in facts["changes"]
+    ]
 
 
 def list_sessions(facts: dict[str, Any]) -> list[Row]:
@@ -502,8 +517,10 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "pictures": pictures,
         "worst": worst[0] if worst else None,
         "classes": list_classes(lines),
+        "probes": list_probes(run, notes),
         "eval_heads": heads,
         "evals": evals,
+        "sure_of": (facts["eval"] or {}).get("intervals", {}).get("over"),
         "speed": list_speed(facts),
         "cost": list_cost(facts),
         "groups": list_groups(lines),
@@ -511,6 +528,7 @@ def _gather(run: Path, now: float) -> dict[str, Any]:
         "data": list_data(data) + list_bad(facts),
         "skips": list_skips(facts),
         "initial": list_initial(facts),
+        "made_changes": list_made_changes(facts),
         "sessions": list_sessions(facts),
         "checkpoints": list_checkpoints(run, facts),
         "recipe": recipe_text,

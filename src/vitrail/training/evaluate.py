@@ -6,14 +6,15 @@ Throughput, honestly: warm-up left out, data wait shown, FLOPs of what the model
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.order.mixture import Groups
@@ -21,12 +22,24 @@ from vitrail.data.order.sampler import Order, Sampler
 from vitrail.data.order.tiles import Tiles
 from vitrail.data.reading.loader import Loader
 from vitrail.draws import Draws
+from vitrail.errors import UserError, expect
 from vitrail.layers.flops import Again, Flops, peak_tflops
 from vitrail.objectives.objective import Objective, VoxelObjective
 from vitrail.parallel.flow import Flow
+from vitrail.training.intervals import Units, bootstrap
 from vitrail.training.shown import Describer
 from vitrail.training.stitch import Blend, Plan, Share, Stitch, Voxels, in_voxels, plan_tiles
 from vitrail.training.tally import Tally
+
+MANY = 512  # held-out samples that are all taken, with eval.samples: auto
+FEW = 64  # crops that are taken at random places
+
+
+def check_metrics(objective: Objective, found: Any) -> None:
+    """Refuse metrics that are not those which an objective promises."""
+    name = f"objective: {type(objective).__name__}.summarise()"
+    if missing := [metric for metric in objective.metrics if metric not in expect(found, dict, name)]:
+        raise UserError(f"{name} gives no {', '.join(missing)}, which its metrics promise; see docs/plugins.md")
 
 
 def led_by(first: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -38,7 +51,8 @@ class Evaluator:
     """Measures a model on samples 0..n-1 of the validation data, always the same ones.
 
     Where each item is one labelled crop, all of them are the most: more would count some twice. `note` says so where
-    it happens, and where tiles are put together but are not all.
+    it happens, and where tiles are put together but are not all. `samples` is a number, or "auto": all items or tiles
+    up to MANY, and FEW where crops have no end.
     """
 
     def __init__(
@@ -47,13 +61,17 @@ class Evaluator:
         loader: Loader,
         *,
         seed: int,
-        samples: int,
+        samples: int | Literal["auto"],
         batch: int,
         blend: Blend = "gaussian",
         shown: Sequence[str] = (),
+        sure: bool = False,  # whether sums of single samples are kept, for intervals()
     ):
         self.objective, self.loader, self.seed = objective, loader, seed
-        self.samples, self.batch, self.blend = samples, batch, blend
+        self.batch, self.blend, self.sure = batch, blend, sure
+        self._table: tuple[list[str], Tensor] | None = None  # of the latest metrics()
+        wanted, once = samples, count_once(loader.sampler)
+        self.samples: int = (FEW if once is None else min(once, MANY)) if samples == "auto" else samples
         self.describer = Describer(loader, shown)
         self.note: str | None = None
         self.shown: list[int] | None = None  # counters of what a picture shows, once it is known
@@ -61,8 +79,11 @@ class Evaluator:
         self.worst: list[int] = []  # counters of the samples that did worst in it, the worst first
         # Without labels, repeats of an item differ in what is hidden.
         labelled = getattr(getattr(objective, "config", None), "labels", None)
-        most = count_once(loader.sampler) if labelled else None
-        if most is not None and samples > most:
+        most = once if labelled else None
+        if most is not None and wanted == "auto" and self.samples < most:
+            told = f"eval.samples: auto takes {self.samples} of {most} held-out samples"
+            self.note = f"{told}; eval.samples: {most} takes all"
+        if most is not None and self.samples > most:
             self.samples = most
             what = "tiles" if isinstance(loader.sampler, Tiles) else "items, each one crop"
             self.note = f"eval.samples: {samples}, but there are {most} held-out {what}: all are measured"
@@ -88,6 +109,7 @@ class Evaluator:
         own, others = shared[flow.data_rank]
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
+        units = Units(self.samples) if self.sure and flow.split.alone and flow.pipeline is None else None
         tally, axes = Tally(self.objective), self.objective.axes
         copies = dist.get_world_size() // ranks  # ranks that share samples, which count the same
         if axes.output and axes.targets:  # or parts of it
@@ -100,16 +122,28 @@ class Evaluator:
                 inputs, targets = flow.split.prepare(self.objective, batch, draws, evaluating=True)
                 output = flow(**inputs)
                 measured = flow.split.judge(self.objective.measure, output, targets)
+                expect(measured, dict, f"objective: {type(self.objective).__name__}.measure()")
                 counts = flow.split.judge(self.objective.count, output, targets)
                 tally.rate(flow.split.judge(self.objective.each, output, targets), batch.counters, taken=counted)
                 once: dict[str, torch.Tensor] = {}
+                each = self._apart(batch, output) if units is not None and counted else []
                 if stitch is not None:
                     assert isinstance(self.objective, VoxelObjective)
                     logits = flow.split.judge(self.objective.logits, output, targets).float().cpu()
-                    whole = self._complete(stitch, batch if number < len(batches) else None, logits)
-                    voxels = whole.logits.unsqueeze(0), whole.labels.unsqueeze(0)
-                    once, counts = self.objective.score(*voxels), self.objective.tally(*voxels)
+                    found = list(self._complete(stitch, batch if number < len(batches) else None, logits))
+                    if units is not None:
+                        for counter, some in found:
+                            units.add(counter, self._score(some))
+                    nothing = Voxels(logits.new_empty(logits.shape[1], 0), torch.empty(0, dtype=torch.int64))
+                    parts = zip(nothing, *(some for _, some in found), strict=True)
+                    whole = Voxels(*(torch.cat(part, dim=-1) for part in parts))
+                    once = self._score(whole)
+                    counts = self.objective.tally(whole.logits.unsqueeze(0), whole.labels.unsqueeze(0))
                     measured |= {name: value.to(output.device) for name, value in once.items()}
+                if units is not None and counted:
+                    units.whole &= len(each) == len(batch)
+                    for counter, alone in zip(batch.counters, each, strict=False):
+                        units.add(counter, {name: value for name, value in alone.items() if name not in once})
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
@@ -117,9 +151,39 @@ class Evaluator:
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
+        if units is not None:
+            rows = units.table(sorted(sums), table)
+            dist.all_reduce(rows)
+            self._table = sorted(sums), rows.cpu()
         self.tables, worst = tally.add_up(flow, table)
         self.worst = [c for c in worst if self._group(c) == self._group(worst[0])]  # others have other variables
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
+
+    def intervals(self) -> dict[str, Any] | None:
+        """Return how sure the latest metrics() are: an interval of each; None where samples cannot be told apart."""
+        if self._table is None:
+            return None
+        names, rows = self._table
+        if not bool((rows[:, 0] > 0).all()):  # none is left out, or nothing is known
+            return None
+        found = [self.loader.sampler(counter) for counter in range(self.samples)]
+        items = [(sample.source, sample.item) for sample in found]
+        return bootstrap(rows[:, 1:].numpy(), items, names, self.objective.summarise, seed=self.seed)
+
+    def _apart(self, batch: Batch, output: Tensor) -> list[dict[str, Tensor]]:
+        """Measure each sample of a batch by itself; nothing where the output has no row for each."""
+        if len(output) != len(batch):
+            return []
+        found = []
+        for row, counter in enumerate(batch.counters):
+            one = batch.narrow(row, row + 1)
+            _, targets = self.objective.prepare(one, Draws(self.seed, [counter]), evaluating=True)
+            found.append(self.objective.measure(output[row : row + 1], targets))
+        return found
+
+    def _score(self, voxels: Voxels) -> dict[str, Tensor]:
+        assert isinstance(self.objective, VoxelObjective)
+        return self.objective.score(voxels.logits.unsqueeze(0), voxels.labels.unsqueeze(0))
 
     def _plan(self, ranks: int) -> Plan | None:
         """Return how tiles are put together, where voxels are scored and tiles overlap."""
@@ -129,20 +193,19 @@ class Evaluator:
             self._plans = {ranks: plan_tiles(self.loader.sampler, self.samples, ranks) if voxels else None}
         return self._plans[ranks]
 
-    def _complete(self, stitch: Stitch, batch: Batch | None, logits: torch.Tensor) -> Voxels:
-        """Return the voxels that are complete with the tiles of a batch."""
-        found: list[Voxels] = []
-        if batch is not None:
-            assert batch.labels is not None
-            labels = batch.labels.long().cpu()
-            for row, counter in enumerate(batch.counters):
-                tile, read = self.loader.sampler(counter), self.loader.samples[row]
-                if read.attempt:  # another sample stands for one that cannot be read
-                    found += stitch.add(tile, None, None)
-                else:
-                    found += stitch.add(tile, *in_voxels(self.loader, tile, logits[row], labels[row]))
-        nothing = Voxels(logits.new_empty(logits.shape[1], 0), torch.empty(0, dtype=torch.int64))
-        return Voxels(*(torch.cat(parts, dim=-1) for parts in zip(nothing, *found, strict=True)))
+    def _complete(self, stitch: Stitch, batch: Batch | None, logits: Tensor) -> Iterator[tuple[int, Voxels]]:
+        """Yield the voxels that are complete with each tile of a batch, which are those of its item."""
+        if batch is None:
+            return
+        assert batch.labels is not None
+        labels = batch.labels.long().cpu()
+        for row, counter in enumerate(batch.counters):
+            tile, read = self.loader.sampler(counter), self.loader.samples[row]
+            # Another sample stands for one that cannot be read.
+            nothing = (None, None)
+            given = nothing if read.attempt else in_voxels(self.loader, tile, logits[row], labels[row])
+            if found := list(stitch.add(tile, *given)):
+                yield counter, Voxels(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
 
     @torch.no_grad()
     def example(

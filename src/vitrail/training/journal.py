@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from vitrail.errors import UserError, printable
 from vitrail.report.units import clock, compact, number_of, percent, plain
 from vitrail.training.loggers import Background, Facts
+from vitrail.training.optimizers.groups import FROZEN
 from vitrail.training.runfolder import RunFolder
 from vitrail.weights.runs import checkpoint_name
 
@@ -305,8 +306,9 @@ class Journal:
 
     def start(self, *, what: str, groups: list[dict[str, Any]], **fields: Any) -> None:
         """Write the first lines of a session: what is trained, and which parameters decay at which rate."""
-        self.log("start", groups=groups, **fields)
-        self.note(what)
+        frozen = sum(row["parameters"] for row in groups if row["name"] == FROZEN)
+        self.log("start", groups=groups, frozen=frozen, **fields)
+        self.note(what + (f"; {frozen:,} parameters are frozen" if frozen else ""))
         for row in groups:
             self.note(
                 f"  {row['name']}: {row['tensors']} tensors, {row['parameters']:,} parameters, "
@@ -319,10 +321,12 @@ class Journal:
         self.scalars("train", fields, fields["step"])
 
     def metrics(self, metrics: dict[str, float], evaluator: Evaluator, *, step: int, weights: str) -> None:
-        """Report what an evaluator has just measured."""
+        """Report what an evaluator has just measured, and how sure it is."""
         text = ", ".join(f"{name} {plain(value)}" for name, value in metrics.items())
         self.note(f"step {step}, held out: {text}")
-        self.log("eval", step=step, weights=weights, metrics=metrics, samples=evaluator.samples)
+        sure = None if self.folder is None else evaluator.intervals()
+        more = {} if sure is None else {"intervals": sure}
+        self.log("eval", step=step, weights=weights, metrics=metrics, samples=evaluator.samples, **more)
         if evaluator.tables is not None:
             self.log("classes", step=step, weights=weights, **evaluator.tables)
         self.scalars("eval", metrics, step)

@@ -15,8 +15,9 @@ from vitrail.launch.world import find_world
 from vitrail.parallel.check import refuse
 from vitrail.recipe import Recipe
 from vitrail.recipe.load import Given, find_recipe
+from vitrail.recipe.plugins import telling
 from vitrail.recipe.sections import Parallel
-from vitrail.training.evaluate import led_by
+from vitrail.training.evaluate import check_metrics, led_by
 from vitrail.training.failures import StopRequest, Watchdog
 from vitrail.training.memory import in_words
 from vitrail.training.session import Outcome, Session
@@ -32,15 +33,18 @@ def train(
     quiet: bool = False,
     trust: bool = False,
     other_data: bool = False,
+    change: bool = False,
 ) -> Outcome:
     """Train as a recipe says: a Recipe, a file, a mapping, or the folder of a run to continue.
 
     `trust` lets a codec run code that comes with its files, and data files read what they name anywhere; `other_data`
-    continues a run on other data than it began with. No recipe can say so.
+    continues a run on other data than it began with, and `change` with changes to its recipe that alter what it learns
+    from here on. No recipe can say so.
     """
     recipe = find_recipe(recipe, overrides)
-    call = {"fresh": fresh, "trust": trust, "other_data": other_data}
-    with trusted(trust), joined(recipe, **call) as (place, watchdog), StopRequest() as stop, in_words(recipe, watchdog):
+    call = {"fresh": fresh, "trust": trust, "other_data": other_data, "change": change}
+    group = joined(recipe, **call)
+    with trusted(trust), group as (place, watchdog), StopRequest() as stop, telling(), in_words(recipe, watchdog):
         return Session(recipe, place, stop, watchdog, quiet=quiet, **call).run()
 
 
@@ -58,7 +62,8 @@ def evaluate(
         raise UserError(f"samples: {samples} must be at least 1")
     list_or_refuse(run, checkpoint)
     call = {"checkpoint": checkpoint, "samples": samples, "weights": weights}
-    with trusted(trust), joined(fitting(find_recipe(run, overrides), overrides), **call) as (place, watchdog):
+    recipe = fitting(find_recipe(run, overrides), overrides)
+    with trusted(trust), joined(recipe, **call) as (place, watchdog), telling():
 
         def measure(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             recipe = fitting(stored_recipe(manifest, overrides), overrides)
@@ -77,14 +82,18 @@ def evaluate(
             load_weights(flow.model, path, manifest, which, place.saving)
             evaluator = make_evaluator(recipe, place, data, objective, flow, samples=samples)
             metrics = evaluator.metrics(flow, tick=lambda: watchdog.beat(manifest["step"], "validation"))
+            check_metrics(objective, metrics)
             metrics = led_by(recipe.checkpoint.best or objective.best_metric, metrics)
-            return {
+            found = {
                 "run": str(run),
                 "step": manifest["step"],
                 "weights": which,
                 "samples": evaluator.samples,
                 "metrics": metrics,
-            } | ({"note": evaluator.note} if evaluator.note else {})
+            }
+            sure = evaluator.intervals() if place.world.chief else None
+            more = {"intervals": sure, "note": evaluator.note}
+            return found | {name: value for name, value in more.items() if value}
 
         return with_checkpoint(run, checkpoint, measure, place.control)
 

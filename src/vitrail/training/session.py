@@ -27,17 +27,23 @@ from vitrail.data.dataset import check_mixing
 from vitrail.data.files.stage import configs_to_open
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import BadData, RunFailed, UserError
-from vitrail.objectives.segment import SegmentConfig
 from vitrail.parallel.agree import on_chief, on_chief_for_long, share_json, together
 from vitrail.parallel.mesh import layout_of
-from vitrail.recipe import Recipe, load_recipe, unsafe_changes
-from vitrail.recipe import yaml as recipe_yaml
+from vitrail.recipe import Recipe, plugins
 from vitrail.recipe.durations import clock_of
-from vitrail.recipe.load import as_meant
+from vitrail.recipe.load import Change
 from vitrail.training.alike import compare_data, data_facts
 from vitrail.training.bad import BadSamples, way_on
 from vitrail.training.checkpoint import Checkpoints, check_space
-from vitrail.training.evaluate import Evaluator, Meter, led_by, of_all_ranks
+from vitrail.training.continuing import (
+    IMPATIENT,
+    Patience,
+    find_changes,
+    newest_manifest,
+    tell_changes,
+    tell_lengths,
+)
+from vitrail.training.evaluate import Evaluator, Meter, check_metrics, led_by, of_all_ranks
 from vitrail.training.failures import REQUEUE, SLOW_PHASE, StopRequest, Watchdog, is_lost_connection, within
 from vitrail.training.journal import Journal, Progress
 from vitrail.training.loggers import Background, Facts, open_loggers
@@ -57,7 +63,7 @@ from vitrail.training.setup import (
 )
 from vitrail.training.trainer import Garbage, Progressed, Timed, Trainer
 from vitrail.weights import Report, load_initial
-from vitrail.weights.runs import BadCheckpoint, list_checkpoints, read_manifest
+from vitrail.weights.runs import list_checkpoints
 
 SLOW_DISK = 100e6  # bytes a second, until a save has been timed
 
@@ -90,9 +96,10 @@ class Session:
         quiet: bool,
         trust: bool = False,  # let a codec run code that comes with its files
         other_data: bool = False,  # go on although the data are not those that the run began with
+        change: bool = False,  # go on with changes to the recipe that may be made on purpose
     ):
         self.began = time.monotonic()
-        self.other_data = other_data
+        self.other_data, self.change = other_data, change
         self.place, self.stop, self.watchdog, self.quiet = place, stop, watchdog, quiet
         watchdog.beat(0, "start")
         self.opened: list[Background] = []  # rank 0's loggers
@@ -115,6 +122,11 @@ class Session:
                 f"checkpoint.best: {self.metric_name!r} is not measured by objective {recipe.objective.kind!r}; "
                 f"use one of {', '.join(self.objective.metrics)}"
             )
+        if recipe.run.patience is not None and self.data.valid is None:
+            raise UserError("run.patience: there is no score to wait for without held-out data; give data.valid")
+        larger = self.metric_name in self.objective.larger_is_better
+        self.patience = Patience(recipe.run.patience, larger)
+        self.changes: list[Change] = []  # of the recipe, that this sitting brings
         self.sampler = make_sampler(recipe, self.data)
         self.parts = build_model(recipe, place, self.data, self.objective)
         self.initial: Report | None = None  # what a new run starts from, other than random numbers
@@ -134,7 +146,7 @@ class Session:
             background=recipe.checkpoint.background,
             group=place.saving,
             cpu_mesh=self.parts.cpu_mesh,
-            larger_is_better=self.metric_name in self.objective.larger_is_better,
+            larger_is_better=larger,
         )
         watchdog.saving = self.checkpoints.is_saving
         self.evaluator: Evaluator = make_evaluator(recipe, place, self.data, self.objective, self.parts.flow)
@@ -199,7 +211,7 @@ class Session:
         self.folder = RunFolder(self.run_dir)
         self.checkpoints.check = self.folder.check
         try:
-            refuse_changes(self.run_dir, self.recipe)
+            self.changes = find_changes(self.run_dir, self.recipe, change=self.change)
             self.refuse_other_data()
         except UserError:
             self.folder.discard_if_new()
@@ -231,7 +243,8 @@ class Session:
             except BaseException as error:
                 raise self.fail(error, begun=trainer.done > first) from error
         report = self.recipe.log.report
-        return Outcome(0 if reason == "done" else REQUEUE, self.run_dir, trainer.done, reason, report)
+        ended = reason in ("done", IMPATIENT)
+        return Outcome(0 if ended else REQUEUE, self.run_dir, trainer.done, reason, report)
 
     def resume(self) -> bool:
         manifest = self.checkpoints.load_newest(self.trainer.restore, self.notes.append)
@@ -248,6 +261,8 @@ class Session:
         self.bad.take_up(manifest.get("bad"))
         best = share_json(self.checkpoints.best, self.place.control)
         self.checkpoints.best = None if best is None else (best[0], best[1])
+        self.patience.restore(manifest.get("patience"), self.checkpoints.best)
+        self.notes += tell_lengths(manifest, self.trainer, self.run_dir, self.patience, self.metric_name)
         if manifest["threads"] != self.place.threads:
             self.notes.append(
                 f"this run had {manifest['threads']} threads a process and now has {self.place.threads}: "
@@ -257,6 +272,8 @@ class Session:
 
     def loop(self) -> str:
         trainer, recipe = self.trainer, self.recipe
+        if self.patience.over and trainer.done < trainer.total:
+            return IMPATIENT
         every = {
             "log": trainer.steps(recipe.log.every),
             "eval": trainer.steps(recipe.eval.every),
@@ -327,9 +344,12 @@ class Session:
                 owed = owed or due("save") or told.save or (saves and self.is_new_best())
                 # While steps are skipped nothing is saved, nor is the run stopped: its state may be of no use, and
                 # would push out a good one. It goes on to a step that is not skipped, or fails after some.
-                if told.finite and (told.stop or owed):
+                enough = self.patience.over and told.finite
+                if told.finite and (told.stop or owed or enough):
                     self.save()
                     owed, saved = False, time.monotonic()
+                if enough and trainer.done < trainer.total:
+                    return IMPATIENT
                 if told.finite and told.stop and trainer.done < trainer.total:
                     return told.stop
                 self.rounds.append(time.perf_counter() - began + wait)
@@ -355,6 +375,7 @@ class Session:
         if self.initial is not None:
             self.journal.note(str(self.initial))
             self.journal.log("init", step=trainer.done, **self.initial.to_json())
+        tell_changes(self.journal, self.changes, trainer.done)
         self.journal.note(f"data are normalised: {normalised(self.recipe, self.data)}")
         on_chief(self.describe, self.place.control)
         parameters = self.parts.parameters
@@ -395,7 +416,8 @@ class Session:
             disk.sweep(place)
         try:
             self.folder.write("recipe.yaml", self.recipe.to_yaml())
-            self.folder.write("environment.json", json.dumps({"format": FORMAT, **environment()}, indent=1))
+            facts = {"format": FORMAT, "plugins": plugins.loaded(), **environment()}
+            self.folder.write("environment.json", json.dumps(facts, indent=1))
             self.folder.write("data.json", json.dumps(self.data.train.sources[0].describe()))
         except OSError as error:
             raise UserError(
@@ -437,8 +459,11 @@ class Session:
 
         with trainer.ema.swapped() if trainer.ema else ExitStack():
             if measure and self.data.valid is not None:
-                metrics = led_by(self.metric_name, self.evaluator.metrics(trainer.flow, tick=tick))
+                metrics = self.evaluator.metrics(trainer.flow, tick=tick)
+                check_metrics(self.objective, metrics)
+                metrics = led_by(self.metric_name, metrics)
                 self.last_metrics = (trainer.done, metrics)
+                self.patience.see(metrics[self.metric_name], trainer.done)
                 weights = "ema" if trainer.ema else "raw"
                 self.journal.metrics(metrics, self.evaluator, step=trainer.done, weights=weights)
             if picture:
@@ -458,7 +483,7 @@ class Session:
         self.note_saved(self.checkpoints.wait())
         self.check_folder()
         metrics = self.last_metrics[1] if self.last_metrics and self.last_metrics[0] == trainer.done else None
-        more = {"metrics": metrics, "bad": self.bad.to_json()}
+        more = {"metrics": metrics, "bad": self.bad.to_json(), "patience": self.patience.to_json()}
         trainer.save(self.checkpoints, more, (metrics or {}).get(self.metric_name))
 
     def check_folder(self) -> None:
@@ -493,16 +518,19 @@ class Session:
                 f"{self.save_error}; free some space and continue from the one before it"
             )
         self.check_folder()
-        if reason == "done":
+        if reason in ("done", IMPATIENT):
             self.trainer.refuse_skipped_end()
             if self.last_metrics is None or math.isfinite(self.last_metrics[1][self.metric_name]):
                 on_chief(self.checkpoints.tidy, self.place.control)
-        self.end(reason, "")
+        message = self.patience.describe(self.metric_name) if reason == IMPATIENT else ""
+        if message:
+            self.journal.note(f"ended at step {self.trainer.done}: {message}")
+        self.end(reason, message)
 
     def fail(self, error: BaseException, *, begun: bool) -> BaseException:
         """Leave a record of a run that had ever begun and nothing of a new one that had not; returns what to raise."""
         rank, size = self.place.world.rank, self.place.world.size
-        error = short_of_memory(error, self.recipe, self.watchdog)
+        error = plugins.told(short_of_memory(error, self.recipe, self.watchdog))
         if isinstance(error, BadData) and (begun or list_checkpoints(self.checkpoints.folder)):
             error = type(error)(f"{error}; {way_on(error, self.run_dir, self.recipe.data)}")
         if isinstance(error, UserError) and size > 1:
@@ -536,52 +564,3 @@ def choose_folder(recipe: Recipe, place: Place, fresh: bool) -> Path:
     if not place.root_store.check([name]):
         place.root_store.set(name, str(beside(recipe.run_dir)))
     return Path(place.root_store.get(name).decode())
-
-
-def newest_manifest(run_dir: Path) -> dict[str, Any] | None:
-    """Read the manifest of the newest checkpoint that looks whole."""
-    for folder in list_checkpoints(run_dir / "checkpoints"):
-        try:
-            found = read_manifest(folder)
-            stored_statistics(found["statistics"])  # of a form that can be used
-            return found
-        except UserError:
-            raise
-        except (BadCheckpoint, AttributeError, KeyError, TypeError, ValueError):
-            continue
-    return None
-
-
-def refuse_changes(run_dir: Path, recipe: Recipe) -> None:
-    """Refuse another recipe than the run began with; only what does not change its result may differ."""
-    stored = (newest_manifest(run_dir) or {}).get("recipe")
-    if stored is None and (run_dir / "recipe.yaml").is_file():
-        stored = recipe_yaml.read(run_dir / "recipe.yaml")
-    changes = unsafe_changes(spelt_out(in_words_of_today(stored)), spelt_out(recipe.to_tree())) if stored else []
-    if changes:
-        shown = "; ".join(f"{key}: {old!r} became {new!r}" for key, old, new in changes[:10])
-        raise UserError(
-            f"{run_dir} was begun with another recipe ({shown}); go back to it, "
-            "or start beside it with --fresh or another run.name"
-        )
-
-
-def in_words_of_today(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored recipe with later keys at what was meant before they came."""
-    try:
-        return load_recipe(as_meant(stored)).to_tree()
-    except UserError:  # it names what is no more: the differences are shown as they are
-        return stored
-
-
-def spelt_out(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe in which segmentation says whether class 0 counts: runs of old said no where null now says so."""
-    objective = tree.get("objective")
-    if not isinstance(objective, dict) or objective.get("kind") != "segment":
-        return tree
-    names = objective.get("names")
-    try:
-        said = SegmentConfig(background=objective.get("background"), names=None if names is None else tuple(names))
-    except (TypeError, ValueError):  # it is no recipe of today: the differences are shown as they are
-        return tree
-    return tree | {"objective": objective | {"background": said.counts_first}}

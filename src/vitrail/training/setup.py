@@ -28,7 +28,7 @@ from vitrail.data.order.sampler import Order
 from vitrail.data.reading.loader import Loader
 from vitrail.data.reading.pool import Policy
 from vitrail.draws import Draws, key
-from vitrail.errors import TooLarge, UserError
+from vitrail.errors import TooLarge, UserError, expect
 from vitrail.foreign import memory_bytes
 from vitrail.launch.world import World, connect, find_world, share_of_cores
 from vitrail.layers.backends import use_backend
@@ -189,7 +189,8 @@ def open_parts(
     data = open_data(recipe, place, known, beat=partial(beat, 0, "opening the data"))
     beat(0, "start")
     recipe = complete(recipe, data)
-    return recipe, data, recipe.objective.build(recipe.model, data.statistics)
+    objective = recipe.objective.build(recipe.model, data.statistics)
+    return recipe, data, expect(objective, Objective, f"objective: {type(recipe.objective).__name__}.build()")
 
 
 def with_one_variable(recipe: Recipe) -> Recipe:
@@ -439,7 +440,7 @@ def make_evaluator(
 ) -> Evaluator:
     """Make the evaluator on fixed samples of data.valid, or (for pictures alone) of data.train where there is none."""
     dataset, number = data.valid or data.train, samples or recipe.eval.samples
-    if number * sizes.LEAST > memory_bytes():
+    if number != "auto" and number * sizes.LEAST > memory_bytes():
         raise UserError(f"eval.samples: {number} samples cannot even be listed in the memory here; ask for fewer")
     if recipe.eval.tiles is not None and dataset is data.valid:
         dataset = dataset.tiled(recipe.eval.tiles)
@@ -466,6 +467,7 @@ def make_evaluator(
         batch=micro_batch(recipe, data, flow.layout),
         blend=recipe.eval.blend,
         shown=recipe.log.variables or (),
+        sure=data.valid is not None,
     )
 
 
@@ -494,7 +496,7 @@ def build_model(recipe: Recipe, place: Place, data: DataParts, objective: Object
     cpu_mesh = Mesh.make(layout, "cpu") if on_gpu else mesh
     try:
         with torch.device("meta"):
-            model = recipe.model.build()
+            model = expect(recipe.model.build(), Model, f"model: {type(recipe.model).__name__}.build()")
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +26,23 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.draws import Draws, key, sent
-from vitrail.errors import UserError
+from vitrail.errors import UserError, expect
 from vitrail.objectives.objective import Loss, Objective, drop_path_table
 from vitrail.parallel.agree import gather_json, together
 from vitrail.parallel.flow import Flow
 from vitrail.parallel.mesh import local
 from vitrail.recipe import Recipe, steps_of
 from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.lengths import lay_out
+from vitrail.training.optimizers.groups import group_table
 from vitrail.training.optimizers.optimizer import (
     Optimizer,
-    group_table,
     make_groups,
     named_state,
     restore_state,
     step,
 )
 from vitrail.training.private import foreach_lerp_, foreach_mul_
-from vitrail.training.schedule import in_steps
 from vitrail.training.setup import DataParts, Parts, Place
 from vitrail.weights.runs import BadCheckpoint, check_tensors, read_tensors, stored_tensors
 
@@ -117,14 +116,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, place: Place, data: DataParts, parts: Parts, objective: Objective, epoch: int):
         self.recipe, self.place, self.data, self.parts, self.objective = recipe, place, data, parts, objective
         self.model, self.flow = parts.model, parts.flow
-        self.total = steps_of(recipe.run.steps, batch=data.batch, epoch=epoch)
+        self.lengths = lay_out(recipe, batch=data.batch, epoch=epoch)
+        self.total, self.base_rate = self.lengths.total, self.lengths.base_rate
         self.epoch = epoch
-        planned = recipe.schedule.steps
-        self.planned = self.total if planned is None else self.steps(planned)  # steps that the schedule is for
-        count = partial(steps_of, total=self.planned, batch=data.batch, epoch=epoch)
-        self.schedule = in_steps(recipe.schedule, count)
-        self.warmup = count(recipe.schedule.warmup)
-        self.base_rate = recipe.optimizer.base_rate(data.batch)
         self.optimizer = Optimizer(make_groups(self.model, recipe.optimizer, parts.names))
         self.ema = EMA(self.flow, recipe.ema.decay) if recipe.ema else None
         self.drop_path_rates = parts.drop_path_rates
@@ -145,7 +139,7 @@ class Trainer:
     @property
     def rate(self) -> float:
         """Learning rate of the step to come."""
-        return self.schedule.rate(self.done, base=self.base_rate, warmup=self.warmup, total=self.planned)
+        return self.lengths.rate(self.done)
 
     @property
     def sample_share(self) -> float:
@@ -286,14 +280,16 @@ class Trainer:
 
     def judge(self, output: torch.Tensor, targets: Any) -> Loss:
         """Return the objective's loss of a micro-batch, of this rank's part by way of `split.judge`."""
-        split = self.flow.split
-        return (
-            self.objective.loss(output, targets) if split.alone else split.judge(self.objective.loss, output, targets)
-        )
+        split, loss_of = self.flow.split, self.objective.loss
+        loss = loss_of(output, targets) if split.alone else split.judge(loss_of, output, targets)
+        if not isinstance(loss, Loss):
+            expect(loss, Loss, f"objective: {type(self.objective).__name__}.loss()")
+        return loss
 
     def group_table(self) -> list[dict[str, Any]]:
         """One row a parameter group, over all ranks."""
-        rows = group_table(self.optimizer, self.base_rate)
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        rows = group_table(self.optimizer, self.base_rate, frozen)
         if self.flow.pipeline is None:
             return rows
         merged: dict[str, dict[str, Any]] = {}

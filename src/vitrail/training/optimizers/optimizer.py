@@ -20,6 +20,7 @@ from vitrail.foreign import read_pattern, search_all
 from vitrail.models.model import Model
 from vitrail.parallel.mesh import local, spread_like
 from vitrail.recipe import config, must
+from vitrail.training.optimizers.groups import find_layers
 
 BASE_BATCH = 256  # the batch at which lr_scaling changes nothing
 
@@ -85,10 +86,13 @@ class OptimizerConfig(ABC):
     weight_decay: float = 0.05
     clip: float | None = 1.0  # largest norm of the gradient
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"  # with batch / 256
+    layer_decay: float | None = None  # times the rate, for each layer below the head; null: one rate
     groups: tuple[GroupRule, ...] = ()
 
     def __post_init__(self) -> None:
         must("not be negative", lr=self.lr, weight_decay=self.weight_decay)
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ValueError(f"layer_decay {self.layer_decay} must be above 0 and at most 1, such as 0.75")
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"clip {self.clip} must be above 0; use null for no clipping")
 
@@ -126,7 +130,8 @@ class Optimizer:
 def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> list[Group]:
     """Make parameter groups with their names: weight matrices decay; biases, norms, tokens and tables do not.
 
-    `names` are those of all parameters, where this rank has but some of them.
+    `names` are those of all parameters, where this rank has but some of them. With layer_decay a layer has groups of
+    its own.
     """
     names = names or [name for name, _ in model.named_parameters()]
     rules = dict.fromkeys(names, GroupRule(match=""))
@@ -142,6 +147,8 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
         )
     if all(rule.freeze for rule in rules.values()):
         raise UserError("optimizer.groups: every parameter is frozen; leave some to train")
+    layers = {} if c.layer_decay is None else find_layers(names)
+    top = max(layers.values(), default=0)
     spared = tuple(model.spared_from_decay())
     of_blocks = {id(parameter) for block in model.blocks() for parameter in block.parameters()}
     updates = {role: c.update(role) for role in ROLES}
@@ -158,29 +165,21 @@ def make_groups(model: Model, c: OptimizerConfig, names: Sequence[str] = ()) -> 
         label = f"{rule.match or 'all'}, {'decay' if decay else 'no decay'}"
         if differ:
             label += f", {type(updates[role]).__name__}"
-        key = (rule.match, decay, role if differ else None)
+        layer, multiplier = None, rule.lr
+        if c.layer_decay is not None:
+            layer = layers[name]
+            label += f", layer {layer}"
+            multiplier *= c.layer_decay ** (top - layer)
+        key = (rule.match, decay, role if differ else None, layer)
         if key not in groups:
-            groups[key] = Group(label, updates[role], rule.lr, decay)
+            groups[key] = Group(label, updates[role], multiplier, decay)
         group = groups[key]
         group.params.append(nn.Parameter(local(parameter.detach())))
         group.sources.append(parameter)
         group.names.append(name)
     # A rank of a pipeline may have frozen parameters alone.
-    return list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
-
-
-def group_table(optimizer: Optimizer, base_rate: float) -> list[dict[str, Any]]:
-    """Return one row a group, for people to check."""
-    return [
-        {
-            "name": group.name,
-            "parameters": sum(p.numel() for p in group.sources),
-            "tensors": len(group.params),
-            "lr": base_rate * group.lr_multiplier,
-            "weight_decay": group.weight_decay,
-        }
-        for group in optimizer.param_groups
-    ]
+    made = list(groups.values()) or [Group("none", updates["other"], 1.0, 0.0)]
+    return sorted(made, key=lambda group: group.lr_multiplier) if layers else made
 
 
 @torch.no_grad()  # DTensors then give their shards at once
