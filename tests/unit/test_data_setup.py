@@ -421,6 +421,38 @@ def test_those_who_wait_for_rank_0_hear_that_it_gets_on(monkeypatch: pytest.Monk
     assert beats == {0: 1, 1: 1}
 
 
+def test_ranks_that_are_done_hear_of_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+    told: dict[int, Any] = {}
+
+    def gather(value: Any, group: Any) -> list[Any]:
+        told[ranks.rank()] = value
+        ranks.barrier.wait()
+        found = [told[0], told[1]]
+        ranks.barrier.wait()
+        return found
+
+    monkeypatch.setattr(waiting, "gather_json", gather)
+    monkeypatch.setattr(waiting, "on_chief_for_long", waiting.together_for_long)
+
+    def count(tick: Any) -> int:
+        for _ in range(5 * ranks.rank()):
+            tick()
+        return ranks.rank()
+
+    assert ranks.run(count) == ({0: 0, 1: 1}, {0: 5, 1: 5})
+
+    def fail(tick: Any) -> None:
+        tick()
+        if ranks.rank():
+            tick()
+            raise UserError("it is broken")
+
+    results, beats = ranks.run(fail)
+    assert {rank: str(error) for rank, error in results.items()} == dict.fromkeys(range(2), "rank 1: it is broken")
+    assert beats == {0: 2, 1: 2}
+
+
 def test_the_watchdog_is_told_while_data_are_opened(
     volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

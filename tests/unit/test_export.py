@@ -429,3 +429,14 @@ def test_without_onnx_it_says_what_to_install(place: Path, tmp_path: Path, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == hidden else name and found("json"))
     with pytest.raises(UserError, match="onnxruntime is not installed; pip install"):
         vitrail.export(place / "none", out=tmp_path / "a.onnx", to="onnx")
+
+
+@pytest.mark.parametrize("more", [(), ("more",)])
+@torch.no_grad()
+def test_a_program_knows_which_variable_is_which(place: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    model = VIT | {"variables": {"known": [*more, "blue", "red", "green"]}}
+    run = of_images(place, f"named{len(more)}", model=model)
+    vitrail.export(run, out=tmp_path / "named.pt2", to="torch")
+    found = torch.export.load(tmp_path / "named.pt2").module()(raw(place))
+    expected = vitrail.load(run).predict(raw(place).numpy())
+    np.testing.assert_allclose(found.softmax(dim=1).numpy(), expected, **CLOSE)

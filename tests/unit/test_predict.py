@@ -251,6 +251,17 @@ def test_nifti_keeps_its_affine(place: Path, values: np.ndarray, tmp_path: Path)
     np.testing.assert_array_equal(np.asarray(found.dataobj).T, np.rint(shares * 255).astype(np.uint8))
 
 
+def test_nifti_says_which_axis_is_which(place: Path, values: np.ndarray, tmp_path: Path) -> None:
+    nibabel = pytest.importorskip("nibabel")
+    np.save(tmp_path / "turned.npy", np.ascontiguousarray(values[0].T))
+    settings = ["axes=xyz", "voxel_size=[4, 5, 8]", "unit=micrometer"]
+    vitrail.predict(place / "seg", tmp_path / "turned.npy", out=tmp_path / "c.nii", settings=settings)
+    found = nibabel.load(tmp_path / "c.nii")
+    assert found.shape == (24, 28, 40)
+    assert nibabel.aff2axcodes(found.affine) == ("S", "A", "R")  # z, y, x
+    np.testing.assert_allclose(found.affine @ [1, 2, 3, 1], [4 * 3, 5 * 2, 8 * 1, 1])
+
+
 def test_tiff_and_numpy_hold_the_same(place: Path, values: np.ndarray, tmp_path: Path) -> None:
     tifffile = pytest.importorskip("tifffile")
     for write in ("classes", "probabilities"):
@@ -463,6 +474,8 @@ def test_refusals_are_sentences(place: Path, values: np.ndarray, tmp_path: Path)
         ("for classes of whole images", {"out": tmp_path / "x.csv"}),
         ("PNG holds images", {"out": tmp_path / "x.png"}),
         ("exists and is not overwritten", {"out": em}),
+        (r"ends in \.h5, which is not written", {"out": tmp_path / "x.h5"}),
+        ("inf GiB must be a number", {"memory": float("inf")}),
     ]
     for words, options in cases:
         options = {"out": tmp_path / "x.zarr", "path": em} | options

@@ -18,7 +18,7 @@ from torch.nn import functional
 from vitrail.data.batch import Statistics
 from vitrail.errors import UserError
 from vitrail.layers.attention import CrossAttention, SelfAttention
-from vitrail.models.model import Model, encoder_of, make_inputs
+from vitrail.models.model import Model, encoder_of, known_variables, make_inputs
 from vitrail.recipe.kinds import remedy
 from vitrail.recipe.normalize import Logarithm, kind_of
 
@@ -34,9 +34,12 @@ class Program(nn.Module):
     low: Tensor
     high: Tensor
 
-    def __init__(self, model: Model, objective: str, kinds: list[Any], mean: Tensor, std: Tensor):
+    def __init__(
+        self, model: Model, objective: str, kinds: list[Any], mean: Tensor, std: Tensor, names: Sequence[str] = ()
+    ):
+        """`names` are the variables that the channels are, for a model that knows some by name."""
         super().__init__()
-        self.model, self.objective = model, objective
+        self.model, self.objective, self.names = model, objective, tuple(names)
         wide = (1, -1, *[1] * model.config.ndim)
         infinite = (float("-inf"), float("inf"))
         ends = torch.tensor([kind.ends if kind.clips else infinite for kind in kinds]).view(-1, 2)
@@ -61,7 +64,7 @@ class Program(nn.Module):
         if self.clips:
             images = torch.minimum(torch.maximum(images, self.low), self.high)
         config = self.model.config
-        inputs, tokens = make_inputs(config, images)
+        inputs, tokens = make_inputs(config, images, variables=self.names or None)
         if self.gives == "features":
             return self._features(inputs, tokens)
         output = self.model(**inputs)
@@ -95,13 +98,14 @@ def make(
         key = "model.tokens" if encoder is config else "model.encoder.tokens"
         raise UserError(f"{key}: trees of {encoder.tokens.kind} tokens grow by each image, which no fixed program does")
     kinds = [kind_of(recipe.data.normalize, name) for name in names]
-    return Program(model.eval(), objective or recipe.objective.kind, kinds, *statistics.tensors()).eval()
+    known = names if known_variables(config) is not None else ()
+    return Program(model.eval(), objective or recipe.objective.kind, kinds, *statistics.tensors(), known).eval()
 
 
 def example(program: Program, batch: int, seed: int = 0) -> Tensor:
     """Draw values as the data have them."""
     config: Any = program.model.config
-    shape = (batch, config.channels_in, *config.extent)
+    shape = (batch, program.mean.shape[1], *config.extent)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return drawn * program.std + program.mean
 

@@ -46,6 +46,26 @@ SUFFIXES = {  # formats by the ending of OUT
     ".png": "png",
     ".csv": "csv",
 }
+OTHERS = [
+    ".jpg",
+    ".jpeg",
+    ".gif",
+    ".bmp",
+    ".webp",
+    ".h5",
+    ".hdf5",
+    ".nc",
+    ".npz",
+    ".n5",
+    ".mrc",
+    ".nrrd",
+    ".mha",
+    ".mhd",
+    ".dcm",
+    ".tsv",
+    ".json",
+    ".txt",
+]
 USUAL = {"nifti": ".nii.gz", "tiff": ".tif", "image_folder": ".png", "numpy": ".npy", "geotiff": ".tif"}  # by INPUT
 SETTINGS, RESULT, PARTS, LOG = "settings.json", "result", "parts", re.compile(r"rows-(\d+)-\d+\.log")
 LAYOUT = Layout("prediction in the making", (SETTINGS,), (RESULT, PARTS))
@@ -54,6 +74,8 @@ MOST_LEVELS, MOST_NAMED = 8, 64
 NIFTI_UNITS = {"meter": ("meter", 1.0), "millimeter": ("mm", 1.0), "micrometer": ("micron", 1.0)}
 NIFTI_OTHERS = {"nanometer": 1e-3, "angstrom": 1e-4, "picometer": 1e-6}  # written in micrometers
 LARGEST_NIFTI = 32767  # voxels along an axis, of the first version
+Tick = Callable[[], None]  # is called whenever work gets on
+Stage = Callable[[Tick], None]
 
 
 def ending_of(name: str) -> str | None:
@@ -101,6 +123,11 @@ def choose_format(out: Path, kind: str, form: Form, items: int) -> tuple[str, st
         return "csv", ".csv", False
     if told == ".csv":
         raise UserError(f"out: {out} ends in .csv, which is for classes of whole images; end it in .ome.zarr")
+    if told is None and out.suffix.lower() in OTHERS:
+        raise UserError(
+            f"out: {out} ends in {out.suffix}, which is not written; end it in {', '.join(SUFFIXES)}, or give a folder "
+            "without an ending"
+        )
     if told is not None and items > 1:
         raise UserError(
             f"out: {out} is one file, and there are {items} items; give a folder, in which each gets a file of its name"
@@ -135,8 +162,9 @@ def file_names(frames: Sequence[Frame], suffix: str) -> list[str]:
         stem = last[: -len(ending)] if ending and len(ending) < len(last) else last
         stem = re.sub(r'[:*?"<>|\x00-\x1f]', "_", stem)
         name = "/".join((*parts, stem + suffix))
-        if name.casefold() in taken:
-            name = "/".join((*parts, f"{stem}-{number}{suffix}"))
+        while name.casefold() in taken:
+            stem += f"-{number}"
+            name = "/".join((*parts, stem + suffix))
         taken.add(name.casefold())
         found.append(name)
     return found
@@ -182,6 +210,9 @@ class Result:
                 self._take_lock()
                 self._compare(settings)
             else:
+                if self.work.is_dir() and not self.work.is_symlink():
+                    self._take_lock()  # unless another call is just making it
+                    self._let_go()
                 disk.remove(self.work, inside=self.work.parent)  # of a call that was killed before it began
                 self.work.mkdir()
                 self._take_lock()
@@ -319,7 +350,7 @@ class Result:
 
     # ------------------------------------------------------------ when all rows are there
 
-    def stages(self) -> list[list[Callable[[], None]]]:
+    def stages(self) -> list[list[Stage]]:
         """Return what is left to do, in stages: the calls of one are for any ranks, after all of those before it."""
         if self.chunk is None or self.format == "csv":
             return []
@@ -331,13 +362,13 @@ class Result:
             for number in range(1, deepest)
         ]
 
-    def _copying(self, item: int) -> Callable[[], None]:
-        def copy() -> None:
-            self._write_file(self.work / RESULT / self.names[item], self.level(item, 0), self.frames[item])
+    def _copying(self, item: int) -> Stage:
+        def copy(tick: Tick) -> None:
+            self._write_file(self.work / RESULT / self.names[item], self.level(item, 0), self.frames[item], tick)
 
         return copy
 
-    def _coarsening(self, item: int, frame: Frame, number: int) -> Iterator[Callable[[], None]]:
+    def _coarsening(self, item: int, frame: Frame, number: int) -> Iterator[Stage]:
         """Yield a call for each chunk of a level, which makes it from the level before."""
         factors, shapes = self._factors(frame), self._shapes(frame)
         if number >= len(factors):
@@ -347,7 +378,7 @@ class Result:
         side = self.chunk
         labels = self.form.write == "classes"
 
-        def make(start: tuple[int, ...]) -> None:
+        def make(start: tuple[int, ...], tick: Tick) -> None:
             box = tuple(slice(s, min(s + side, n)) for s, n in zip(start, shapes[number], strict=True))
             finer = tuple(
                 slice(b.start * r, min(b.stop * r, n)) for b, r, n in zip(box, ratio, shapes[number - 1], strict=True)
@@ -368,8 +399,9 @@ class Result:
         with disk.told(self.out):
             if self.format == "csv":
                 self._write_table()
-            for left in sorted((self.work / RESULT).rglob("*.partial")):  # of chunks that a kill came upon
-                disk.remove(left, inside=self.work)
+            every = (self.work / RESULT).rglob("*")
+            for left in [path for path in every if path.suffix == ".partial" or disk.is_draft(path)]:
+                disk.remove(left, inside=self.work)  # a chunk or a file that a kill came upon
             made = self.work / RESULT
             disk.publish(made if self.many else made / self.names[0], self.out)
             disk.sync_folder(self.out.parent)
@@ -388,41 +420,46 @@ class Result:
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+        self._log = None
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
-        self._log = self._lock = None
+        self._lock = None
 
     # ------------------------------------------------------------ files of one piece
 
-    def _write_file(self, path: Path, values: Any, frame: Frame) -> None:
+    def _write_file(self, path: Path, values: Any, frame: Frame, tick: Tick = lambda: None) -> None:
         """Write one file of [*S] or [C, *S], in memory or a store of chunks."""
         with disk.replacing(path, parents=True) as file:
             if self.format == "nifti":
-                self._write_nifti(file, values, frame)
+                self._write_nifti(file, values, frame, tick)
             elif self.format == "tiff":
-                self._write_tiff(file, values, frame, path.name)
+                self._write_tiff(file, values, frame, path.name, tick)
             elif self.format == "npy":
                 header = {"descr": np.lib.format.dtype_to_descr(self.form.dtype), "fortran_order": False}
                 np.lib.format.write_array_header_2_0(file, header | {"shape": tuple(values.shape)})
-                for slab in self._slabs(values):
+                for slab in self._slabs(values, tick):
                     file.write(slab.tobytes())
             else:
                 from PIL import Image
 
                 Image.fromarray(np.ascontiguousarray(values[...])).save(file, format="PNG")
 
-    def _slabs(self, values: Any) -> Iterator[np.ndarray]:
+    def _slabs(self, values: Any, tick: Tick) -> Iterator[np.ndarray]:
         """Yield [C, *S] in the order of the bytes of a file, as thick as chunks."""
         thick = self.chunk or values.shape[-len(self.frames[0].axes)]
         channels = [()] if self.form.channels is None else [(number,) for number in range(len(self.form.channels))]
         for channel in channels:
             for first in range(0, self._deep(values), thick):
                 yield np.ascontiguousarray(values[(*channel, slice(first, first + thick))])
+                tick()
 
     def _deep(self, values: Any) -> int:
         return int(values.shape[0 if self.form.channels is None else 1])
 
-    def _write_nifti(self, file: BinaryIO, values: Any, frame: Frame) -> None:
+    def _write_nifti(self, file: BinaryIO, values: Any, frame: Frame, tick: Tick) -> None:
         import nibabel
 
         shape = frame.shape[::-1] + (1,) * (3 - len(frame.shape))
@@ -433,14 +470,20 @@ class Result:
         unit, factor = NIFTI_UNITS.get(frame.unit or "", ("micron", NIFTI_OTHERS.get(frame.unit or "", 1.0)))
         if frame.unit not in (*NIFTI_UNITS, *NIFTI_OTHERS):
             unit = "unknown"
+        axes = list(frame.axes[::-1])  # of the file, which need not be those of the world in their order
+        if not set(axes) <= {"x", "y", "z"}:
+            axes = ["x", "y", "z"][: len(axes)]
+        axes += [name for name in "xyz" if name not in axes]
+        order = ["xyz".index(name) for name in axes]
         affine = frame.affine
         if affine is not None:
             unit = _unit_of(affine, frame)
         if affine is None:
             affine = np.eye(4)
             origin = frame.origin or (0.0,) * len(frame.axes)
-            for place, (size, at) in enumerate(zip(frame.spacing[::-1], origin[::-1], strict=True)):
-                affine[place, place], affine[place, 3] = size * factor, at * factor
+            for at, size, start in zip(order, frame.spacing[::-1], origin[::-1], strict=False):
+                affine[at, at], affine[at, 3] = size * factor, start * factor
+        affine = affine[:, [*order, 3]]
         header.set_sform(affine, code=1)
         header.set_qform(affine, code=1)
         header.set_xyzt_units(unit)
@@ -452,10 +495,10 @@ class Result:
                 packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=3, mtime=0)
                 target = stack.enter_context(packed)
             target.write(bytes(header.binaryblock).ljust(start, b"\0"))
-            for slab in self._slabs(values):
+            for slab in self._slabs(values, tick):
                 target.write(slab.astype(header.get_data_dtype(), copy=False).tobytes())
 
-    def _write_tiff(self, file: BinaryIO, values: Any, frame: Frame, name: str) -> None:
+    def _write_tiff(self, file: BinaryIO, values: Any, frame: Frame, name: str, tick: Tick) -> None:
         import tifffile
 
         letters, metadata = ome_metadata(frame.spacing, frame.unit, name)
@@ -469,7 +512,7 @@ class Result:
                 channels = [()] if self.form.channels is None else [(n,) for n in range(len(self.form.channels))]
                 yield from (np.ascontiguousarray(values[(*channel, slice(None))]) for channel in channels)
                 return
-            for slab in self._slabs(values):
+            for slab in self._slabs(values, tick):
                 yield from slab
 
         size = int(np.prod(values.shape)) * self.form.dtype.itemsize

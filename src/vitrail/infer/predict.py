@@ -34,8 +34,8 @@ from vitrail.infer.blend import Row
 from vitrail.infer.engine import Engine, Wishes, check_variables
 from vitrail.infer.eyes import Eyes, Form
 from vitrail.infer.folder import stored_type
-from vitrail.infer.outputs import Frame, Result, choose_format, frame_of
-from vitrail.parallel.agree import on_chief, on_chief_for_long, together
+from vitrail.infer.outputs import Frame, Result, Stage, choose_format, frame_of
+from vitrail.parallel.agree import on_chief, on_chief_for_long, together, together_for_long
 from vitrail.recipe import Recipe, kinds
 from vitrail.recipe.load import find_recipe
 from vitrail.recipe.sections import Parallel, Precision
@@ -80,8 +80,8 @@ def predict(
     began, target = time.monotonic(), Path(out)
     list_or_refuse(run, checkpoint)
     recipe = find_recipe(run)
-    if not memory > 0:
-        raise UserError(f"memory: {memory} GiB must be above 0")
+    if not 0 < memory < float("inf"):
+        raise UserError(f"memory: {memory} GiB must be a number above 0")
     room = int(memory * 2**30)
     asked: dict[str, Any] = {"path": str(path), "out": str(out), "write": write}
     asked |= {"checkpoint": checkpoint, "weights": weights}
@@ -321,12 +321,12 @@ class Work:
                 self._make(model, mine, -(-len(todo) // ranks), beat, progress)
             for calls in result.stages():
 
-                def some(calls: list[Callable[[], None]] = calls) -> None:
+                def some(tick: Callable[[], None], calls: list[Stage] = calls) -> None:
                     for call in calls[rank::ranks]:
-                        call()
-                        beat()
+                        call(tick)
+                        tick()
 
-                together(some, place.control)
+                together_for_long(some, place.control, beat)
             on_chief(result.publish, place.control)
         finally:
             result.close()
@@ -361,16 +361,18 @@ class Work:
         eyes, place, before = self.seen.eyes, self.place, progress.step
         looking, recipe = eyes.on(model, place.device, self.compute), eyes.recipe
         threads = {"workers": max(1, reading_threads(recipe, place)), "prefetch": recipe.data.prefetch}
-        rows = self.engine.rows(looking, mine, tick=beat, **threads)
+        getting_on = [beat]  # what is called after each batch
+        rows = self.engine.rows(looking, mine, tick=lambda: getting_on[0](), **threads)
         try:
             with Writer(self._write) as writer:
                 for done in range(rounds):
 
-                    def one(number: int = done) -> None:
+                    def one(tick: Callable[[], None], number: int = done) -> None:
+                        getting_on[0] = tick
                         if number < len(mine):
                             writer.put(next(rows))
 
-                    together(one, place.control)
+                    together_for_long(one, place.control, beat)
                     progress.update(min(progress.total, before + (done + 1) * place.world.size))
                 together(writer.finish, place.control)
         finally:

@@ -79,14 +79,46 @@ def together(action: Callable[[], T], group: Group) -> T:
         result = action()
     except (UserError, ValueError) as caught:
         error = str(caught) or repr(caught)
-    errors = [(rank, e) for rank, e in enumerate(gather_json(error, group)) if e]
-    if errors:
-        rank, message = errors[0]
-        raise UserError(message if len(errors) == dist.get_world_size(group) else f"rank {rank}: {message}")
+    _raise_first(gather_json(error, group))
     return result
 
 
+def _raise_first(told: list[str | None]) -> None:
+    """Raise the first of the errors that ranks have told, if there is any."""
+    errors = [(rank, error) for rank, error in enumerate(told) if error]
+    if errors:
+        rank, message = errors[0]
+        raise UserError(message if len(errors) == len(told) else f"rank {rank}: {message}")
+
+
 EVERY = 10.0  # seconds between two signs of life
+
+
+def together_for_long(action: Callable[[Callable[[], None]], T], group: Group, beat: Callable[[], None]) -> T:
+    """Run on every rank, as `together`, an action that calls what it is given, in its own thread, when it gets on.
+
+    Ranks that are done hear of those that are not, and `beat` sets back their clocks.
+    """
+    told, error = time.monotonic(), None
+    result: Any = None
+
+    def tick() -> None:
+        nonlocal told
+        beat()
+        if time.monotonic() - told >= EVERY:
+            gather_json({"busy": True}, group)
+            told = time.monotonic()
+
+    try:
+        result = action(tick)
+    except (UserError, ValueError) as caught:
+        error = str(caught) or repr(caught)
+    outcomes = gather_json({"error": error}, group)
+    while any("busy" in outcome for outcome in outcomes):
+        beat()
+        outcomes = gather_json({"error": error}, group)
+    _raise_first([outcome["error"] for outcome in outcomes])
+    return result
 
 
 def on_chief_for_long(action: Callable[[Callable[[], None]], T], group: Group, beat: Callable[[], None]) -> T:
