@@ -187,3 +187,15 @@ def test_the_verb_writes_once(
     assert code == 2
     assert "segment" in err
     assert not (tmp_path / "b.yaml").exists()
+
+
+def test_names_with_signs_of_yaml_and_shell_stay_whole(tmp_path: Path) -> None:
+    """What followed a number sign was taken for a comment and moved away, and commands named half a path."""
+    folder = tmp_path / "set # 1"
+    folder.mkdir()
+    path = by_class(folder)
+    text = new_recipe(path, "classify", machine=CPU, out="my recipe.yaml")["text"]
+    assert load_recipe(yaml.parse(text, "recipe")).data.train[0].path == path
+    assert "vitrail train 'my recipe.yaml' " in text
+    text = new_recipe(path, "classify", machine=CPU, out="two\nlines.yaml")["text"]
+    assert all(line.startswith("#") for line in text.partition("\n\n")[0].splitlines())

@@ -67,14 +67,33 @@ def test_a_run_shows_classes_and_its_worst_samples(tmp_path: Path) -> None:
 def test_ranks_find_the_same_classes_and_worst_samples(tmp_path: Path) -> None:
     images = folders(tmp_path / "images")
     tables = []
-    for ranks in (1, 2):
-        recipe = tmp_path / f"{ranks}.yaml"
-        recipe.write_text(json.dumps(classify(images, tmp_path / f"run{ranks}", run__steps=1, eval__every=1)))
+    for ranks, layout in ((1, "data"), (2, "data"), (2, "tensor")):
+        run = tmp_path / f"{ranks}-{layout}"
+        recipe = tmp_path / f"{run.name}.yaml"
+        tree = classify(images, run, run__steps=1, eval__every=1)
+        recipe.write_text(json.dumps(tree | ({"parallel": {"tensor": 2}} if layout == "tensor" else {})))
         code, output = run_command(*torchrun(ranks, "-m", "vitrail", "train", recipe))
         assert code == 0, output[-3000:]
-        [found] = events(tmp_path / f"run{ranks}", "classes")
+        [found] = events(run, "classes")
         tables.append({name: found[name] for name in ("pairs", "true", "predicted", "right")})
     assert tables[0] == tables[1]
+    assert tables[0] == tables[2]  # which share samples, and would count each twice
+
+
+def test_the_worst_samples_are_drawn_where_entries_have_different_variables(tmp_path: Path) -> None:
+    """Pictures of grey and of coloured samples make no batch."""
+    colours = folders(tmp_path / "colours")
+    for image in colours.rglob("*.png"):
+        grey = tmp_path / "grey" / image.relative_to(colours)
+        grey.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(image).convert("L").save(grey)
+    tree = classify(colours, tmp_path / "run", eval__samples=24)
+    entries = [{"path": str(tmp_path / name)} for name in ("colours", "grey")]
+    tree["model"] = VIT | {"variables": {"known": ["grey", "red", "green", "blue"]}}
+    tree["data"] |= {"train": entries, "valid": entries}
+    vitrail.train(tree, quiet=True)
+    assert not events(tmp_path / "run", "warning")
+    assert (tmp_path / "run/pictures/classify-worst-00000004.png").is_file()
 
 
 def test_voxels_that_are_not_scored_are_not_counted(volume: Path, tmp_path: Path) -> None:

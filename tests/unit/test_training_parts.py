@@ -780,3 +780,27 @@ def test_a_run_from_before_scores_had_a_scale_keeps_its_trees(tmp_path: Path) ->
     find_changes(tmp_path, found)
     with pytest.raises(UserError, match=r"tokens.score.scale: 'crop' became 'data'"):
         find_changes(tmp_path, recipe)
+
+
+def test_a_run_begun_before_two_names_scored_both_goes_on(tmp_path: Path) -> None:
+    """It stored that class 0 does not count; a recipe that leaves this open is refused only where it means another."""
+    from vitrail.recipe import yaml
+    from vitrail.training.continuing import find_changes
+
+    tree = {
+        "run": {"name": "old", "steps": 4},
+        "model": {"kind": "unetr", "encoder": {"width": 24, "depth": 4, "heads": 2, "patch": 4}, "classes": 2},
+        "data": {"train": [{"path": "x.zarr", "kind": "ome_zarr"}], "crop": 16, "batch": 2},
+    }
+    for names, goes_on in ((["background", "cell"], True), (["membrane", "cell"], False)):
+        recipe = load_recipe(tree | {"objective": {"kind": "segment", "names": names}})
+        stored = recipe.to_tree()
+        assert stored["objective"]["background"] is None
+        stored["objective"]["background"] = False
+        (tmp_path / "recipe.yaml").write_text(yaml.dump(stored))
+        find_changes(tmp_path, load_recipe(stored))
+        if goes_on:
+            find_changes(tmp_path, recipe)
+        else:
+            with pytest.raises(UserError, match=r"objective.background: False became True"):
+                find_changes(tmp_path, recipe)

@@ -15,6 +15,7 @@ from typing import Any
 from vitrail.data.statistics import stored as stored_statistics
 from vitrail.errors import UserError
 from vitrail.foreign import open_plain
+from vitrail.objectives.segment import SegmentConfig
 from vitrail.recipe import Recipe, load_recipe, unsafe_changes
 from vitrail.recipe import yaml as recipe_yaml
 from vitrail.recipe.load import Change, as_meant
@@ -79,7 +80,7 @@ def find_changes(run_dir: Path, recipe: Recipe, *, change: bool = False) -> list
     if not stored:
         return []
     before = in_words_of_today(stored)  # or the differences are shown as they are
-    changes = unsafe_changes(stored if before is None else before.to_tree(), recipe.to_tree())
+    changes = unsafe_changes(spelt_out(stored if before is None else before.to_tree()), spelt_out(recipe.to_tree()))
     if not changes:
         return []
     known = _known_changes(run_dir)
@@ -106,6 +107,19 @@ def why_fixed(key: str) -> str:
     parts = key.split(".")
     names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((FIXED[name] for name in names if name in FIXED), "")
+
+
+def spelt_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe in which segmentation says whether class 0 counts: runs of old said no where null now says so."""
+    objective = tree.get("objective")
+    if not isinstance(objective, dict) or objective.get("kind") != "segment":
+        return tree
+    names = objective.get("names")
+    try:
+        said = SegmentConfig(background=objective.get("background"), names=None if names is None else tuple(names))
+    except (TypeError, ValueError):  # it is no recipe of today: the differences are shown as they are
+        return tree
+    return tree | {"objective": objective | {"background": said.counts_first}}
 
 
 def in_words_of_today(stored: dict[str, Any]) -> Recipe | None:

@@ -110,7 +110,10 @@ class Evaluator:
         batches, rounds = [*own, *others], max(len(mine) + len(more) for mine, more in shared)
         sums: dict[str, torch.Tensor] = {}
         units = Units(self.samples) if self.sure and flow.split.alone and flow.pipeline is None else None
-        tally = Tally(self.objective)
+        tally, axes = Tally(self.objective), self.objective.axes
+        copies = dist.get_world_size() // ranks  # ranks that share samples, which count the same
+        if axes.output and axes.targets:  # or parts of it
+            copies //= flow.layout.parts
         with flow.evaluating():
             for number in range(rounds):
                 counted = number < len(own)
@@ -144,7 +147,7 @@ class Evaluator:
                 for name, value in measured.items():
                     take = counted or name in once  # of the run's own tiles alone, or of all
                     sums[name] = sums.get(name, torch.zeros_like(value)) + (value if take else 0)
-                tally.add(counts, taken=counted or stitch is not None)
+                tally.add(counts, taken=counted or stitch is not None, copies=copies)
                 tick()
         table = torch.stack([sums[name] for name in sorted(sums)])
         dist.all_reduce(table)
@@ -152,7 +155,8 @@ class Evaluator:
             rows = units.table(sorted(sums), table)
             dist.all_reduce(rows)
             self._table = sorted(sums), rows.cpu()
-        self.tables, self.worst = tally.add_up(flow, table)
+        self.tables, worst = tally.add_up(flow, table)
+        self.worst = [c for c in worst if self._group(c) == self._group(worst[0])]  # others have other variables
         return self.objective.summarise(dict(zip(sorted(sums), table.tolist(), strict=True)))
 
     def intervals(self) -> dict[str, Any] | None:

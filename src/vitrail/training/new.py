@@ -55,6 +55,7 @@ OVERHEAD = 0.05  # seconds of a step on a CPU that do not go with its size
 SECONDS = {"cpu": 180, "cuda": 600}  # of a first result
 STEPS = {"cpu": (100, 1000), "cuda": (500, 5000)}
 COLUMN = 40  # at which comments begin
+COMMENTED = re.compile(r'((?:[^"#]|"(?:[^"\\]|\\.)*")*?) # (.*)')  # a line of YAML; names in quotes may hold the sign
 MOST_LABELS = 2**26  # voxels of labels that are all counted
 
 
@@ -312,8 +313,8 @@ def recipe_text(c: Chosen) -> str:
 
 def aligned(line: str) -> str:
     """Return a line with its comment, if it has one, at the column at which most comments begin."""
-    text, mark, comment = line.partition(" # ")
-    return line if not mark or line.startswith("#") else f"{text:<{COLUMN}} # {comment}"
+    found = None if line.startswith("#") else COMMENTED.fullmatch(line)
+    return line if found is None else f"{found[1]:<{COLUMN}} # {found[2]}"
 
 
 def one_or_each(sizes: tuple[int, ...]) -> str:
@@ -330,9 +331,10 @@ def heading(c: Chosen) -> list[str]:
     held = f"Held out, and never trained on: {c.found.held_out}."
     if c.found.valid is None:
         held = f"Held out is {c.found.held_out}; name data to score on as data.valid."
+    out = shlex.quote(c.out)
     calls = {
-        f"vitrail data preview {c.out} --out seen.png": "what the model will see",
-        f"vitrail train {c.out}": "prints the path of a report",
+        f"vitrail data preview {out} --out seen.png": "what the model will see",
+        f"vitrail train {out}": "prints the path of a report",
     }
     if c.task == "generate":
         calls[f"vitrail sample runs/{c.name}"] = "draws samples"
@@ -343,7 +345,7 @@ def heading(c: Chosen) -> list[str]:
         made = f"{c.name}-classes{ending}"
         calls[f"vitrail predict runs/{c.name} {shlex.quote(c.found.entry['path'])} --out {made}"] = "for all of it"
     width = max(map(len, calls))
-    return [
+    lines = [
         f"# {TITLES[c.task]}: {data}.",
         "#",
         *(f"#   {call:<{width}}   {words}" for call, words in calls.items()),
@@ -352,6 +354,7 @@ def heading(c: Chosen) -> list[str]:
         f"# Sizes are for a first result on {c.machine.words()}; then raise run.steps, and the model's size.",
         "# Every key: docs/recipe.md; editors complete recipes with the output of `vitrail schema`.",
     ]
+    return [" ".join(line.splitlines()) for line in lines]  # a name may hold the end of a line, and ends no comment
 
 
 def model_lines(c: Chosen) -> list[str]:

@@ -21,10 +21,13 @@ class Tally:
         self.counts: dict[str, Tensor] = {}
         self.scores: list[tuple[float, int]] | None = None  # of this rank's own samples, and their counters
 
-    def add(self, counts: dict[str, Tensor], *, taken: bool) -> None:
-        """Add counts of a batch; all ranks add the same names, and what is not taken counts as nothing."""
+    def add(self, counts: dict[str, Tensor], *, taken: bool, copies: int = 1) -> None:
+        """Add counts of a batch, which so many ranks add alike; what is not taken counts as nothing.
+
+        All ranks add the same names.
+        """
         for name, value in counts.items():
-            value = value if taken else torch.zeros_like(value)
+            value = value / copies if taken else torch.zeros_like(value)
             self.counts[name] = self.counts[name] + value if name in self.counts else value
 
     def rate(self, each: Tensor | None, counters: Sequence[int], *, taken: bool) -> None:
