@@ -449,6 +449,7 @@ def test_defaults(fakes):
             "every": 10,
             "pictures": "25%",
             "slices": 8,
+            "variables": None,
             "activations": "10%",
             "to": "auto",
             "report": True,
