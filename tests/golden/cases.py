@@ -90,6 +90,11 @@ RECIPES: dict[str, list[str]] = {
     "ct/unetr3d": [*_ORGANS, "model.encoder.depth=4", "model.features=4"],
     "demo/mae3d": [*_model(*_WIDTHS, inside="model.encoder"), *_model("width=24", inside="model.decoder"), *_VOLUME],
     "demo/sap3d": [*_model(*_WIDTHS, "tokens.length=43", inside="model.encoder"), "model.features=4", *_VOLUME],
+    "demo/finetune3d": [
+        *_model("width=32", "heads=4", inside="model.encoder"),
+        *("model.features=4", "init=null", "data.train.0.region={x: [0, 0.8]}"),
+        *_VOLUME,
+    ],
     "demo/unetr3d": [*_model("width=32", "heads=4", inside="model.encoder"), "model.features=4", *_VOLUME],
     "digits/autoencoder": ["model.width=8", *_DIGITS],
     "digits/dit": [*_model(*_WIDTHS, "classes=3"), *_DIGITS, *_FEW],

@@ -558,4 +558,4 @@ def test_a_full_disk_ends_with_a_sentence(volume: Path, tmp_path: Path) -> None:
     assert "No space left on device" in first
     assert "MiB free, but a checkpoint needs" in first
     assert "Traceback" not in output
-    assert second.rstrip().endswith("code 0\nstep-00000040"), output
+    assert second.rstrip().endswith("code 0\nbest.json\nstep-00000040"), output

@@ -59,7 +59,9 @@ def raising(volume: Path, home: Path) -> Path:
 
 
 def plugin_path(env: dict[str, str]) -> dict[str, str]:
-    return env | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(ROOT / "tests" / "system")])}
+    path = os.pathsep.join([env["PYTHONPATH"], str(ROOT / "tests" / "system")])
+    # Without the latter an error in a plugin is a sentence; what others look like is tried here.
+    return env | {"PYTHONPATH": path, "VITRAIL_TRACEBACK": "1"}
 
 
 def assert_same_training(found: Path, expected: Path) -> None:

@@ -146,7 +146,7 @@ def test_memory_does_not_grow_with_the_volume(place: Path, tmp_path: Path) -> No
 
 def test_mistakes_are_sentences(place: Path, tmp_path: Path) -> None:
     for words, sentence in (
-        ([place / "nothing", place / "em.zarr"], "no checkpoint here"),
+        ([place / "nothing", place / "em.zarr"], "it is not there; give the folder of a run"),
         ([place / "seg", tmp_path / "nothing.zarr"], "does not exist"),
         ([place / "seg", place / "em.zarr", "--write", "reconstructions"], "choose classes or probabilities"),
         ([place / "seg", place / "em.zarr", "--set", "level=9"], "level = 9 does not exist"),

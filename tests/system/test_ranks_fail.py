@@ -47,6 +47,7 @@ def raising(volume: Path, home: Path, name: str, *, rank: int, step: int, ranks:
 def with_plugin() -> dict[str, str]:
     env = {k: v for k, v in environment().items() if k != "OMP_NUM_THREADS"}
     env["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "system")
+    env["VITRAIL_TRACEBACK"] = "1"  # else an error in a plugin is a sentence; what others look like is tried here
     return env
 
 

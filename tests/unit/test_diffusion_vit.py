@@ -92,7 +92,7 @@ def test_every_make_runs(name: str) -> None:
 def test_the_time_is_added_to_every_token_once() -> None:
     model, inputs = make(MAKES["prefix"]), sample(MAKES["prefix"])
     side = model.derive(dict(inputs))
-    added = model.embed(inputs["x"], side) - model.encoder.embed(inputs["x"], side)
+    added = model.begin(inputs["x"], side) - model.encoder.embed(inputs["x"], side)
     waves = timestep_features(inputs["times"], 24, order="interleaved")
     expected = model.time_embed.fc2(F.relu(model.time_embed.fc1(waves)))
     assert added.shape[1] == 3 + 6

@@ -289,6 +289,7 @@ def test_a_failing_session_tells_before_it_waits_for_its_save() -> None:
 
     session: Any = SimpleNamespace(
         place=SimpleNamespace(world=SimpleNamespace(rank=1, size=2)),
+        recipe=None,
         watchdog=watchdogs(2, store)[1],
         checkpoints=SimpleNamespace(wait=wait),
         note_saved=lambda outcome, then: seen.append(outcome),

@@ -29,7 +29,10 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
     settings = SimpleNamespace(cache_mib=0, prefetch=1, block=None, lanes=4, batch=12, reuse=1, micro_batch=None)
     settings.augment = SimpleNamespace(orientations=False)
     recipe = SimpleNamespace(
-        run=SimpleNamespace(seed=7), data=settings, eval=SimpleNamespace(samples=8, tiles=None, blend=None)
+        run=SimpleNamespace(seed=7),
+        data=settings,
+        eval=SimpleNamespace(samples=8, tiles=None, blend=None),
+        log=SimpleNamespace(variables=None),
     )
     data = SimpleNamespace(batch=12, train=dataset("train"), valid=dataset("valid"))
     data.train_entries = data.valid_entries = None

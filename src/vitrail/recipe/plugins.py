@@ -155,7 +155,10 @@ def telling() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise told(error) from error
+        words = told(error)
+        if words is error:  # "raise error from error" would lose what it came from
+            raise
+        raise words from error
 
 
 def told(error: BaseException) -> BaseException:
