@@ -22,6 +22,7 @@ from vitrail.diffusion import SamplingConfig
 from vitrail.errors import UserError
 from vitrail.layers.flops import PEAKS_BF16, Flops, peak_tflops
 from vitrail.layers.init import init_rules, initialise
+from vitrail.layers.tokens import TokenAxes
 from vitrail.models import DecoderConfig, EncoderConfig, MAEConfig, ViTConfig
 from vitrail.models.mae import RandomMask
 from vitrail.models.model import Model
@@ -554,6 +555,8 @@ class FlowOf(SimpleNamespace):
 class CountingObjective:
     """Measures which samples it was given: their number, and a power of two for each."""
 
+    axes = TokenAxes()
+
     def __init__(self) -> None:
         self.calls = 0
 
@@ -590,7 +593,8 @@ def test_each_validation_sample_counts_once_at_every_world_size(
         return Batch(numbers, torch.zeros(len(numbers), 1))
 
     loader = SimpleNamespace(load=load, sampler=None)
-    monkeypatch.setattr(evaluate, "dist", SimpleNamespace(all_reduce=lambda t: tables.append(t.clone())))
+    calls_of = {"all_reduce": lambda t: tables.append(t.clone()), "get_world_size": lambda: world}
+    monkeypatch.setattr(evaluate, "dist", SimpleNamespace(**calls_of))
     for rank in range(world):
         objective, ticks = CountingObjective(), []
         evaluator = evaluate.Evaluator(objective, loader, seed=0, samples=samples, batch=batch)  # type: ignore[arg-type]
