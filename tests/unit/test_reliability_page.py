@@ -93,7 +93,8 @@ FACTS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("resume.md", r"after `run.hang_limit` or (\d+) usual steps", (Watchdog.MANY_STEPS,)),
     (
         "resume.md",
-        r"or (\d+) usual steps; (\d+) minutes while starting, compiling or saving, (\d+) hours while data are opened",
+        r"or (\d+) usual steps; (\d+) minutes while starting, compiling, saving or predicting, "
+        r"(\d+) hours while data are opened",
         (Watchdog.MANY_STEPS, failures.SLOW_PHASE / 60, failures.OPENING / 3600),
     ),
     ("resume.md", r"by its silence \| (\d+) s if a connection broke", (Watchdog.SILENCE,)),

@@ -84,7 +84,8 @@ def scores(evaluator: evaluate.Evaluator, world: int = 1, say: Any = disagreeing
     summarise = evaluator.objective.summarise
     found: dict[str, float] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "dist", SimpleNamespace(all_reduce=lambda t: tables.append(t.clone())))
+        group = SimpleNamespace(all_reduce=lambda t: tables.append(t.clone()), get_world_size=lambda: world)
+        patch.setattr(evaluate, "dist", group)
         patch.setattr(tally, "dist", SimpleNamespace(all_reduce=lambda t: None))
         patch.setattr(evaluator.objective, "summarise", lambda sums: dict.fromkeys(sorted(sums)))
         for rank in range(world):
