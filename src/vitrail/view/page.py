@@ -18,7 +18,8 @@ METERS = {
 }  # fmt: skip
 COLOURS = ("#ff3b3b", "#33dd55", "#4488ff", "#ffd23f", "#e455e4", "#35d0d0", "#ff8c2b", "#ffffff")  # of channels
 RGB = {"red": "#ff0000", "green": "#00ff00", "blue": "#0000ff"}
-PIXELS = 500  # along a side of one of the views, about
+PIXELS = {"x": 560, "y": 350, "z": 350}  # along the sides of one of the views, about
+LARGE = 2**28  # voxels
 
 
 def group_metadata(layer: Layer) -> dict[str, Any]:
@@ -93,7 +94,9 @@ def state(layers: Sequence[Layer], root: str) -> dict[str, Any]:
     finest = min(sizes.values())
     longest = max(n * size / finest for n, size in zip(level.shape, level.spacing, strict=True))
     # Of data without coarse levels all that is shown is read as it is: no more than a screen of it at first.
-    zoom = longest / PIXELS if len(first.levels) > 1 or math.prod(level.shape) < 2**28 else 1.0
+    few = len(first.levels) > 1 or math.prod(level.shape) < LARGE
+    zoom = max(n * sizes[axis] / finest / PIXELS[axis] for axis, n in zip(first.axes, level.shape, strict=True))
+    zoom = zoom if few else min(zoom, 1.0)
     described = [_layer(layer, f"{root}/data/{number}", root, number) for number, layer in enumerate(layers)]
     return {
         "title": f"{layers[0].name} - vitrail",
