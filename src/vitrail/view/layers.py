@@ -101,9 +101,10 @@ def as_sent(values: np.ndarray, dtype: np.dtype, *, labels: bool) -> np.ndarray:
     """Return values in the type in which they are sent; labels below 0 are none."""
     if labels and values.dtype.kind == "i":
         values = np.maximum(values, 0)
-    if dtype.kind == "f":
-        values = np.nan_to_num(values, nan=0.0, posinf=np.finfo(np.float32).max, neginf=np.finfo(np.float32).min)
-    return values.astype(dtype, copy=False)
+    if dtype.kind != "f":
+        return values.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):  # of float64, which are drawn as the largest of float32
+        return np.nan_to_num(values.astype(dtype, copy=False))
 
 
 def sent_type(dtype: np.dtype, *, labels: bool) -> np.dtype:
@@ -238,6 +239,7 @@ def levels_of(
         opened: Any = source
         if isinstance(config, GridConfig):
             keys: dict[str, Any] = {"level": (config.level or 0) + number, "missing": "fill"}
+            keys["region"] = as_shares(config.region, source, item)
             if labels:
                 try:
                     opened = replace(config, **keys).open()
@@ -248,6 +250,15 @@ def levels_of(
                     opened = replace(config, **keys).open()
         levels.append(level_of(config, opened, item, labels=labels))
     return tuple(levels), axes
+
+
+def as_shares(region: Mapping[str, Sequence[float]], source: GridSource, item: int) -> dict[str, list[float]]:
+    """Return a region as shares of the axes, which are the same of all levels."""
+    entry = source.entries[item].images[0]
+    sizes = dict(zip(entry.grid, entry.spatial(entry.shape), strict=True))
+    return {
+        axis: [place / sizes[axis] if bounds[1] > 1 else place for place in bounds] for axis, bounds in region.items()
+    }
 
 
 def level_count(source: GridSource, item: int) -> int:
