@@ -32,6 +32,10 @@ def find_browser() -> str:
     return found
 
 
+class Refused(Exception):
+    """What the browser says of something that it does not do, such as drawing a page that is just being left."""
+
+
 class Browser:
     """One page."""
 
@@ -73,7 +77,8 @@ class Browser:
         while True:
             answer = self._next()
             if answer.get("id") == self.number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise Refused(answer["error"]["message"])
                 result: dict[str, Any] = answer["result"]
                 return result
             self.messages.append(answer)
@@ -105,9 +110,13 @@ class Browser:
         """Draw the page again and again until it looks as it should, and return it as it looks last."""
         end = time.monotonic() + seconds
         while True:
-            picture = self.draw()
-            if enough(picture) or time.monotonic() > end:
-                return picture
+            try:
+                picture = self.draw()
+                if enough(picture) or time.monotonic() > end:
+                    return picture
+            except Refused:
+                if time.monotonic() > end:
+                    raise
             time.sleep(0.5)
 
     def asked(self) -> list[str]:
