@@ -26,7 +26,9 @@ FLAGS = [
 
 def find_browser() -> str:
     """Return the path of a Chromium; a test that has none is left out."""
-    found = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    found = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
     if found is None:
         pytest.skip("no Chromium is here, to open the page with")
     return found
@@ -121,7 +123,11 @@ class Browser:
 
     def asked(self) -> list[str]:
         """List the addresses that the page asked for."""
-        found = [each["params"]["request"]["url"] for each in self.messages if each.get("method") == "Network.requestWillBeSent"]
+        found = [
+            each["params"]["request"]["url"]
+            for each in self.messages
+            if each.get("method") == "Network.requestWillBeSent"
+        ]
         return [address for address in found if not address.startswith(("data:", "blob:"))]
 
     def complaints(self) -> list[str]:

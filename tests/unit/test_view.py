@@ -130,7 +130,9 @@ def test_what_tells_no_size_lies_where_an_array_of_its_shape_does(volume: Path, 
 
 def test_units_are_brought_together() -> None:
     level: Any = serving_level((4, 4, 4), (0.008,) * 3)
-    fine = Layer("a", "image", ("z", "y", "x"), "nanometer", (serving_level((4, 4, 4), (8.0,) * 3),), np.dtype("u1"), ("v",))
+    fine = Layer(
+        "a", "image", ("z", "y", "x"), "nanometer", (serving_level((4, 4, 4), (8.0,) * 3),), np.dtype("u1"), ("v",)
+    )
     other = Layer("a", "image", ("z", "y", "x"), "micrometer", (level,), np.dtype("u1"), ("v",))
     made = together([fine, other])
     assert made[1].levels[0].spacing == pytest.approx((8.0,) * 3)
@@ -157,7 +159,9 @@ def test_flat_images_are_a_stack_and_their_labels_may_be_few(tmp_path: Path) -> 
             Image.fromarray((image > 99).astype(np.uint8)).save(tmp_path / "labels" / f"{number}.png")
     (layer,) = open_path(str(tmp_path / "images"))
     assert (put_together(layer) == images).all()
-    entry = ImageFolderConfig(path=str(tmp_path / "images"), labels=str(tmp_path / "labels"), unlabelled="leave_out", start=0.5)
+    entry = ImageFolderConfig(
+        path=str(tmp_path / "images"), labels=str(tmp_path / "labels"), unlabelled="leave_out", start=0.5
+    )
     shown, labels = open_entry(entry, names=["inside", "edge"])
     assert shown.levels[0].shape == labels.levels[0].shape == (7, 40, 50)
     found = put_together(labels)
@@ -200,7 +204,9 @@ def test_labels_that_number_things_and_are_signed(tmp_path: Path) -> None:
 
 def test_a_volume_far_larger_than_memory_opens_and_little_of_it_is_read(tmp_path: Path, client: None) -> None:
     side = 60_000  # voxels: 216 TB, of which one chunk was written
-    array = zarr.create_array(str(tmp_path / "huge.zarr"), shape=(side,) * 3, chunks=(64,) * 3, dtype="uint8", fill_value=0)
+    array = zarr.create_array(
+        str(tmp_path / "huge.zarr"), shape=(side,) * 3, chunks=(64,) * 3, dtype="uint8", fill_value=0
+    )
     array[:64, :64, :64] = 7
     tracemalloc.start()
     layers = gather([str(tmp_path / "huge.zarr")])
@@ -305,7 +311,9 @@ def test_it_runs_until_it_is_interrupted_and_writes_nothing(volume: Path) -> Non
     pytest.importorskip("neuroglancer")
     before = sums(volume)
     command = [sys.executable, "-m", "vitrail", "view", str(volume), "--no-browser", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=volume.parent) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=volume.parent
+    ) as process:
         assert process.stdout is not None
         lines = []
         while not lines or lines[-1] != "}\n":

@@ -69,7 +69,9 @@ def generate(
     from vitrail.foreign import memory_bytes
 
     if math.prod(sizes) > memory_bytes():  # of image and labels, a byte each; more while they are made
-        raise UserError(f"--shape {','.join(map(str, sizes))}: a volume so large does not fit into the memory here; make it smaller")
+        raise UserError(
+            f"--shape {','.join(map(str, sizes))}: a volume so large does not fit into the memory here; make it smaller"
+        )
     from vitrail.data.generate import generate_em, write_ome_zarr, write_slices
 
     if kind == "slices":

@@ -99,7 +99,9 @@ def _invite(server: Any, *, wanted: bool) -> None:
         except (KeyError, OSError):
             user = "USER"
         port = server.port
-        note(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}  # then the address")
+        note(
+            f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {user}@{socket.gethostname()}  # then the address"
+        )
     elif wanted:
         import webbrowser
 
