@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives through a pipe: a page is opened, watched until it looks as it should, and drawn."""
+"""A headless Chromium that a test drives through a pipe: a page is opened, and watched until it looks as it should."""
 
 import base64
 import io

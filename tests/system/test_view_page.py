@@ -1,4 +1,4 @@
-"""The page of `vitrail view` in a real browser, without a screen: data and labels are drawn, and nothing else is fetched."""
+"""The page of `vitrail view` in a real browser, without a screen: data are drawn, and nothing else is fetched."""
 
 from pathlib import Path
 from typing import Any

@@ -236,7 +236,8 @@ def test_the_server_answers_the_token_alone_and_here_alone(volume: Path, client:
         for path in (
             "/", "/state.json", "/x/state.json", f"/{server.token[:-1]}/state.json", f"/{server.token}x/", "//",
             f"{root}/v/page/../../../../etc/passwd", f"{root}/v/page/%2e%2e/index.html", f"{root}/v/page//etc/passwd",
-            f"{root}/data/2/zarr.json", f"{root}/data/0/9/zarr.json", f"{root}/data/0/0/c/0/0", f"{root}/data/-1/zarr.json",
+            f"{root}/data/2/zarr.json", f"{root}/data/0/9/zarr.json", f"{root}/data/0/0/c/0/0",
+            f"{root}/data/-1/zarr.json",
             f"{root}/data/0/0/c/0/0/99999999999999999999", f"{root}/data/0/0/c/0/0/%C2%B2", f"{root}/favicon.ico",
         ):  # fmt: skip
             assert ask(server, path)[0] in (400, 404), path

@@ -10,7 +10,7 @@ Handwritten digits come as an image folder: 1,797 images of 8 x 8 pixels of scik
 parts hold digits of the same writers, so the held-out accuracy says how well a model learns these hands, not how well
 it reads others.
 
-A folder of slices is the same tissue as a microscope's program leaves it: a file a slice, and a few that somebody has drawn.
+A folder of slices is the same tissue as a microscope leaves it: a file a slice, and labels of a few of them.
 """
 
 from collections.abc import Callable

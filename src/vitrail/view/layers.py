@@ -26,7 +26,7 @@ from vitrail.data.look.inspect import LetThrough, entry_of, open_source
 from vitrail.data.source import Source, label_dtype, label_names, notes_of
 from vitrail.data.sources import guess_kind
 from vitrail.data.sources.folders import LABEL_WORDS
-from vitrail.data.sources.image_folder import ImageSource
+from vitrail.data.sources.image_folder import IMAGES, MASKS, ImageSource
 from vitrail.data.sources.zarr import list_labels, name_labels
 from vitrail.data.stored import TOLERANCE, by, unit_ratio
 from vitrail.errors import BadData, UserError
@@ -151,8 +151,10 @@ def open_entry(config: Any, *, names: Sequence[str] = (), item: str | None = Non
 
 
 def base(path: str) -> str:
-    """Return the name of a path to show."""
-    return PurePosixPath(strip(path).rstrip("/")).name or strip(path)
+    """Return the name of a path to show, with that of its folder where it says little by itself."""
+    place = PurePosixPath(strip(path).rstrip("/"))
+    plain = place.name.lower() in IMAGES | MASKS and place.parent.name
+    return f"{place.parent.name}/{place.name}" if plain else place.name or strip(path)
 
 
 def image_layer(
@@ -382,7 +384,7 @@ def sample_of(level: Level) -> np.ndarray:
 
 def range_of(values: np.ndarray) -> tuple[float, float]:
     """Return the values that are drawn black and white; shares keep their range from 0 to 1."""
-    if values.dtype.kind == "f" and values.size and 0 <= values.min() and 0.5 < values.max() <= 1:
+    if values.dtype.kind == "f" and values.size and values.min() >= 0 and 0.5 < values.max() <= 1:
         return 0.0, 1.0
     return find_range([values[None].astype(np.float32)])
 

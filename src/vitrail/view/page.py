@@ -1,7 +1,7 @@
 """What the page is told: each layer as an OME-Zarr that exists only while it is asked for, and the state of the view.
 
-The client of neuroglancer reads multi-scale Zarr by itself and asks for the chunks that it draws, no others. So the server
-answers as if each layer were such a store, of uncompressed chunks; nothing of it lies on disk.
+The client of neuroglancer reads multi-scale Zarr by itself and asks for the chunks that it draws, no others. So the
+server answers as if each layer were such a store, of uncompressed chunks; nothing of it lies on disk.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A server of one page for one person: on the loopback address, below a random token, of what was opened and no more.
 
-- it answers GET and HEAD of a page's parts, metadata and chunks by number; no path of a request ever becomes one of a file
-  but the names of the client's own parts, which are compared with a list
+- it answers GET and HEAD of a page's parts, metadata and chunks by number; no path of a request becomes one of a
+  file: the names of the client's own parts are looked up in a list
 - a request without the token, or in the name of another host than this one (as a page elsewhere could send by a name
   that leads here), is answered as if nothing were there
 - the browser is told to fetch nothing from anywhere else, and to keep nothing

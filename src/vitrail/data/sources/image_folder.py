@@ -475,8 +475,8 @@ class ImageFolderConfig(ImagesConfig):
         if lost and (self.unlabelled == "error" or len(lost) == len(names)):
             some = "" if len(lost) == len(names) else ", leave those without out by unlabelled: leave_out"
             raise UserError(
-                f"{labels} holds no labels for the image {names[lost[0]]}; give every image one of the same name{some}, "
-                "say what they are called with stars (labels: masks/*_drawn.png), or leave `labels` out"
+                f"{labels} holds no labels for the image {names[lost[0]]}; give every image one of the same name{some}"
+                ", say what they are called with stars (labels: masks/*_drawn.png), or leave `labels` out"
             )
         return [place for place in found if place is not None], lost
 
