@@ -123,6 +123,9 @@ def test_what_tells_no_size_lies_where_an_array_of_its_shape_does(volume: Path, 
     assert labels.kind == "labels"
     assert labels.levels[0].spacing == image.levels[0].spacing
     assert labels.unit == image.unit == "nanometer"
+    told = state([image, labels], "http://127.0.0.1:1/t")["layers"][1]
+    assert "segments" not in told  # all are drawn, also those that the sample has not met
+    assert len(told["segmentColors"]) == 64
     tifffile.imwrite(tmp_path / "less.tif", found[:9], metadata=None)
     *_, other = gather([str(volume), str(tmp_path / "less.tif")])
     assert any("may lie elsewhere" in note for note in other.notes)
@@ -168,6 +171,10 @@ def test_flat_images_are_a_stack_and_their_labels_may_be_few(tmp_path: Path) -> 
     assert (found[[2, 5]] == (images[[2, 5]] > 99)).all()
     assert not found[[0, 1, 3, 4, 6]].any()
     assert labels.names[1] == "edge"
+    assert labels.classes == (1,)
+    again = gather([str(tmp_path)])  # the folder of both
+    assert [layer.levels[0].shape for layer in again] == [(7, 40, 50)] * 2
+    assert (put_together(again[1]) == found).all()
 
 
 def test_one_image_has_two_axes_and_colours_are_mixed(tmp_path: Path) -> None:

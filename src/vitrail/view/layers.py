@@ -40,6 +40,7 @@ SAMPLE = {2: 1024, 3: 96}  # voxels along an axis of the window that tells the c
 MOST_VALUES = 24  # in a sample of classes; what has more is an image, or numbers things
 HIGHEST = 64  # class of a store that nothing calls labels
 KEPT = 256 << 20  # bytes of decoded images
+MOST_SLICES = 10_000  # of a stack
 MIXED = 8  # channels that are drawn over each other; of more, one at a time
 WORDS = {*LABEL_WORDS, "classes", "class", "prediction", "predictions"}
 
@@ -67,7 +68,8 @@ class Layer:
     dtype: np.dtype  # as it is sent
     channels: tuple[str, ...]
     names: Mapping[int, str] = field(default_factory=dict)  # of classes
-    classes: tuple[int, ...] = ()  # that were seen or are named, without 0; empty where labels number things
+    classes: tuple[int, ...] = ()  # that are listed, without 0; empty where no name is known
+    few: bool = False  # whether labels are classes, and do not number things
     ranges: tuple[tuple[float, float], ...] = ()  # of values, of each channel of an image
     notes: tuple[str, ...] = ()
 
@@ -125,6 +127,10 @@ def open_path(path: str, *, settings: Mapping[str, Any] | None = None, item: str
         return open_entry(entry_of(cls, {"path": path, **given}), item=item)
     with without_labels():
         config, source = open_source(path, kind=kind, settings=given)
+    if getattr(config, "labels", None) is not None:
+        if kind != "ome_zarr":  # a folder of images and one of their labels
+            return open_entry(config, item=item)
+        config = replace(config, labels=None)
     layers = [image_layer(config, source, item=item)]
     if kind == "ome_zarr" and not any(star in path for star in "*?"):
         group = find_place(path)
@@ -203,9 +209,10 @@ def labels_of(
     notes: Sequence[str],
 ) -> Layer:
     seen = {int(value) for value in np.unique(sample)}
-    classes = sorted({*named, *seen} - {0}) if len(seen | set(named)) <= MOST_VALUES else []
-    classes = [number for number in classes if number > 0]
-    return Layer(name, "labels", axes, unit, levels, dtype, ("labels",), named, tuple(classes), notes=tuple(notes))
+    # Only what is listed is drawn, so a list of what was met in the sample alone would hide the rest.
+    classes = sorted(number for number in {*named, *seen} if number > 0) if named else []
+    few = bool(named) or (len(seen) <= MOST_VALUES and max(seen, default=0) <= HIGHEST)
+    return Layer(name, "labels", axes, unit, levels, dtype, ("labels",), named, tuple(classes), few, notes=tuple(notes))
 
 
 def choose_item(source: Source, item: str | None, path: str) -> tuple[bool, int, list[str]]:
@@ -223,7 +230,7 @@ def choose_item(source: Source, item: str | None, path: str) -> tuple[bool, int,
     if len(items) == 1:
         return False, 0, notes
     first = items[0]
-    if len(first.shape) == 2 and all(each.shape == first.shape for each in items):
+    if len(first.shape) == 2 and len(items) <= MOST_SLICES and all(each.shape == first.shape for each in items):
         return True, 0, notes
     notes.append(f"{path} has {len(items)} items; the first, {first.name}, is shown, and --item chooses another")
     return False, 0, notes

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitrail.report.views import label_colour
-from vitrail.view.layers import MIXED, Layer
+from vitrail.view.layers import HIGHEST, MIXED, Layer
 
 METERS = {
     "angstrom": 1e-10, "nanometer": 1e-9, "micrometer": 1e-6, "millimeter": 1e-3, "centimeter": 1e-2, "meter": 1.0,
@@ -127,7 +127,8 @@ def _layer(layer: Layer, place: str, root: str, number: int) -> dict[str, Any]:
         if layer.classes:
             made["source"].append(f"precomputed://{root}/names/{number}/")
             made["segments"] = [str(each) for each in layer.classes]
-            made["segmentColors"] = {str(each): colour_of(each) for each in layer.classes}
+        if layer.few:
+            made["segmentColors"] = {str(each): colour_of(each) for each in layer.classes or range(1, HIGHEST + 1)}
         return made
     made = {"type": "image", "name": layer.name, "source": source, "opacity": 1.0}
     if layer.channel_axis and layer.channel_chunks > 1:

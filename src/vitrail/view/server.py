@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import UserError
+from vitrail.foreign import read_plain
 from vitrail.view.layers import Layer
 from vitrail.view.page import array_metadata, class_names, group_metadata, state
 
@@ -40,6 +41,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 READING = 4  # chunks at once
+LARGEST = 64 << 20  # bytes of a part of the page
 PULSE = 10  # seconds between signs of life
 WAIT = 60  # seconds that a connection may say nothing
 
@@ -120,7 +122,7 @@ class Server:
         part, _, name = rest.partition("/")
         if part == "v" and name.startswith("page/"):  # the client takes what stands after /v/ for a name of its page
             file = self.client.get(name.removeprefix("page/") or "index.html")
-            return nothing if file is None else (200, TYPES[file.suffix], file.read_bytes(), {})
+            return nothing if file is None else (200, TYPES[file.suffix], read_plain(file, LARGEST), {})
         words = name.split("/")
         if part not in ("data", "names") or not _number(words[0], len(self.layers)):
             return nothing
