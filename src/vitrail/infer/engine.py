@@ -200,7 +200,11 @@ class Engine:
 
     def finish(self, row: Row) -> np.ndarray:
         """Return what is written of a row: [*cells], or [channels, *cells]."""
-        return finish(self.form, self.eyes, row.values, self.values)
+
+        def given() -> np.ndarray:
+            return self.dataset.sources[0].read(*self.tiling.place(row.number))
+
+        return finish(self.form, self.eyes, row.values, self.values, given)
 
 
 def taken_for(names: Sequence[str], wanted: Sequence[str]) -> str | None:
