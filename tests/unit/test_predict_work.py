@@ -288,3 +288,62 @@ def test_statistics_of_volumes_are_of_what_there_is(place: Path, values: np.ndar
     assert seen.source.items[0].shape == (16, 28, 40)
     (found,) = seen.eyes.statistics_of(seen.dataset) or ()
     assert found.mean[0][0] == pytest.approx(values[0, :3].mean())
+
+
+def test_coarser_levels_are_the_same_early_and_late(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.infer import outputs
+
+    options: dict[str, Any] = {"write": "probabilities", "dtype": "float16", "chunk": 4, "memory": 0.0002}
+    late = list[int]()
+    stages = outputs.Result.stages
+
+    def counted(self: outputs.Result) -> Any:
+        found = stages(self)
+        late.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(outputs.Result, "stages", counted)
+    vitrail.predict(place / "seg", place / "em.zarr", out=tmp_path / "early.zarr", **options)
+    monkeypatch.setattr(outputs.Result, "_go_on", lambda *_: None)
+    vitrail.predict(place / "seg", place / "em.zarr", out=tmp_path / "late.zarr", **options)
+    assert late == [0, 3 * 4 * 5]
+    files = [
+        {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != "zarr.json"}
+        for root in (tmp_path / "early.zarr", tmp_path / "late.zarr")
+    ]
+    assert files[0] == files[1]
+    assert len(files[0]) > 4 * 300
+
+
+def test_chunks_have_the_bytes_that_zarr_writes(tmp_path: Path) -> None:
+    from vitrail.data.formats import ngff
+
+    values = np.random.default_rng(0).normal(size=(2, 7, 10)).astype(np.float32)
+    group = ngff.create_group(tmp_path / "a.zarr", {})
+    for name in ("zarr", "own"):
+        level = ngff.create_level(group, name, values.shape, (1, 4, 4), values.dtype, axes=("c", "y", "x"))
+        if name == "zarr":
+            level[...] = values
+        else:
+            box = (slice(0, 2), slice(4, 7), slice(0, 10))
+            ngff.write_chunks(tmp_path / "a.zarr/own", (1, 4, 4), box, values[:, 4:], 3)
+            ngff.write_chunks(tmp_path / "a.zarr/own", (1, 4, 4), (slice(0, 2), slice(0, 4), box[2]), values[:, :4], 1)
+        np.testing.assert_array_equal(level[...], values)
+    stored = [sorted((tmp_path / "a.zarr" / name / "c").rglob("*")) for name in ("zarr", "own")]
+    assert [p.name for p in stored[0]] == [p.name for p in stored[1]]
+    assert [p.read_bytes() for p in stored[0] if p.is_file()] == [p.read_bytes() for p in stored[1] if p.is_file()]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_of_labels_the_most_frequent_stays(dtype: str) -> None:
+    from vitrail.data.formats.ngff import coarser
+
+    labels = np.random.default_rng(0).integers(0, 5, (7, 8, 10)).astype(dtype)
+    found = coarser(labels, labels=True)
+    assert found.dtype == labels.dtype
+    wide = np.pad(labels, ((0, 1), (0, 0), (0, 0)), mode="edge")
+    for at in np.ndindex(found.shape):
+        box = wide[tuple(slice(2 * n, 2 * n + 2) for n in at)]
+        assert found[at] == np.bincount(box.ravel()).argmax()

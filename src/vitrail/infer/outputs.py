@@ -13,9 +13,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice, product
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -24,7 +25,14 @@ import numpy as np
 from vitrail import disk
 from vitrail.contents import Layout, check_layout
 from vitrail.data.files.handles import library
-from vitrail.data.formats.ngff import coarser, create_group, create_level, describe_channel, describe_pyramid
+from vitrail.data.formats.ngff import (
+    coarser,
+    create_group,
+    create_level,
+    describe_channel,
+    describe_pyramid,
+    write_chunks,
+)
 from vitrail.errors import UserError
 from vitrail.foreign import parse_json, read_json, read_plain
 from vitrail.infer.eyes import Form
@@ -156,6 +164,10 @@ class Result:
         self._lock: int | None = None
         self._log: BinaryIO | None = None
         self._stores: dict[int, Any] = {}
+        self.threads = 1  # that may encode chunks and make coarser ones
+        self.alone = False  # whether this rank writes all rows, and so knows which coarser chunks are complete
+        self._written: Counter[tuple[int, tuple[int, ...]]] = Counter()  # finest chunks of each of the next level
+        self._early: set[tuple[int, tuple[int, ...]]] = set()  # those of the next level that are made already
 
     # ------------------------------------------------------------ before the first row, on rank 0
 
@@ -299,11 +311,36 @@ class Result:
         elif self.chunk is None:
             self._write_file(item, values)
         elif values.size:
-            every = (slice(None), *box) if self.form.channels is not None else box
-            self.level(item, 0)[every] = values
+            self._put(item, 0, box, values, self.threads)
+            self._go_on(item, box)
         assert self._log is not None
         self._log.write(json.dumps([row, noted]).encode() + b"\n")
         self._log.flush()
+
+    def _put(self, item: int, number: int, box: Sequence[slice], values: np.ndarray, threads: int = 1) -> None:
+        """Write a box of whole chunks of a level, of all channels."""
+        chunks = self._chunks(self._shapes(self.frames[item])[number])
+        every = (slice(0, len(values)), *box) if self.form.channels is not None else box
+        write_chunks(self._store_path(item) / f"s{number}", chunks, every, values, threads)
+
+    def _go_on(self, item: int, box: Sequence[slice]) -> None:
+        """Make the chunks of the next level that are complete with a box of the finest, while others are computed."""
+        factors = self._factors(self.frames[item])
+        if len(factors) < 2 or self.chunk is None or not self.alone:
+            return
+        side, ripe = self.chunk, []
+        whole, next_whole = self.frames[item].shape, self._shapes(self.frames[item])[1]
+        for at in product(*(range(b.start, b.stop, side) for b in box)):
+            start = tuple(a // f // side * side for a, f in zip(at, factors[1], strict=True))
+            needed = 1
+            for s, f, n, m in zip(start, factors[1], whole, next_whole, strict=True):
+                needed *= -(-min(min(s + side, m) * f, n) // side) - s * f // side
+            self._written[item, start] += 1
+            if self._written[item, start] == needed:
+                del self._written[item, start]
+                ripe.append(start)
+        run_stage([self._coarser_chunk(item, 1, start) for start in ripe], self.threads)
+        self._early |= {(item, start) for start in ripe}
 
     def level(self, item: int, number: int) -> Any:
         import zarr
@@ -342,30 +379,35 @@ class Result:
         return copy
 
     def _coarsening(self, item: int, frame: Frame, number: int) -> Iterator[Stage]:
-        """Yield a call for each chunk of a level, which makes it from the level before."""
-        factors, shapes = self._factors(frame), self._shapes(frame)
-        if number >= len(factors):
+        """Yield a call for each chunk of a level that is not there yet."""
+        if number >= len(self._factors(frame)):
             return
-        ratio = tuple(now // before for now, before in zip(factors[number], factors[number - 1], strict=True))
         assert self.chunk is not None
-        side = self.chunk
+        for start in product(*(range(0, n, self.chunk) for n in self._shapes(frame)[number])):
+            if number > 1 or (item, start) not in self._early:
+                yield self._coarser_chunk(item, number, start)
+
+    def _coarser_chunk(self, item: int, number: int, start: tuple[int, ...]) -> Stage:
+        """Return a call that makes a chunk of a level from the level before."""
+        frame, side = self.frames[item], self.chunk
+        factors, shapes = self._factors(frame), self._shapes(frame)
+        ratio = tuple(now // before for now, before in zip(factors[number], factors[number - 1], strict=True))
+        assert side is not None
         labels = self.form.write == "classes"
 
-        def make(start: tuple[int, ...], tick: Tick) -> None:
+        def make(_: Tick) -> None:
             box = tuple(slice(s, min(s + side, n)) for s, n in zip(start, shapes[number], strict=True))
             finer = tuple(
                 slice(b.start * r, min(b.stop * r, n)) for b, r, n in zip(box, ratio, shapes[number - 1], strict=True)
             )
             if self.form.channels is None:
                 made = coarser(self.level(item, number - 1)[finer], labels=labels, factors=ratio)
-                self.level(item, number)[box] = made
-                return
-            values = self.level(item, number - 1)[(slice(None), *finer)]
-            made = np.stack([coarser(one, labels=labels, factors=ratio) for one in values])
-            self.level(item, number)[(slice(None), *box)] = made
+            else:
+                values = self.level(item, number - 1)[(slice(None), *finer)]
+                made = np.stack([coarser(one, labels=labels, factors=ratio) for one in values])
+            self._put(item, number, box, made)
 
-        for start in product(*(range(0, n, side) for n in shapes[number])):
-            yield partial(make, start)
+        return make
 
     def publish(self, tick: Tick = lambda: None) -> None:
         """Give what is complete its name, on rank 0."""
@@ -415,6 +457,24 @@ class Result:
         with disk.replacing(path, parents=True) as file:
             filling = Filling(values, self.form, self.frames[item], self.chunk, tick)
             write_file(file, self.format, self.suffix, path.name, filling)
+
+
+def run_stage(calls: Iterable[Stage], threads: int, tick: Tick = lambda: None) -> None:
+    """Make calls that are independent, in threads if there are to be several, and tell whenever one is done."""
+    waiting = iter(calls)
+    if threads == 1:
+        for call in waiting:
+            call(tick)
+            tick()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="vitrail-level") as pool:
+        going = {pool.submit(call, lambda: None) for call in islice(waiting, 2 * threads)}
+        while going:
+            done, going = wait(going, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
+                tick()
+            going |= {pool.submit(call, lambda: None) for call in islice(waiting, len(done))}
 
 
 def _read_line(line: bytes, path: Path) -> tuple[int, Any]:

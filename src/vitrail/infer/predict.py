@@ -7,14 +7,12 @@
 """
 
 import dataclasses
-import itertools
 import json
 import queue
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ from vitrail.infer.blend import Row
 from vitrail.infer.engine import Engine, Wishes, check_variables, taken_for
 from vitrail.infer.eyes import Eyes, Form
 from vitrail.infer.folder import stored_type
-from vitrail.infer.outputs import Result, Stage, choose_format
+from vitrail.infer.outputs import Result, Stage, choose_format, run_stage
 from vitrail.infer.padded import padded
 from vitrail.infer.places import Frame, frame_of, untold
 from vitrail.parallel.agree import on_chief, on_chief_for_long, together, together_for_long
@@ -298,9 +296,11 @@ class Work:
         frames: list[Frame] = [frame_of(seen.plain, item, cells[item], cell) for item in range(items)]
         classes = seen.eyes.names
         self.result = Result(out, seen.form, frames, format, chunk=self.engine.chunk, classes=classes)
-        seen.notes += [
-            f"{seen.path}: {note}" for note in dict.fromkeys(n for f in frames for n in untold(f, format[1]))
-        ]
+        self.result.alone = place.world.size == 1
+        threads = max(1, reading_threads(seen.eyes.recipe, place))
+        self.result.threads = self.result.at_once(threads, wishes.memory)
+        lost = dict.fromkeys(note for frame in frames for note in untold(frame, format[1]))
+        seen.notes += [f"{seen.path}: {note}" for note in list(lost)[:MOST_NOTED]]
 
     def facts(self, tick: Callable[[], None]) -> dict[str, Any]:
         """Return all that decides what is written, but for the network."""
@@ -338,12 +338,11 @@ class Work:
             mine = todo[len(todo) * rank // ranks : len(todo) * (rank + 1) // ranks]
             with Progress(tiling.rows, tiling.rows - len(todo), enabled=place.world.chief and not quiet) as progress:
                 self._make(model, mine, -(-len(todo) // ranks), beat, progress)
-            threads = result.at_once(max(1, reading_threads(self.seen.eyes.recipe, place)), self.wishes.memory)
             for calls in result.stages():
 
                 def some(tick: Callable[[], None], calls: list[Stage] = calls) -> None:
                     with disk.told(result.out):
-                        run_stage(calls[rank::ranks], threads, tick)
+                        run_stage(calls[rank::ranks], result.threads, tick)
 
                 together_for_long(some, place.control, beat)
             on_chief_for_long(result.publish, place.control, beat)
@@ -409,24 +408,6 @@ class Work:
                 f"{self.result.out} cannot be written ({error.strerror or error}); free some space and call again, "
                 "or choose another path"
             ) from None
-
-
-def run_stage(calls: Sequence[Stage], threads: int, tick: Callable[[], None]) -> None:
-    """Make calls that are independent, in threads if there are to be several, and tell whenever one is done."""
-    if threads == 1:
-        for call in calls:
-            call(tick)
-            tick()
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="vitrail-level") as pool:
-        waiting = iter(calls)
-        going = {pool.submit(call, lambda: None) for call in itertools.islice(waiting, 2 * threads)}
-        while going:
-            done, going = wait(going, return_when=FIRST_COMPLETED)
-            for one in done:
-                one.result()
-                tick()
-            going |= {pool.submit(call, lambda: None) for call in itertools.islice(waiting, len(done))}
 
 
 class Writer:

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -441,6 +442,38 @@ def create_level(
         config={"write_empty_chunks": True},  # an absent chunk must always mean a loss
         **options,
     )
+
+
+def write_chunks(folder: Path, chunks: Sequence[int], box: Sequence[slice], values: np.ndarray, threads: int) -> None:
+    """Write whole chunks of a level that `create_level` has made in version 0.5, several at once.
+
+    They are the bytes that zarr writes, at a third of the cost; the box begins and ends where chunks do, or the level.
+    """
+    from numcodecs import Zstd
+
+    codec = Zstd(level=3, checksum=True)
+    values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+    def write(number: tuple[int, ...]) -> None:
+        inside = tuple(slice(n * side, (n + 1) * side) for n, side in zip(number, chunks, strict=True))
+        part = values[inside]
+        if part.shape != tuple(chunks):  # those at the end of an axis go on with the fill value
+            whole = np.zeros(chunks, part.dtype)
+            whole[tuple(slice(0, n) for n in part.shape)] = part
+            part = whole
+        names = (str(b.start // side + n) for b, side, n in zip(box, chunks, number, strict=True))
+        disk.write_whole(
+            folder.joinpath("c", *names), codec.encode(np.ascontiguousarray(part)), durable=False, parents=True
+        )
+
+    every = list(itertools.product(*(range(-(-n // side)) for n, side in zip(values.shape, chunks, strict=True))))
+    if threads == 1 or len(every) == 1:
+        for number in every:
+            write(number)
+        return
+    with ThreadPoolExecutor(min(threads, len(every)), thread_name_prefix="vitrail-chunk") as pool:
+        for _ in pool.map(write, every):
+            pass
 
 
 def _hide_checksum(metadata: Path) -> None:
