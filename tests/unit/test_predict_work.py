@@ -347,3 +347,27 @@ def test_of_labels_the_most_frequent_stays(dtype: str) -> None:
     for at in np.ndindex(found.shape):
         box = wide[tuple(slice(2 * n, 2 * n + 2) for n in at)]
         assert found[at] == np.bincount(box.ravel()).argmax()
+
+
+def test_others_hear_of_rank_0_while_it_makes_many_stores_and_tidies(tmp_path: Path) -> None:
+    from vitrail.infer.eyes import Form
+    from vitrail.infer.outputs import Result
+    from vitrail.infer.places import Frame
+
+    heard = list[int]()
+    frames = [Frame(f"{n}.tif", (8, 8), ("y", "x"), (1.0, 1.0), None, None, None) for n in range(3)]
+    form = Form("classes", "voxels", None, np.dtype(np.uint8), 2)
+    result = Result(tmp_path / "out", form, frames, ("tiff", ".tif", True), chunk=4)
+    result.begin({}, lambda: heard.append(1))
+    assert len(heard) == 3
+    result.open_log(0, 0)
+    for number in range(3):
+        result.write(number, number, (slice(0, 8), slice(0, 8)), np.zeros((8, 8), np.uint8))
+    for (calls,) in [result.stages()]:
+        for call in calls:
+            call(lambda: None)
+    heard.clear()
+    result.publish(lambda: heard.append(1))
+    result.close()
+    assert len(heard) > 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

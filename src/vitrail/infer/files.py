@@ -114,7 +114,8 @@ def write_file(file: BinaryIO, format: str, suffix: str, name: str, filling: Fil
     else:
         from PIL import Image
 
-        Image.fromarray(np.ascontiguousarray(filling.values[...])).save(file, format="PNG")
+        values = filling.values
+        Image.fromarray(np.ascontiguousarray(values[...])).save(file, format="PNG")
 
 
 def write_nifti(file: BinaryIO, filling: Filling, *, packed: bool) -> None:
