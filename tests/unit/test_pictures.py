@@ -188,4 +188,5 @@ def test_words_of_a_scale_bar_fit_into_a_narrow_panel() -> None:
         text = sheet.figure.texts[-1]
         found = text.get_window_extent(sheet.figure.canvas.get_renderer())  # type: ignore[attr-defined]
         assert found.x1 / sheet.figure.dpi < 1.0 + room
-    assert sheet.figure.texts[0].get_fontsize() > sheet.figure.texts[1].get_fontsize()
+    large, small = (float(text.get_fontsize()) for text in sheet.figure.texts)
+    assert large > small

@@ -206,7 +206,7 @@ def test_a_map_stays_one(place: Path, flat: Path, values: np.ndarray, tmp_path: 
     options = {"driver": "GTiff", "height": 28, "width": 40, "count": 1, "dtype": "uint8"}
     with rasterio.open(tmp_path / "map.tif", "w", crs="EPSG:32633", transform=transform, **options) as file:
         file.write(values[:, 5])
-    region = {"settings": ["region={y: [4, 28], x: [8, 40]}"]}
+    region: dict[str, Any] = {"settings": ["region={y: [4, 28], x: [8, 40]}"]}
     for write in ("classes", "probabilities"):
         out = tmp_path / f"{write}.tif"
         made = vitrail.predict(flat, tmp_path / "map.tif", out=out, write=write, **region)
@@ -286,8 +286,9 @@ def test_statistics_of_volumes_are_of_what_there_is(place: Path, values: np.ndar
     options: dict[str, Any] = {"write": None, "dtype": None, "planes": None, "kind": None, "settings": ()}
     seen = Opened(Eyes(run, manifest, stored_recipe(manifest)), str(tmp_path / "small.npy"), **options, pad=True)
     assert seen.source.items[0].shape == (16, 28, 40)
-    (found,) = seen.eyes.statistics_of(seen.dataset) or ()
-    assert found.mean[0][0] == pytest.approx(values[0, :3].mean())
+    found = seen.eyes.statistics_of(seen.dataset)
+    assert found is not None
+    assert found[0].mean[0][0] == pytest.approx(values[0, :3].mean())
 
 
 def test_coarser_levels_are_the_same_early_and_late(

@@ -102,7 +102,9 @@ def predict_values(
         found = [engine.finish(row) for row in engine.rows(looking, range(engine.tiling.rows), workers=1, prefetch=2)]
     finally:
         model.train(training)
-    found = [each[(..., *(slice(0, n) for n in shape))] for each, shape in zip(found, cells, strict=True)]
+    for place, shape in enumerate(cells):
+        within: Any = (..., *(slice(0, n) for n in shape))  # what was padded is cut off
+        found[place] = found[place][within]
     if form.on == "item":
         found = [each.reshape(-1) for each in found]
     made = found[0] if one else np.stack(found)

@@ -401,8 +401,8 @@ class Work:
         try:
             shape, values = self.result.frames[item].shape, self.engine.finish(row)
             box = tuple(slice(min(b.start, n), min(b.stop, n)) for b, n in zip(box, shape, strict=True))
-            values = values[(..., *(slice(0, b.stop - b.start) for b in box))]  # what was padded is cut off
-            self.result.write(row.number, item, box, values)
+            within: Any = (..., *(slice(0, b.stop - b.start) for b in box))  # what was padded is cut off
+            self.result.write(row.number, item, box, values[within])
         except OSError as error:
             raise UserError(
                 f"{self.result.out} cannot be written ({error.strerror or error}); free some space and call again, "

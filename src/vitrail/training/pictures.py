@@ -5,7 +5,7 @@ Data that cannot be read are told so as well: training and evaluation stop at th
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,7 +45,7 @@ class Pictures:
         if worst and self.held_out and evaluator.worst:
             words = f"the worst {len(evaluator.worst)} of {evaluator.samples}; "
             wanted.append((f"{self.kind}-worst", evaluator.worst, words))
-        made = {"keep": folder is not None, "tick": beat, "attempt": self._attempt, "meet": self._meet}
+        made: dict[str, Any] = {"keep": folder is not None, "tick": beat, "attempt": self._attempt, "meet": self._meet}
         for name, shown, words in wanted:
             beat()
             try:
