@@ -77,7 +77,7 @@ FULL = Size((LABELLED, 3))
 CPU = Size(
     (3,),
     pretrain=(*_SMALL, "data.batch=16", "run.steps=1000"),
-    finetune=(*_SMALL, "model.features=8", "data.batch=4", "run.steps=300"),
+    finetune=(*_SMALL, "model.features=8", "data.batch=4", "run.steps=300", "eval.every=100%"),
     overlap=0.25,
     flips=None,
     whole=False,
@@ -170,7 +170,12 @@ def train(cell: Cell, home: Home) -> dict[str, Any]:
     path = ROOT / f"configs/isbi2012/{recipe}.yaml"
     if vitrail.train(path, overrides=home.overrides(cell), quiet=True).code != 0:
         raise Stopped
-    lines = (home.run(cell) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return logged(home.run(cell))
+
+
+def logged(run: Path) -> dict[str, Any]:
+    """Return what a run's log says: of its last evaluation, and of the time of a step."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     timed = [event["step_seconds"] for event in events if event["event"] == "train" and "step_seconds" in event]
     last = [event for event in events if event["event"] == "eval"][-1]
