@@ -42,7 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks/isbi2012.md"
 MARK = "<!-- written by isbi2012.py --page, from here to the end -->"
 LABELLED, HELD_OUT = 24, [24, 30]  # slices, as both recipes have them
-NAMES = ["cell", "membrane"]
 STARTS = {"scratch": "random numbers", "pretrained": "pre-training"}
 MEASURES = {
     "dice_membrane": "Dice of membranes",
@@ -202,7 +201,7 @@ def predict(cell: Cell, home: Home) -> dict[str, Any]:
             settings=[] if home.size.whole else [region],
         )
     labels, settings = str(home.isbi / "label.tif"), ["label_map={255: 0, 0: 1}", region]
-    found = compare(str(out), labels, settings=settings, border="membrane", slices="z", names=NAMES)
+    found = compare(str(out), labels, settings=settings, border="membrane", slices="z")
     return {"metrics": found["metrics"], "rand_f_scores": found["rand_f_scores"]}
 
 
