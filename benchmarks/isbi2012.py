@@ -331,19 +331,20 @@ def draw(path: Path, home: Home) -> None:
     part = tuple(slice((n - min(n, SIDE)) // 2, (n + min(n, SIDE)) // 2) for n in image.shape[1:])
     truth = labels[SHOWN][part] == 0
     rows, columns = len(home.size.labels), 2 + len(STARTS)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 3 * rows + 0.5), squeeze=False)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3 * columns, 3.3 * rows + 0.3), squeeze=False, layout="constrained"
+    )
     for row, labelled in enumerate(home.size.labels):
         pictures = {"image": image[SHOWN][part], "membranes by hand": ~truth}
         for start, words in STARTS.items():
             cell = Cell(0, start, labelled)
             found = likeliest(home, cell)[part] == 1
-            pictures[f"from {words}\n{labelled} labelled slices"] = errors_of(truth, found)
+            pictures[f"from {words}, {labelled} labelled slices"] = errors_of(truth, found)
         for axis, (title, picture) in zip(axes[row], pictures.items(), strict=True):
             axis.imshow(picture, cmap="gray", interpolation="nearest")
             axis.set_title(title, fontsize=9)
             axis.axis("off")
-    figure.text(0.5, 0.005, "black: membranes that were found; red: missed; blue: too much", ha="center", fontsize=9)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.supxlabel("black: membranes that were found; red: missed; blue: too much", fontsize=9)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
