@@ -551,7 +551,7 @@ def test_curves_keep_their_spikes_when_thinned():
     steps = list(range(10_000))
     values = [0.0] * 10_000
     values[7777] = 9.0
-    thin_steps, thin_values = plots._thin(steps, values)
+    thin_steps, thin_values = plots.thin(steps, values)
     assert len(thin_steps) <= 700
     assert (7777, 9.0) in zip(thin_steps, thin_values, strict=True)
     assert thin_steps == sorted(thin_steps)
@@ -559,9 +559,9 @@ def test_curves_keep_their_spikes_when_thinned():
 
 
 def test_smoothing_has_no_lag():
-    assert plots._smooth([5.0] * 50) == pytest.approx([5.0] * 50)
+    assert plots.smooth([5.0] * 50) == pytest.approx([5.0] * 50)
     line = [float(i) for i in range(401)]
-    assert plots._smooth(line)[200] == pytest.approx(200.0, abs=1e-6)
+    assert plots.smooth(line)[200] == pytest.approx(200.0, abs=1e-6)
 
 
 def test_curves_without_points_are_none():

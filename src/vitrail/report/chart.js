@@ -63,13 +63,17 @@
     return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
   };
 
-  const chart = (card, data) => {
+  const extent = (data) => {
     const all = data.panels.flatMap((panel) => panel.lines.flatMap((line) => line.x));
     const whole = [Math.min(...all), Math.max(...all)];
     if (whole[0] === whole[1]) { whole[0] -= 0.5; whole[1] += 0.5; }
-    let span = whole, box = null, held = false;
+    return whole;
+  };
+
+  const chart = (card, given) => {
+    let data = given, whole = extent(data), span = whole, box = null, held = false;
     const svg = make("svg", { class: "chart", role: "img", "aria-label": data.title, tabindex: 0 });
-    const tip = word("div"), back = word("button", "all steps");
+    const tip = word("div"), back = word("button", "show all");
     tip.className = "tip"; tip.hidden = true;
     back.className = "back"; back.type = "button"; back.hidden = true;
     const named = data.panels.flatMap((panel) => panel.lines).filter((line) => line.name);
@@ -77,7 +81,7 @@
     if (named.length) {
       const legend = word("div", "", card);
       legend.className = "legend";
-      for (const line of named.slice(0, 10)) {
+      for (const line of named.slice(0, 16)) {
         const entry = word("span", "", legend);
         paint(word("i", "", entry), line).style.opacity = line.pale ? 0.45 : 1;
         entry.append(line.name);
@@ -91,6 +95,19 @@
       span = to; back.hidden = !closer; draw();
     };
 
+    const timed = () => !["step", "samples"].includes(data.over);
+
+    const place = (x) => {
+      const number = timed() ? write(x) : x.toLocaleString("en");
+      return data.over === "step" ? `step ${number}` : `${number} ${data.over}`;
+    };
+
+    const choose = (over) => {
+      if (span !== whole) busy -= 1;
+      data = given.others[over] || given;
+      span = whole = extent(data); back.hidden = true; hide(); draw();
+    };
+
     const draw = () => {
       const wide = Math.max(card.clientWidth - 24, 260);
       svg.setAttribute("viewBox", `0 0 ${wide} ${HIGH}`);
@@ -99,7 +116,7 @@
       const width = wide - LEFT - RIGHT, across = (x) => LEFT + ((x - span[0]) / (span[1] - span[0])) * width;
       const shares = data.panels.length > 1 ? [2 / 3, 1 / 3] : [1];
       const room = HIGH - TOP - BOTTOM - GAP * (shares.length - 1);
-      const steps = ticks(span[0], span[1], Math.max(2, width / 80)).filter((step) => Number.isInteger(step));
+      const steps = ticks(span[0], span[1], Math.max(2, width / 80)).filter((step) => timed() || Number.isInteger(step));
       let top = TOP;
       box = { wide, width, across, panels: [] };
       data.panels.forEach((panel, number) => {
@@ -145,7 +162,7 @@
         box.panels.push({ panel, up });
         top += high + GAP;
       });
-      make("text", { x: LEFT + width / 2, y: HIGH - 4, class: "tick", "text-anchor": "middle" }, svg, "step");
+      make("text", { x: LEFT + width / 2, y: HIGH - 4, class: "tick", "text-anchor": "middle" }, svg, data.over);
       box.mark = make("g", { class: "mark" }, svg);
       box.drag = make("rect", { y: TOP, height: HIGH - TOP - BOTTOM, class: "drag", width: 0 }, svg);
     };
@@ -173,10 +190,10 @@
           rows.push([line, i]);
         }
       tip.replaceChildren();
-      word("b", `step ${at.toLocaleString("en")}`, tip);
-      for (const [line, i] of rows.slice(0, 12)) {
+      word("b", place(at), tip);
+      for (const [line, i] of rows.slice(0, 16)) {
         const row = word("div", "", tip), dot = paint(word("i"), line);
-        const where = line.x[i] === at ? "" : ` (step ${line.x[i].toLocaleString("en")})`;
+        const where = line.x[i] === at ? "" : ` (${place(line.x[i])})`;
         row.append(dot, `${line.name ? `${line.name}: ` : ""}${write(line.y[i])}${where}`);
       }
       tip.hidden = false;
@@ -209,11 +226,26 @@
     back.addEventListener("click", () => zoom(whole));
     new ResizeObserver(draw).observe(card);
     draw();
+    return given.others ? { over: [given.over, ...Object.keys(given.others)], choose } : null;
   };
 
+  const charts = [];
   for (const card of document.querySelectorAll(".curve")) {
     const points = card.querySelector("script");
-    if (points) chart(card, JSON.parse(points.textContent));
+    if (points) charts.push(chart(card, JSON.parse(points.textContent)));
+  }
+
+  const choice = document.querySelector(".choice"), several = charts.filter(Boolean);
+  if (choice && several.length) {
+    const buttons = [...new Set(several.flatMap((one) => one.over))].map((over) => {
+      const button = word("button", over, choice);
+      button.type = "button";
+      button.addEventListener("click", () => { several.forEach((one) => one.choose(over)); press(button); });
+      return button;
+    });
+    const press = (chosen) => buttons.forEach((button) => button.setAttribute("aria-pressed", button === chosen));
+    press(buttons[0]);
+    choice.hidden = false;
   }
 
   const seconds = Number(document.body.dataset.renew);
