@@ -104,7 +104,7 @@
 
     const choose = (over) => {
       if (span !== whole) busy -= 1;
-      data = given.others[over] || given;
+      data = given.others.find((other) => other.over === over) || given;
       span = whole = extent(data); back.hidden = true; hide(); draw();
     };
 
@@ -226,7 +226,7 @@
     back.addEventListener("click", () => zoom(whole));
     new ResizeObserver(draw).observe(card);
     draw();
-    return given.others ? { over: [given.over, ...Object.keys(given.others)], choose } : null;
+    return given.others ? { over: [given, ...given.others].map((data) => data.over), choose } : null;
   };
 
   const charts = [];

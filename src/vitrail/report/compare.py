@@ -468,10 +468,8 @@ def _draw_curves(tracks: Sequence[Track], chosen: dict[str, Any] | None, notes: 
         figure = figures["step"]
         if figure is None:
             return None
-        charts = {over: chart_of(one) for over, one in figures.items() if one is not None}
-        chart: Any = charts.pop("step")
-        others = {over: one for over, one in charts.items() if one}
-        return {"chart": chart and chart | {"others": others}, "uri": embed_image(save_svg(figure).encode())}
+        chart, *others = [chart_of(one) for one in figures.values() if one is not None]
+        return {"chart": chart and chart | {"others": list(filter(None, others))}, "uri": embed_image(save_svg(figure).encode())}
 
     curves = list(list_curves(tracks, chosen["metric"] if chosen else None))
     drawn = [(curve.name, try_to_draw(f"curve {curve.name!r}", partial(draw, curve), notes)) for curve in curves]
