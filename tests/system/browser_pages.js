@@ -46,6 +46,16 @@
     }).map((text) => text.textContent);
   });
 
+  // Words of a chart that lie on others.
+  const crossed = (page) => [...page.querySelectorAll("svg.chart")].flatMap((svg) => {
+    const all = [...svg.querySelectorAll("text")].filter((text) => text.textContent);
+    const boxes = all.map((text) => text.getBoundingClientRect());
+    return all.flatMap((text, i) => all.slice(i + 1).filter((_, j) => {
+      const [a, b] = [boxes[i], boxes[i + 1 + j]];
+      return Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+    }).map((other) => `${text.textContent} | ${other.textContent}`));
+  });
+
   const look = async (one) => {
     const frame = document.createElement("iframe");
     frame.style.cssText = `border: 0; width: ${one.width}px; height: 900px; color-scheme: light dark`;
@@ -61,7 +71,7 @@
       page: one.page, width: one.width, inner: view.innerWidth,
       dark: view.matchMedia("(prefers-color-scheme: dark)").matches,
       background: numbers(view.getComputedStyle(page.body).backgroundColor).slice(0, 3),
-      overflow: over(), wide: wide(page, root.clientWidth), unread: unread(view, page), cut: cut(page),
+      overflow: over(), wide: wide(page, root.clientWidth), unread: unread(view, page), cut: cut(page), crossed: crossed(page),
       broken: [...page.images].filter((image) => !image.hidden && !(image.complete && image.naturalWidth)).map((image) => image.alt),
       charts: cards.length,
       drawn: cards.filter((card) => card.querySelector("svg.chart polyline, svg.chart circle") &&

@@ -112,7 +112,8 @@ def test_pages_in_a_browser(browser: str, pages: dict[str, Path], scheme: str, t
         assert one["unread"] == [], f"{where}: words that cannot be read"
         assert one["broken"] == [], f"{where}: pictures that are not shown"
         assert one["charts"] == one["drawn"], f"{where}: {one['drawn']} of {one['charts']} charts are drawn"
-        assert not one["cut"], f"{where}: words of charts that are cut off"
+        assert one["cut"] == [], f"{where}: words of charts that are cut off"
+        assert one["crossed"] == [], f"{where}: words of charts that lie on each other"
         if one["page"] != "bench":
             assert one["charts"] >= 8, where
             assert "step" in one["tip"], where

@@ -366,8 +366,11 @@ def _find_notes(
     if not any(score["chosen"] for score in scores):
         without = [name for name, run in zip(names, runs, strict=True) if not run.facts["eval"]]
         yield f"{_some(without)}: no evaluation yet." if without else "The runs have no metric in common."
+    warned: dict[str, list[str]] = {}
     for name, run in zip(names, runs, strict=True):
-        yield from (f"{name}: {warning}" for warning in run.facts["warnings"])
+        for warning in run.facts["warnings"]:
+            warned.setdefault(warning, []).append(name)
+    yield from (f"{_some(whose)}: {warning}" for warning, whose in warned.items())
 
 
 # ---------------------------------------------------------------- the page
@@ -469,7 +472,10 @@ def _draw_curves(tracks: Sequence[Track], chosen: dict[str, Any] | None, notes: 
         if figure is None:
             return None
         chart, *others = [chart_of(one) for one in figures.values() if one is not None]
-        return {"chart": chart and chart | {"others": list(filter(None, others))}, "uri": embed_image(save_svg(figure).encode())}
+        return {
+            "chart": chart and chart | {"others": list(filter(None, others))},
+            "uri": embed_image(save_svg(figure).encode()),
+        }
 
     curves = list(list_curves(tracks, chosen["metric"] if chosen else None))
     drawn = [(curve.name, try_to_draw(f"curve {curve.name!r}", partial(draw, curve), notes)) for curve in curves]
