@@ -385,6 +385,7 @@ def test_page_of_a_whole_run_shows_everything_and_loads_nothing(whole_run):
     ):
         assert words in html, words
     other = {"Score over the steps", "Dice of each class"}  # of runs that do not reconstruct
+    other |= {"Time of a step", "Model FLOPs utilisation"}  # what was not logged
     curves = len(plots.CURVES) - len(other)
     assert len([t for t in links.targets if t.startswith("data:image/svg")]) == curves
     assert not list(whole_run.glob(".*.part"))
@@ -628,6 +629,31 @@ def test_a_reconstruction_keeps_its_curve_and_tile(tmp_path):
     assert list_tiles(summary(make_run(tmp_path / "r", lines)))[0][0] == "Error / variance"
     assert plots.score(lines) is None
     assert plots.class_scores(lines) is None
+
+
+def test_speed_and_memory_have_curves_where_they_were_logged():
+    def points(draw, **more):
+        figure = draw([START, *(train_line(step, **more) for step in (10, 20))])
+        if figure is None:
+            return None
+        [ax] = figure.axes
+        return figure.get_suptitle(), {line.get_label(): list(line.get_ydata()) for line in ax.get_lines()}
+
+    assert points(plots.memory) == ("Memory, most so far", {"of the process": [0.8, 0.8]})
+    assert points(plots.memory, reserved_gib=1.5) == (
+        "GPU memory, most so far",
+        {"allocated by tensors": [0.8, 0.8], "reserved, of the fullest rank": [1.5, 1.5]},
+    )
+    assert points(plots.memory, memory_gib=None) is None
+    assert points(plots.utilisation) is None
+    assert points(plots.utilisation, mfu=0.25, hfu=0.25) == ("Model FLOPs utilisation", {"MFU": [25.0, 25.0]})
+    assert points(plots.utilisation, mfu=0.25, hfu=0.5)[1] == {
+        "MFU": [25.0, 25.0],
+        "HFU, with recomputation": [50.0, 50.0],
+    }
+    assert points(plots.step_time) is None
+    slowest = points(plots.step_time, slowest_step_seconds=0.4)
+    assert slowest == ("Time of a step", {"median": [100.0, 100.0], "slowest": [400.0, 400.0]})
 
 
 def test_each_class_has_a_thin_line():

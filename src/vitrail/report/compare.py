@@ -195,11 +195,15 @@ def find_differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     flat = [dict(_flatten(tree)) for tree in trees]
     keys = dict.fromkeys(key for leaves in flat for key in leaves)
     found = {key: [leaves.get(key) for leaves in flat] for key in keys}
-    return {
-        key: values
-        for key, values in found.items()
-        if len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1
-    }
+    return {key: values for key, values in found.items() if len({_spell(value) for value in values}) > 1}
+
+
+def _spell(value: Any) -> str:
+    """Return a value as text, whole numbers as others: 1 is 1.0, and true is neither."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_spell, value))}]"
+    number = number_of(value)
+    return json.dumps(value if math.isnan(number) else number, sort_keys=True, default=str)
 
 
 def _flatten(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
