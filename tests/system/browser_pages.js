@@ -93,7 +93,7 @@
     const zoom = page.querySelectorAll(".zoom");
     seen.pictures = zoom.length;
     seen.large = [...zoom].every((box) => {
-      const image = box.nextElementSibling, before = image.getBoundingClientRect().width;
+      const image = box.parentElement.querySelector("img"), before = image.getBoundingClientRect().width;
       box.closest("label").click();
       return image.getBoundingClientRect().width > before + 100;
     });

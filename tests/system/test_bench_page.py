@@ -109,6 +109,7 @@ def test_narrow_screens(bench: Path) -> None:
     assert text.count('<table class="stack">') == 2  # effects and cells
     pictures = text.count("<img ")
     assert text.count('<label class="scroll"><input type="checkbox" class="zoom" ') == pictures > 0
+    assert text.count('<source media="(max-width: 560px)" srcset="data:image/svg+xml;base64,') == pictures
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,6 +224,7 @@ def test_names_are_as_short_as_tells_runs_apart() -> None:
 def test_differences_are_keys_with_the_value_of_each() -> None:
     trees = [{"a": {"b": 1, "c": [1, 2]}, "d": [{"e": 1}]}, {"a": {"b": 1.0, "c": [1, 3]}, "d": [{"e": 1, "f": None}]}]
     assert find_differences(trees) == {"a.c": [[1, 2], [1, 3]]}
+    assert find_differences([{"a": []}, {"a": None, "b": {}}, {}]) == {}
     assert find_differences([{"a": True}, {"a": 1}, {"b": 0}]) == {"a": [True, 1, None], "b": [None, None, 0]}
 
 

@@ -191,7 +191,7 @@ def _machine(environment: Any) -> dict[str, Any]:
 
 
 def find_differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keys whose values differ, with the value of each tree; a key that a tree lacks counts as null."""
+    """Return the keys whose values differ, with the value of each tree; a key that a tree lacks is null."""
     flat = [dict(_flatten(tree)) for tree in trees]
     keys = dict.fromkeys(key for leaves in flat for key in leaves)
     found = {key: [leaves.get(key) for leaves in flat] for key in keys}
@@ -199,7 +199,9 @@ def find_differences(trees: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _spell(value: Any) -> str:
-    """Return a value as text, whole numbers as others: 1 is 1.0, and true is neither."""
+    """Return a value as text by which it is compared: 1 is 1.0, true is neither, and an empty list is null."""
+    if value in ([], {}):
+        return "null"
     if isinstance(value, list):
         return f"[{', '.join(map(_spell, value))}]"
     number = number_of(value)
