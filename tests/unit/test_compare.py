@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from PIL import Image
-from test_report import START, end_line, eval_line, make_run, train_line
+from test_report import LINES, START, VALUES, end_line, eval_line, make_run, train_line
 
 from vitrail.cli import main
 from vitrail.errors import UserError
-from vitrail.report import compare_summary, write_comparison
+from vitrail.report import compare, compare_summary, write_comparison
 from vitrail.report.compare import default_page, find_differences, name_runs
 from vitrail.report.compare_plots import MOST_RUNS, Track, axes_of, seen
 from vitrail.report.metrics import merge_lines
@@ -213,6 +215,7 @@ def test_runs_without_a_score_in_common_have_curves(tmp_path: Path) -> None:
     assert "3 runs, which have no score in common" in page.text
     assert "b: no evaluation yet." in page.text
     assert page.images > 4
+    assert "Held-out: " not in page_of(b, c, out=tmp_path / "y.html").text  # one evaluation is no curve
 
 
 def test_names_are_as_short_as_tells_runs_apart() -> None:
@@ -240,6 +243,25 @@ def test_curves_over_samples_and_time_leave_pauses_out() -> None:
     assert time.train("loss")[0] == [10, 30]  # 20 s in the first session, 10 s in the second
     assert time.held_out("mse")[0] == [32]
     assert samples.held_out("mse")[0] == [80]
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(lines=st.lists(LINES, max_size=8), environment=VALUES)
+def test_any_values_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Any, environment: Any) -> None:
+    monkeypatch.setattr(compare, "draw_curve", lambda *_: None)  # drawing is tested elsewhere, and is slow
+    monkeypatch.setattr(compare, "draw_scores", lambda *_: None)
+    monkeypatch.setattr(compare, "_whole_recipes", lambda runs: [run.recipe for run in runs])
+    ours = make_run(tmp_path / "a", [START, train_line(10), eval_line(10)])
+    theirs = make_run(tmp_path / "b", [*lines, train_line(10)])
+    (theirs / "environment.json").write_text(json.dumps(environment))
+    json.dumps(compare_summary([ours, theirs]), allow_nan=False)
+    assert write_comparison([ours, theirs]).is_file()
 
 
 def test_markup_in_names_stays_text(tmp_path: Path) -> None:

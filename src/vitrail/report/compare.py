@@ -250,6 +250,8 @@ def list_scores(runs: Sequence[_Run], differ: dict[str, Any]) -> list[dict[str, 
 def _value_of(found: dict[str, Any], name: str) -> dict[str, Any]:
     value = number_of(found.get("metrics", {}).get(name))
     low, high = ((found.get("intervals") or {}).get("metrics", {}).get(name)) or (None, None)
+    if low is None or high is None:  # an end that is not finite is none
+        low = high = None
     whole = math.isfinite(value)
     return {"value": value if whole else None, "low": low, "high": high, "step": found.get("step") if whole else None}
 
@@ -498,14 +500,21 @@ def _draw_scores(names: Sequence[str], chosen: dict[str, Any] | None, notes: lis
 
 def _list_pictures(runs: Sequence[_Run], names: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
     """List rows of pictures, one of each run: those of the last step that all have one of, and the last of each."""
-    by_step = [{picture["step"]: picture for picture in run.facts["pictures"] if not is_worst(picture)} for run in runs]
+    by_step = [
+        {
+            number_of(picture["step"]): picture
+            for picture in run.facts["pictures"]
+            if not is_worst(picture) and math.isfinite(number_of(picture["step"]))
+        }
+        for run in runs
+    ]
     if not any(by_step):
         return []
-    last = [max(mine, key=number_of, default=None) for mine in by_step]
+    last = [max(mine, default=None) for mine in by_step]
     common = set.intersection(*map(set, by_step))
     rows: list[tuple[str, list[Any]]] = []
     if common and len(set(last)) > 1:
-        step = max(common, key=number_of)
+        step = max(common)
         rows.append((f"At step {count(step)}, the last of which all have one", [step] * len(runs)))
     rows.append((f"At step {count(last[0])}" if len(set(last)) == 1 else "The last of each", last))
     found = []

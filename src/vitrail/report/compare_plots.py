@@ -87,7 +87,7 @@ def seen(raw: Sequence[Line], batch: int | None) -> list[Line]:
     """
     found: list[Line] = []
     before, first, last = 0.0, float("nan"), 0.0
-    samples: dict[Any, float] = {line.get("step"): number_of(line.get("samples")) for line in select(raw, "train")}
+    samples = {number_of(line.get("step")): number_of(line.get("samples")) for line in select(raw, "train")}
     for line in raw:
         time = number_of(line.get("time"))
         if line["event"] == "start":
@@ -95,7 +95,7 @@ def seen(raw: Sequence[Line], batch: int | None) -> list[Line]:
             last = 0.0
         last = max(last, time - first) if time >= first else last
         step = number_of(line.get("step"))
-        many = samples.get(line.get("step"), 0.0 if step == 0 else step * number_of(batch))
+        many = samples.get(step, 0.0 if step == 0 else step * number_of(batch))
         found.append(line | {"elapsed": before + last, "samples_seen": many})
     return found
 
@@ -155,6 +155,8 @@ def draw_curve(curve: Curve, tracks: Sequence[Track], over: str) -> Figure | Non
     found = [one for one in found if one[1]]
     values = [curve.scale * value for _, _, mine in found for value in mine]
     if not values or max(values) < curve.least:
+        return None
+    if curve.dots and all(len(places) == 1 for _, places, _ in found):  # the table of scores says the same
         return None
     figure, ax = make_axes(curve.name, [], over=over)
     for track, places, values in found:
