@@ -1,8 +1,8 @@
 """Which files are pages of the site, a hook of `mkdocs.yml`.
 
-Pages have the addresses that they have in the repository, so that a link leads to the same page in both. README.md is the
-front page. What a page links to beside other pages comes along: recipes and code as pages of their own, folders as a list,
-pictures and numbers as files. A page that `nav` does not name is found under "More".
+Pages have the addresses that they have in the repository, so that a link leads to the same page in both. README.md is
+the front page. What a page links to beside other pages comes along: recipes and code as pages of their own, folders as
+a list, pictures and numbers as files. A page that `nav` does not name is found under "More".
 """
 
 import os
