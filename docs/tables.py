@@ -200,8 +200,8 @@ def cell(text: str) -> str:
 
 API_HEAD = """# Python API
 
-What can be called from Python, written from the code (`python docs/tables.py`). `import vitrail` is cheap: PyTorch comes
-in with the first call. A function that is called like a verb does the same, and its options mean what
+What can be called from Python, written from the code (`python docs/tables.py`). `import vitrail` is cheap: PyTorch
+comes in with the first call. A function that is called like a verb does the same, and its options mean what
 [the command line](commands.md) says of them. What is wrong and can be mended is a `vitrail.errors.UserError` with one
 sentence.
 """
