@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "benchmarks/*.md")
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(?=[)#])")
+STYLE = ("docs/site/site.css", "docs/site/iframe-worker.js")
 CODE = {".yaml": "yaml", ".py": "python", ".sh": "sh"}  # shown as a page
 SHOWN = ".md"  # what the page of such a file, or index.md of such a folder, is called beside it
 
@@ -33,7 +34,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Give the files of the repository, and of the theme those that there were."""
     kept = [file for file in files if file.src_dir != config.docs_dir]
     pages = written()
-    found = Files([*kept, *(File(name, str(ROOT), config.site_dir, config.use_directory_urls) for name in pages)])
+    ours = (File(name, str(ROOT), config.site_dir, config.use_directory_urls) for name in (*pages, *STYLE))
+    found = Files([*kept, *ours])
     wanted = [target for name in pages for target in linked(name)]
     while wanted:
         path = wanted.pop()
