@@ -279,7 +279,7 @@ def contract(cls: type, name: str) -> str:
     return "\n".join([*lines, ""]).replace("|  |", "| |")
 
 
-def signature(value: Any, name: str, width: int = 100) -> str:
+def signature(value: Any, name: str, width: int = 80) -> str:
     """How a function is called, with types as its code has them; one argument a line where it is long."""
     (made,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
     assert isinstance(made, ast.FunctionDef)
