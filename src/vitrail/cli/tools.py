@@ -56,7 +56,7 @@ def report(
     \b
     vitrail report runs/demo-mae3d
     vitrail report runs/demo-mae3d --json
-    vitrail report runs/bench-demo-mae3d          what `vitrail bench --sweep` has measured so far
+    vitrail report runs/bench-demo-mae3d          what a sweep of `vitrail bench` has measured so far
 
     The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe, which opens offline. That
     of a bench has plots of its cells, which are also in RUN/plots as PNG and SVG. With --json the facts are printed
@@ -107,7 +107,7 @@ def models(
 
 def doctor(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine instead, for `vitrail plan --cluster FILE`.")
+        bool, typer.Option("--calibrate", help="Measure this machine instead, for --cluster FILE of `vitrail plan`.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --calibrate: the cluster file; else cluster.yaml here.")
