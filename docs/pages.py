@@ -50,7 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = "\n".join([f"# {path.relative_to(ROOT)}", "", *lines, ""])
             found.append(File.generated(config, name, content=text, **aside))
         elif path.suffix in CODE:
-            text = f"# {path.relative_to(ROOT)}\n\n````{CODE[path.suffix]}\n{path.read_text(encoding='utf-8')}````\n"
+            code = f"````{CODE[path.suffix]}\n{path.read_text(encoding='utf-8')}````"
+            text = f"---\nhide: [toc]\n---\n\n# {path.relative_to(ROOT)}\n\n{code}\n"
             found.append(File.generated(config, name, content=text, **aside))
         else:
             found.append(File.generated(config, name, abs_src_path=str(path)))
