@@ -1,9 +1,11 @@
 """Pages as their readers use them: every block in order, pasted into a shell that stands in one folder.
 
 A process that has imported PyTorch once forks for each command of the shell. `vitrail`, `python` and `torchrun` on the
-PATH are small programs that hand their words, folder, variables and streams over to it, so commands are read by the real
-shell and the real command line. Trainings and the like are made short by words that are added here behind those of the
-page (`shortened`), and by nothing else.
+PATH are small programs that hand their words, folder, variables and streams over to it, so commands are read by the
+real shell and the real command line. Trainings and the like are made short by words that are added here behind those of
+the page (`shortened`), and by nothing else.
+
+PASTED_TIMES=FILE tells which command took how many seconds of the processor.
 """
 
 import contextlib
@@ -159,9 +161,13 @@ def serve(address: str) -> NoReturn:
         for number, link in list(running.items()):
             if link in ready and _has_gone(link):
                 os.kill(number, signal.SIGKILL)
-        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            code = os.waitstatus_to_exitcode(ended[1])
-            with running.pop(ended[0]) as link, contextlib.suppress(OSError):
+        while running and (ended := os.wait4(-1, os.WNOHANG))[0]:
+            number, status, usage = ended
+            code = os.waitstatus_to_exitcode(status)
+            if "PASTED_TIMES" in os.environ:
+                with open(os.environ["PASTED_TIMES"], "a") as file:
+                    print(number, round(usage.ru_utime + usage.ru_stime, 1), file=file)
+            with running.pop(number) as link, contextlib.suppress(OSError):
                 link.sendall(bytes([code if code >= 0 else 128 - code]))
         if listening in ready:
             link, _ = listening.accept()
@@ -197,6 +203,9 @@ def _carry_out(link: socket.socket, size: int, streams: list[int]) -> NoReturn:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(folder)
+    if "PASTED_TIMES" in os.environ:
+        with open(os.environ["PASTED_TIMES"], "a") as file:
+            print(os.getpid(), name, *words, file=file)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     code: Any = 1
     try:
@@ -299,32 +308,33 @@ class Shell:
         own = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "PATH": path, "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
         return environment(**own, PYTHON_EXEC=str(self.programs / "python"))
 
-    def run(self, script: str, folder: Path, **more: str) -> tuple[int, str]:
-        """Exit code and output of a script of the shell, in a folder."""
-        process = start("bash", "-c", script, cwd=folder, env=self.variables(folder) | more, stdin=subprocess.DEVNULL)
-        try:
-            output, _ = process.communicate(timeout=LONG)
-        except subprocess.TimeoutExpired:
-            end(process)
-            raise
-        return process.returncode, output
-
     def paste(self, steps: Sequence[tuple[str, str]], folder: Path, smaller: str = "") -> tuple[str, str] | None:
         """Run (where, command) one after another in one shell; where and why one failed."""
         lines = ["set -E -o pipefail", "trap 'exit $?' ERR"]
         for where, command in steps:
-            lines += [
-                "echo $EPOCHREALTIME; times" if os.environ.get("PASTE_LOG") else "",
-                f"echo {shlex.quote(MARK + where)}",
-                command,
-            ]
-        code, output = self.run("\n".join(lines), folder, PASTED_SMALLER=smaller)
-        if os.environ.get("PASTE_LOG"):
-            open(os.environ["PASTE_LOG"], "a").write(output)
+            lines += [f"echo {shlex.quote(MARK + where)}", command]
+        told = folder.parent / "told.txt"
+        variables = self.variables(folder) | {"PASTED_SMALLER": smaller}
+        with told.open("w") as file:
+            words = ["bash", "-c", "\n".join(lines)]
+            shell = subprocess.Popen(
+                words,
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+            try:
+                code = shell.wait(timeout=LONG)
+            finally:
+                end(shell)
         if code == 0:
             return None
-        _, where, told = output.rpartition(MARK)[0], *output.rpartition(MARK)[2].partition("\n")[::2]
-        return where, f"ended with {code}:\n{told[-3000:]}"
+        last = told.read_text(encoding="utf-8", errors="replace").rpartition(MARK)[2]
+        where, _, output = last.partition("\n")
+        return where, f"ended with {code}:\n{output[-3000:]}"
 
 
 MARK = "=== pasted: "
