@@ -8,7 +8,10 @@ the page (`shortened`), and by nothing else.
 PASTED_TIMES=FILE tells which command took how many seconds of the processor.
 """
 
+import ast
 import contextlib
+import gc
+import importlib
 import itertools
 import json
 import os
@@ -35,7 +38,7 @@ from vitrail import cli
 
 FENCE = re.compile(r"^([ \t]*)```(\w*)[^\n]*\n(.*?)^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
 SHELLS = ("sh", "bash", "console")
-KEYS = ("data.batch=2/rank", "eval.samples=2", "run.device=cpu")
+KEYS = ("data.batch=2/rank", "eval.samples=2", "log.pictures=off", "log.report=false", "run.device=cpu")
 CLIENT = """#!{python} -ISE
 import os, socket, sys
 link = socket.socket(socket.AF_UNIX)
@@ -100,6 +103,15 @@ def _goes_on(command: str) -> bool:
     return any(words in read.stderr for words in ("unexpected end of file", "unexpected EOF", "end-of-file"))
 
 
+def is_signature(block: Block) -> bool:
+    """Whether a block of Python only shows how something is called, as a reference does."""
+    try:
+        body = ast.parse(block.text).body
+    except SyntaxError:
+        return False
+    return all(isinstance(part, ast.FunctionDef) and ast.unparse(part.body[-1]) == "..." for part in body)
+
+
 def bare(command: str) -> str:
     """A command without the comment behind it, on one line."""
     return re.sub(r"\s+#\s.*$", "", re.sub(r"\\\n\s*", "", command), flags=re.MULTILINE).strip()
@@ -144,9 +156,21 @@ def keys_of(recipe: list[str], words: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------- the process that forks
 
 
+NEEDED = ("matplotlib.pyplot", "tensorboard.compat.proto.event_pb2", "tensorstore", "torch", "vitrail.bench")
+NEEDED += (
+    "torch.distributed.run",
+    "vitrail.cost.plan",
+    "vitrail.infer.predict",
+    "vitrail.infer.sample",
+    "vitrail.training.run",
+)
+
+
 def serve(address: str) -> NoReturn:
     """Import what commands need, then do one after another's in a fork of this process, until standard input ends."""
-
+    for name in NEEDED:
+        importlib.import_module(name)
+    gc.freeze()  # else the forks copy all of it when they collect
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
@@ -260,9 +284,11 @@ def _python(words: list[str]) -> None:
         sys.argv = words[1:]
         sys.path.insert(0, "")
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[:1] == ["-c"]:
+    elif words[:1] in (["-c"], ["-"], []):
+        code = words[1] if words[:1] == ["-c"] else sys.stdin.read()
         sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        sys.path.insert(0, "")
+        exec(compile(code, "<pasted>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = words
         sys.path.insert(0, "")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pasting
 import pytest
-from pasting import SHELLS, Shell, bare, blocks_of, commands_of, parsed
+from pasting import SHELLS, Shell, bare, blocks_of, commands_of, is_signature, parsed
 from predicting import write_em
 from support import MODELS, ROOT, tiny_recipe, write_recipe
 
@@ -264,7 +264,7 @@ def steps_of(page: str, folder: Path) -> list[tuple[str, str]]:
             for line, command in commands_of(block):
                 if is_run(page, block, command):
                     steps.append((f"{page}, line {line}: {bare(command)}", command))
-        elif block.language == "python" and is_run(page, block, block.text):
+        elif block.language == "python" and is_run(page, block, block.text) and not is_signature(block):
             file = folder.parent / f"line_{block.line}.py"
             file.write_text(block.text)
             steps.append((f"{page}, line {block.line}: this block of Python", f"python {shlex.quote(str(file))}"))
@@ -409,6 +409,8 @@ def test_blocks_of_pages_say_what_they_are() -> None:
         for block in blocks_of(page):
             words = re.match(r"(\$ )?(vitrail|torchrun|python|pip|import)\b", block.text)
             assert block.language or not words, f"{page}, line {block.line}: begin this block with ```sh or ```python"
+            if block.language == "console":
+                assert "$ " in block.text, f"{page}, line {block.line}: write `$ ` before the commands of this block"
 
 
 def test_examples_of_ucf_vit_are_all_there() -> None:
