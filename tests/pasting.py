@@ -131,7 +131,15 @@ def shortened(words: list[str]) -> list[str]:
         "data bench": ["--seconds", "0.1"],
         "sample": ["--steps", "2", "--number", "20", "--quiet"],
         "probe": ["--steps", "2", "--number", "40", "--quiet"],
-        "bench": ["--windows", "1", "--steps", "1", "--warm-up", "1"],
+        "bench": [
+            "--windows",
+            "1",
+            "--steps",
+            "1",
+            "--warm-up",
+            "1",
+            *(["--ranks", "2"] if "--ranks" in words else []),
+        ],
         "tune": ["--most", "2"],
     }
     smaller = os.environ.get("PASTED_SMALLER", "").split() if verb in ("train", "bench", "tune") else []
@@ -253,6 +261,7 @@ def _vitrail(words: list[str]) -> None:
     import vitrail.cli
 
     sys.argv = ["vitrail", *shortened(words)]
+    sys.executable = os.environ["PYTHON_EXEC"]  # what it starts itself is forked, too
     vitrail.cli.console()
 
 
@@ -275,7 +284,7 @@ def _shorten_calls() -> None:
 
 
 def _python(words: list[str]) -> None:
-    while words[:1] == ["-u"]:
+    while words and words[0] in ("-u", "-I", "-S", "-E"):
         words = words[1:]
     if words[:2] == ["-m", "vitrail"]:
         return _vitrail(words[2:])

@@ -98,7 +98,7 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
 
 # Keys for commands that train what a page has too large for two cores; the page's own words stay before them.
 SMALLER = {
-    "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2",
+    "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2",
     "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2",
 }
 
@@ -139,6 +139,10 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "torchfrtrace runs/demo-mae3d/flight-recorder --prefix nccl_rank_": "needs what a hang on GPUs has left",
     },
+    "docs/coming-from/torchditan.md": {
+        "vitrail bench dit.yaml --sweep model.patch=8,4,2 --sweep data.batch=16/rank,64/rank,256/rank "
+        "--sweep parallel.compile=true,false --sweep parallel.recompute=none,full": "36 measurements, some compiled",
+    },
     "docs/coming-from/torchtitan-mae.md": {
         "torchrun --nproc-per-node 4 -m vitrail train mae.yaml": "a network of 2 billion parameters",
     },
@@ -154,7 +158,8 @@ def own_recipe(path: Path, **changes: Any) -> Path:
     volume = path.parent / "my/volume.zarr"
     if not volume.exists():
         write_em(volume, shape=(32, 36, 160))
-    return write_recipe(path, tiny_recipe(Path("my/volume.zarr"), Path("runs/my-run"), **changes))
+    changes = {"run__name": path.stem, "data__batch": "8/rank"} | changes
+    return write_recipe(path, tiny_recipe(Path("my/volume.zarr"), Path("runs", path.stem), **changes))
 
 
 def write_scan(path: Path) -> None:
