@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.layers.attention import CrossAttention, KeyMask, SelfAttention
+from vitrail.layers.fast import is_fast
 from vitrail.layers.flops import Flops
+from vitrail.layers.fused import add_norm, gelu_after, is_plain_norm, past_norm, suits
+from vitrail.layers.gelu import gelu
 from vitrail.layers.init import Constant, Normal, mark
 from vitrail.recipe import config
 
@@ -45,7 +48,11 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
+        tanh = self.approximate == "tanh"
+        if suits("bias", self.fc1):
+            return self.fc2(gelu_after(self.fc1, x, tanh=tanh))
+        x = self.fc1(x)
+        return self.fc2(gelu(x, tanh=tanh) if is_fast("gelu") else F.gelu(x, approximate=self.approximate))
 
 
 class SwiGLU(nn.Module):
@@ -142,6 +149,11 @@ class _Residual(nn.Module):
         self.ls1 = nn.Identity() if c.layer_scale is None else Scale(c.width, c.layer_scale)
         self.ls2 = nn.Identity() if c.layer_scale is None else Scale(c.width, c.layer_scale)
 
+    def is_plain(self) -> bool:
+        """Tell whether branches are added as they are, after layer norms before them."""
+        scaled = not (isinstance(self.ls1, nn.Identity) and isinstance(self.ls2, nn.Identity))
+        return not self.post and not scaled and is_plain_norm(self.norm1, self.norm2)
+
     def before(self, x: Tensor) -> Tensor:
         """Return the input of attention."""
         return x if self.post else self.norm1(x)
@@ -169,6 +181,11 @@ class Block(_Residual):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, drop_path: Tensor | None = None, mask: KeyMask | None = None
     ) -> Tensor:
+        if suits("norm", self.attn.proj) and drop_path is None and self.is_plain():
+            x, normed = past_norm(self.norm1, x)
+            branch = self.attn(normed, rope, mask, without=True)
+            x, normed = add_norm(self.norm2, x, branch, self.attn.proj.bias)
+            return x + self.mlp(normed)
         return self.residual(x, self.attn(self.before(x), rope, mask), drop_path)
 
 

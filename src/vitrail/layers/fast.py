@@ -3,9 +3,9 @@
 | name | what it changes |
 |---|---|
 | gelu | GELU and its gradient share one exponential (layers/gelu.py) |
-| bias | GELU's gradient and the sum that is the bias's gradient are one kernel (layers/kernels/gelu.py); with `gelu` |
-| maps | convolutional decoders keep channels last on a GPU too, and 1-wide convolutions and steps up are products |
-| norm | instance norm, the sum after it and the leaky ReLU in two passes over a map; with `maps` |
+| bias | gradients of GELU and of queries, keys and values add up those of the biases before them (layers/fused.py) |
+| norm | so does the gradient of a layer norm, which adds what goes past it, too |
+| maps | convolutional decoders keep channels last on a GPU too; 1-wide convolutions and steps up are products |
 | conv | 3-wide convolutions of few channels by kernels of ours; with `maps` |
 
 They agree with the usual way to the rounding of the type that is computed in. `use_fast` says which are on in this
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from vitrail.layers.private import constant_when_compiled
 
-NAMES = ("gelu", "bias", "maps", "norm", "conv")
+NAMES = ("gelu", "bias", "norm", "maps", "conv")
 _on: frozenset[str] = frozenset()
 
 
