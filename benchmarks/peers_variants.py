@@ -47,6 +47,7 @@ class Variant:
             yield
 
 
+BLOCKS = ("gelu", "bias", "norm")
 TRANSFORMERS, CONVOLUTIONS = ("vit_l", "vit_b", "mae_l", "dit"), ("unetr",)
 TUNED = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True}
 VARIANTS: dict[str, Variant] = {
@@ -60,18 +61,19 @@ VARIANTS: dict[str, Variant] = {
     # Of transformers.
     "gelu": Variant(fast=("gelu",), rows=TRANSFORMERS),
     "gelu, bias": Variant(fast=("gelu", "bias"), rows=TRANSFORMERS),
-    "gelu, bias, whole model": Variant(
-        ("parallel.compile=false",), fast=("gelu", "bias"), whole=True, rows=TRANSFORMERS
-    ),
+    "norm": Variant(fast=("norm",), rows=TRANSFORMERS),
+    "gelu, bias, norm": Variant(fast=BLOCKS, rows=TRANSFORMERS),
+    "gelu, bias, norm, whole model": Variant(("parallel.compile=false",), fast=BLOCKS, whole=True, rows=TRANSFORMERS),
     "float8": Variant(("precision.compute=float8",), rows=TRANSFORMERS),
+    "float8, gelu, bias, norm": Variant(("precision.compute=float8",), fast=BLOCKS, rows=TRANSFORMERS),
     # Of convolutions.
     "cudnn.benchmark": Variant(cudnn_benchmark=True, rows=CONVOLUTIONS),
     "maps": Variant(fast=("maps",), rows=CONVOLUTIONS),
     "maps, cudnn.benchmark": Variant(fast=("maps",), cudnn_benchmark=True, rows=CONVOLUTIONS),
-    "maps, norm": Variant(fast=("maps", "norm"), rows=CONVOLUTIONS),
-    "maps, norm, conv": Variant(fast=("maps", "norm", "conv"), rows=CONVOLUTIONS),
-    "maps, norm, conv, cudnn.benchmark": Variant(
-        fast=("maps", "norm", "conv"), cudnn_benchmark=True, rows=CONVOLUTIONS
+    "maps, conv": Variant(fast=("maps", "conv"), rows=CONVOLUTIONS),
+    "maps, conv, cudnn.benchmark": Variant(fast=("maps", "conv"), cudnn_benchmark=True, rows=CONVOLUTIONS),
+    "maps, conv, gelu, bias, norm, cudnn.benchmark": Variant(
+        fast=("maps", "conv", *BLOCKS), cudnn_benchmark=True, rows=CONVOLUTIONS
     ),
 }
 assert set().union(*(variant.fast for variant in VARIANTS.values())) <= set(WAYS)

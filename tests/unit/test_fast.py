@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from vitrail.layers import gelu
 from vitrail.layers.block import Block, BlockConfig, ModulatedBlock
+from vitrail.layers.convolutions import ConvBlock, Join, convolution, convolve
 from vitrail.layers.fast import NAMES, is_fast, use_fast
 from vitrail.layers.fused import suits
+from vitrail.layers.maps import suits_small
 
 
 def make(kind: type[nn.Module], **changes: Any) -> nn.Module:
@@ -104,8 +106,9 @@ def test_in_bf16_a_block_is_as_near_to_fp32_as_the_usual_one() -> None:
         assert error(a, c) < 1.3 * error(b, c) + 2e-3
 
 
-def test_compiled_blocks_are_whole_and_the_same() -> None:
-    block, x = make(Block), torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("kind", [Block, ModulatedBlock])
+def test_compiled_blocks_are_whole_and_the_same(kind: type[nn.Module]) -> None:
+    block, x = make(kind), torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
     expected = gradients(block, x)
     with use_fast("gelu", "bias", "norm"):
         torch._dynamo.reset()
@@ -126,3 +129,51 @@ def test_layers_that_were_changed_are_left_alone() -> None:
         layer.forward = lambda x: x  # type: ignore[method-assign]
         assert not suits("bias", layer)
     assert not suits("bias", nn.Linear(4, 4))
+
+
+def marked(module: nn.Module) -> nn.Module:
+    """The module with weights that are neither 0 nor alike."""
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+@pytest.mark.parametrize("ways", [("maps",), ("maps", "conv")])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("ndim", "inputs", "outputs"), [(3, 16, 16), (3, 32, 16), (2, 16, 32), (3, 1, 16), (2, 3, 5)])
+def test_blocks_of_convolutions_are_the_same(
+    ndim: int, inputs: int, outputs: int, affine: bool, ways: tuple[str, ...]
+) -> None:
+    block = marked(ConvBlock(ndim, inputs, outputs, residual=True, affine=affine))
+    x = torch.randn(2, inputs, *(3, 4, 5)[:ndim], generator=torch.Generator().manual_seed(1))
+    expected = gradients(block, x)
+    with use_fast(*ways):
+        found = gradients(block, x)
+        assert suits_small(x, block.conv1.weight) == ("conv" in ways and inputs >= 16)  # type: ignore[arg-type, union-attr]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ways", [("maps",), ("maps", "conv")])
+def test_joins_and_the_last_layer_are_the_same(ways: tuple[str, ...]) -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.join = Join(8, 16, (2, 2, 2), residual=True, affine=False)
+            self.out = convolution(3, 16, 5, width=1, bias=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            skip = torch.linspace(-1, 1, 2 * 16 * 4**3).view(2, 16, 4, 4, 4)
+            return convolve(self.out, self.join(x, skip))
+
+    decoder, x = marked(Decoder()), torch.randn(2, 8, 2, 2, 2, generator=torch.Generator().manual_seed(1))
+    expected = gradients(decoder, x)
+    with use_fast(*ways):
+        found = gradients(decoder, x)
+        torch._dynamo.reset()
+        compiled = gradients(torch.compile(decoder, backend="aot_eager", fullgraph=True), x)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    for a, b, c in zip(found, expected, compiled, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(c, b, atol=1e-4, rtol=1e-4)

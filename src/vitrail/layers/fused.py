@@ -6,6 +6,7 @@ that end a layer is applied with its bias cut off from gradients (`apart`), and 
 - `gelu_after`: GELU of fc1's output
 - `heads_after`: queries, keys and values of qkv's output; their gradients are put together
 - `add_norm`: a branch added to the residual stream, and the layer norm of that
+- `add_gated`, `add_gated_norm`: the same with the gates, scales and shifts that a condition has for each sample
 
 The torch code is the reference and what runs on a CPU; on a GPU the kernels are those of layers/kernels/rows.py.
 """
@@ -189,6 +190,110 @@ class _PastNorm(torch.autograd.Function):
 def past_norm(norm: nn.LayerNorm, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x, and its layer norm."""
     return _PastNorm.apply(x, norm.weight, norm.bias, norm.eps)
+
+
+# ---------------------------------------------------------------- with a condition
+
+
+def _per_sample(x: Tensor) -> Tensor:
+    """[B, C] beside tokens [B, N, C]."""
+    return x.float().unsqueeze(1)
+
+
+@torch.library.custom_op("vitrail::gate_back", mutates_args=())
+def _gate_back(past: Tensor, branch: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if (kernels := _kernels(branch)) is not None:
+        _, of_branch, sums = kernels.gate_back(past, branch, gate)
+    else:
+        wide = past.float()
+        of_branch = (wide * _per_sample(gate)).to(branch.dtype)
+        sums = [wide.sum(dim=1), (wide * branch.float()).sum(dim=1)]
+    return of_branch, sums[1].to(gate.dtype), (sums[0] * gate.float()).sum(dim=0).to(gate.dtype)
+
+
+@_gate_back.register_fake
+def _(past: Tensor, branch: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return branch.new_empty(branch.shape), gate.new_empty(gate.shape), gate.new_empty(gate.shape[-1:])
+
+
+class _AddGated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(branch, gate)
+        return x + gate.unsqueeze(1) * branch
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, past: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        branch, gate = ctx.saved_tensors
+        of_branch, of_gate, of_bias = _gate_back(past, branch, gate)
+        return past, of_branch, of_bias, of_gate
+
+
+def add_gated(x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    """x + gate * branch; `branch` ends with a layer that was applied `apart` from `bias`."""
+    return _AddGated.apply(x, branch, bias, gate)
+
+
+@torch.library.custom_op("vitrail::gated_norm_back", mutates_args=())
+def _gated_norm_back(
+    gradient: Tensor, x: Tensor, past: Tensor, branch: Tensor, gate: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if (kernels := _kernels(x)) is not None:
+        out, of_branch, sums = kernels.gate_back(past, branch, gate, (gradient, x, scale, eps))
+    else:
+        wide, change = x.float(), gradient.float()
+        variance, mean = torch.var_mean(wide, dim=-1, keepdim=True, correction=0)
+        steep = (variance + eps).rsqrt()
+        normed = (wide - mean) * steep
+        weighted = change * (1 + _per_sample(scale))
+        along = (weighted * normed).mean(dim=-1, keepdim=True)
+        found = (weighted - normed * along - weighted.mean(dim=-1, keepdim=True)) * steep + past.float()
+        out, of_branch = found.to(x.dtype), (found * _per_sample(gate)).to(branch.dtype)
+        sums = [each.sum(dim=1) for each in (found, found * branch.float(), change, change * normed)]
+    of_bias = (sums[0] * gate.float()).sum(dim=0)
+    # Copies, where nothing is rounded: what an operator gives back must not share memory.
+    return out, of_branch, *(each.to(gate.dtype, copy=True) for each in (sums[1], sums[3], sums[2], of_bias))
+
+
+@_gated_norm_back.register_fake
+def _(
+    gradient: Tensor, x: Tensor, past: Tensor, branch: Tensor, gate: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    a, b, c = (gate.new_empty(gate.shape) for _ in range(3))
+    return x.new_empty(x.shape), branch.new_empty(branch.shape), a, b, c, gate.new_empty(gate.shape[-1:])
+
+
+class _AddGatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = x + gate.unsqueeze(1) * branch
+        ctx.save_for_backward(x, branch, gate, scale)
+        ctx.eps = eps
+        normed = F.layer_norm(x, x.shape[-1:], None, None, eps)
+        return x, normed * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, past: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, branch, gate, scale = ctx.saved_tensors
+        of_x, of_branch, of_gate, of_scale, of_shift, of_bias = _gated_norm_back(
+            gradient, x, past, branch, gate, scale, ctx.eps
+        )
+        return of_x, of_branch, of_bias, of_gate, of_scale, of_shift, None
+
+
+def add_gated_norm(
+    x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + gate * branch, and the layer norm of that, scaled and shifted; `branch` and `bias` as in add_gated."""
+    return _AddGatedNorm.apply(x, branch, bias, gate, scale, shift, eps)
+
+
+def is_bare_norm(*norms: nn.Module) -> bool:
+    return all(type(norm) is nn.LayerNorm and norm.weight is None for norm in norms)
 
 
 def is_plain_norm(*norms: nn.Module) -> bool:

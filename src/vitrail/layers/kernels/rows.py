@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gelu_back", "norm_back", "pack_back", "probe"]
+__all__ = ["gate_back", "gelu_back", "norm_back", "pack_back", "probe"]
 
 _PROGRAMS = 2048  # at most about so many, so that each has enough rows to make its sums cheap
 
@@ -73,8 +73,37 @@ def norm_back(
     sums = torch.empty(number, 3, columns, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _norm_back[(number,)](grad, x, past, weight, out, sums, rows, columns, each, eps, BR=step, BC=block, num_warps=8)
-    of_weight, of_bias, of_input = sums.sum(dim=0).to(weight.dtype).unbind(0)
+    # One by one: what an operator gives back must not share memory.
+    of_weight, of_bias, of_input = (sums[:, i].sum(dim=0).to(weight.dtype) for i in range(3))
     return out, of_weight, of_bias, of_input
+
+
+def gate_back(
+    past: Tensor, branch: Tensor, gate: Tensor, normed: tuple[Tensor, Tensor, Tensor, float] | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Gradients of x + gate * branch [B, N, C] -> that of x, that of the branch, and sums over tokens [B, C] in fp32.
+
+    `normed`: its layer norm without weights, times 1 + scale [B, C], was given on, too; this is the gradient of that,
+    the sum x + gate * branch, the scale, and eps. `past` is then the gradient of what went past it. The sums are those
+    of the gradient of x, and of that times the branch; then of the gradient of the norm, and of that times the norm.
+    """
+    batch, tokens, columns = branch.shape
+    grad, x, scale, eps = (past, past, gate, 0.0) if normed is None else normed
+    past, grad, x, branch = (t if t.stride()[1:] == (columns, 1) else t.contiguous() for t in (past, grad, x, branch))
+    block = triton.next_power_of_2(columns)
+    step = max(1, 4096 // block)
+    number, each = shares(tokens, batch, step)
+    out = past if normed is None else torch.empty_like(branch, memory_format=torch.contiguous_format)
+    of_branch = torch.empty_like(branch, memory_format=torch.contiguous_format)
+    kinds = 2 if normed is None else 4
+    sums = torch.empty(batch, number, kinds, columns, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(branch):
+        _gate_back[(batch, number)](
+            past, branch, gate.contiguous(), grad, x, scale.contiguous(), out, of_branch, sums, tokens, columns, each,
+            past.stride(0), branch.stride(0), grad.stride(0), x.stride(0), eps, normed is not None, BR=step, BC=block,
+            num_warps=8,
+        )  # fmt: skip
+    return out, of_branch, [sums[:, :, i].sum(dim=1) for i in range(kinds)]
 
 
 @triton.jit
@@ -172,3 +201,51 @@ def _norm_back(
     tl.store(sums, tl.sum(of_weight, axis=0), mask=inside)
     tl.store(sums + columns, tl.sum(of_bias, axis=0), mask=inside)
     tl.store(sums + 2 * columns, tl.sum(of_input, axis=0), mask=inside)
+
+
+@triton.jit
+def _gate_back(
+    past, branch, gate, grad, x, scale, out, of_branch, sums, tokens, columns, each, past_step, branch_step, grad_step,
+    x_step, eps, NORMED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    column = tl.arange(0, BC)
+    inside = column < columns
+    opened = tl.load(gate + sample * columns + column, mask=inside, other=0).to(tl.float32)[None, :]
+    factor = 1.0 + tl.load(scale + sample * columns + column, mask=inside, other=0).to(tl.float32)[None, :]
+    of_x = tl.zeros([BR, BC], tl.float32)
+    of_gate = tl.zeros([BR, BC], tl.float32)
+    of_shift = tl.zeros([BR, BC], tl.float32)
+    of_scale = tl.zeros([BR, BC], tl.float32)
+    for start in range(0, each, BR):
+        row = share * each + start + tl.arange(0, BR)
+        mask = (row < tokens)[:, None] & inside[None, :]
+        place = row[:, None] * columns + column[None, :]
+        change = tl.load(past + sample * past_step + place, mask=mask, other=0).to(tl.float32)
+        added = tl.load(branch + sample * branch_step + place, mask=mask, other=0).to(tl.float32)
+        if NORMED:
+            value = tl.load(x + sample * x_step + place, mask=mask, other=0).to(tl.float32)
+            given = tl.load(grad + sample * grad_step + place, mask=mask, other=0).to(tl.float32)
+            mean = tl.sum(value, axis=1) / columns
+            value = tl.where(mask, value - mean[:, None], 0.0)
+            steep = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / columns + eps)
+            value = value * steep[:, None]
+            weighted = given * factor
+            along = tl.sum(weighted * value, axis=1) / columns
+            level = tl.sum(weighted, axis=1) / columns
+            change += tl.where(mask, (weighted - value * along[:, None] - level[:, None]) * steep[:, None], 0.0)
+            tl.store(out + (sample * tokens) * columns + place, change, mask=mask)
+            of_shift += given
+            of_scale += given * value
+        tl.store(of_branch + (sample * tokens) * columns + place, change * opened, mask=mask)
+        of_x += change
+        of_gate += change * added
+    if NORMED:
+        sums += (sample * tl.num_programs(1) + share) * 4 * columns + column
+        tl.store(sums + 2 * columns, tl.sum(of_shift, axis=0), mask=inside)
+        tl.store(sums + 3 * columns, tl.sum(of_scale, axis=0), mask=inside)
+    else:
+        sums += (sample * tl.num_programs(1) + share) * 2 * columns + column
+    tl.store(sums, tl.sum(of_x, axis=0), mask=inside)
+    tl.store(sums + columns, tl.sum(of_gate, axis=0), mask=inside)
