@@ -6,10 +6,11 @@
     python benchmarks/peers.py --page                            writes peers.md from the results; needs no GPU
     python benchmarks/peers.py --tiny --out DIR                  small models on a CPU, to try it
 
-Ours is the step that `vitrail train` takes, measured by `vitrail.bench` on one batch that lies on the device. The peers'
-are in peers_models.py: compiled (or not, where the row says so), bf16 autocast over fp32 weights, fused AdamW. Each
-side has batches to choose from, and shows its best. First every side of every row is measured with its first batch,
-ours and the peers' in turns, then all with the second one, and so on: a call that is cut short has the whole table.
+Ours is the step that `vitrail train` takes, measured by `vitrail.bench` on one batch that lies on the device. Those
+of the peers are in peers_models.py: compiled (or not, where the row says so), bf16 autocast over fp32 weights, fused
+AdamW. Each side has batches to choose from, and shows its best. First every side of every row is measured with its
+first batch, ours and the peers' in turns, then all with the second one, and so on: a call that is cut short has the
+whole table.
 
 Results are kept in results/peers.json; a call goes on where the last one stopped, tries again what has failed, and ends
 with 75 if something is left after its seconds. A side that fails, or a package that is not installed, is a line of the
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from peers_models import Missing, Peer, huggingface_mae, monai_unetr, plain_dit, timm_vit
 from peers_variants import VARIANTS, Variant, kernel_table, profile_of
-from planner import Cell, clean, mae, machine, open_results, refuse_mixing, write_json
+from planner import Cell, clean, machine, mae, open_results, refuse_mixing, write_json
 
 from vitrail.errors import is_out_of_memory
 from vitrail.layers.flops import peak_tflops
@@ -273,7 +274,7 @@ def variant_jobs(chosen: Sequence[Row], names: Sequence[str], done: dict[str, An
 
 
 def best(done: dict[str, Any], row: Row, side: Side) -> tuple[int | None, dict[str, Any] | None]:
-    """Return the batch with the highest rate of a side, with what was found; without one, what is known of the first."""
+    """Return the batch with the highest rate of a side, and what was found; without one, any result."""
     found = {batch: done.get(f"{row.name}/{side.name}/{batch}") for batch in side.batches}
     well = {batch: one for batch, one in found.items() if one is not None and one["status"] == "ok"}
     if well:
@@ -360,8 +361,8 @@ def page(stored: dict[str, Any], known: Sequence[Row]) -> str:
         ours = found[0][2]
         each = None if ours is None else ours.get("flops_each")
         for place, (side, batch, one) in enumerate(found):
-            title, target = (row.title, row.target) if place == 0 else ("", "")
-            lines.append(f"| {title} | {side.name} | {_line(row, batch, one, ours if place else None, each)} {target} |")
+            title, target, first = ("", "", ours) if place else (row.title, row.target, None)
+            lines.append(f"| {title} | {side.name} | {_line(row, batch, one, first, each)} {target} |")
     told = [line for row in known for line in _variant_lines(row, done)]
     if told:
         lines += [

@@ -117,14 +117,15 @@ def compiled_whole() -> Iterator[None]:
 # The first that is found in a kernel's name says its kind; names of compiled kernels list the operations in them.
 KINDS: tuple[tuple[str, str], ...] = (
     ("optimizer", r"adam|lerp|FusedOptimizer|foreach_(norm|mul|lerp)|LpNorm"),
-    ("copies and casts", r"multi_tensor_apply|Memcpy|Memset|CatArray|direct_copy|_to_copy_?\d*$|aten::(copy_|cat|_to_copy)"),
+    ("copies and casts", r"multi_tensor_apply|Mem(cpy|set)|CatArray|direct_copy|_to_copy_?\d*$|aten::(copy_|cat)"),
     ("attention", r"fmha|flash|sdpa|attention|mha_"),
     ("layout conversions", r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|transpose_readWrite|tensorTransformGeneric"),
-    ("convolutions", r"conv|implicit_gemm|fprop|dgrad|wgrad|winograd"),
+    ("convolutions", r"conv|^_weigh|implicit_gemm|fprop|dgrad|wgrad|winograd"),
     ("products", r"gemm|nvjet|cutlass|cublas|matmul|split_?k|aten::(mm|bmm|addmm|linear)"),
     ("GELU", r"gelu|_erf|tanh"),
-    ("norms", r"norm|batch_norm|welford|var_mean|standard"),
-    ("bias gradients", r"triton_(red|per)_fused_(view_|_unsafe_view_|t_|transpose_)*sum(_view)*_?\d*$|reduce_kernel|aten::sum"),
+    ("norms", r"norm|^_gate_back|batch_norm|welford|var_mean|standard"),
+    ("bias gradients", r"triton_(red|per)_fused_((_unsafe_)?view_|t_|transpose_)*sum(_view)*_?\d*$|reduce_k|::sum"),
+    ("queries, keys, values", r"^_pack_back"),
     ("loss", r"softmax|nll|cross_entropy|dice"),
 )  # fmt: skip
 

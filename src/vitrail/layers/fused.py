@@ -24,7 +24,7 @@ from vitrail.layers.kernels import load_kernels
 
 
 def suits(name: str, *layers: nn.Module) -> bool:
-    """Tell whether a way is on and these linear layers are as PyTorch made them: neither cut, nor float8, nor watched."""
+    """Tell whether a way is on and these layers are linear as PyTorch made them: neither cut nor in float8."""
     return (
         is_fast(name)
         and torch.is_grad_enabled()
@@ -142,9 +142,7 @@ def _norm_back(
 
 
 @_norm_back.register_fake
-def _(
-    gradient: Tensor, x: Tensor, past: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, x: Tensor, past: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a, b, c = (weight.new_empty(weight.shape) for _ in range(3))
     return x.new_empty(x.shape), a, b, c
 
@@ -168,7 +166,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_norm(norm: nn.LayerNorm, x: Tensor, branch: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x + branch, and the layer norm of that; `branch` ends with a layer that was applied `apart` from `bias`."""
+    """Return x + branch, and the layer norm of that; `branch` ends with a layer applied `apart` from `bias`."""
     return _AddNorm.apply(x, branch, bias, norm.weight, norm.bias, norm.eps)
 
 

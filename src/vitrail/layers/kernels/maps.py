@@ -7,13 +7,14 @@ Maps are [B, *S, C], contiguous, in two or three dimensions; weights [taps, C in
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["convolve", "probe", "weigh"]
+__all__ = ["Tiles", "convolve", "probe", "weigh"]
 
 _SHARES = 256  # of all voxels: each program sums the gradient of a weight over one
 
@@ -25,6 +26,18 @@ def probe(device: torch.device) -> bool:
     return bool((found == 64).all())
 
 
+class Tiles(NamedTuple):
+    """How a kernel is cut: voxels of a program's step, its warps, and steps that are loaded ahead."""
+
+    block: int
+    warps: int = 4
+    stages: int = 3
+
+
+def tiles_for(inputs: int, outputs: int) -> Tiles:
+    return Tiles(128 if max(inputs, outputs) <= 32 else 64)
+
+
 def sizes_of(x: Tensor) -> tuple[int, int, int, int]:
     """Return voxels of all samples, and planes, rows and columns of one; an image has one plane."""
     shape = x.shape[1:-1]
@@ -32,31 +45,33 @@ def sizes_of(x: Tensor) -> tuple[int, int, int, int]:
     return math.prod(x.shape[:-1]), planes, shape[-2], shape[-1]
 
 
-def convolve(x: Tensor, weight: Tensor) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, cut: Tiles | None = None) -> Tensor:
     """The convolution [B, *S, C in] -> [B, *S, C out], with zeros around."""
     taps, inputs, outputs = weight.shape
     voxels, planes, rows, columns = sizes_of(x)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
-    block = 128 if max(inputs, outputs) <= 32 else 64
+    block, warps, stages = cut or tiles_for(inputs, outputs)
     with torch.cuda.device_of(x):
         _convolve[(triton.cdiv(voxels, block),)](
-            x, weight.contiguous(), out, voxels, planes, rows, columns, taps, inputs, outputs, BM=block, num_stages=4
-        )
+            x, weight.contiguous(), out, voxels, planes, rows, columns, taps, inputs, outputs, BM=block,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return out
 
 
-def weigh(x: Tensor, grad: Tensor, taps: int) -> Tensor:
+def weigh(x: Tensor, grad: Tensor, taps: int, cut: Tiles | None = None) -> Tensor:
     """Gradient of the weight [taps, C in, C out], in fp32, from the input and the gradient of the output."""
     inputs, outputs = x.shape[-1], grad.shape[-1]
     voxels, planes, rows, columns = sizes_of(x)
-    block = 128 if max(inputs, outputs) <= 32 else 64
+    block, warps, stages = cut or tiles_for(inputs, outputs)
     each = triton.cdiv(triton.cdiv(voxels, _SHARES), block) * block
     number = triton.cdiv(voxels, each)
     sums = torch.empty(number, taps, inputs, outputs, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _weigh[(taps // 3, number)](
-            x, grad, sums, voxels, planes, rows, columns, each, taps, inputs, outputs, BM=block, num_stages=3
-        )
+            x, grad, sums, voxels, planes, rows, columns, each, taps, inputs, outputs, BM=block, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
     return sums.sum(dim=0)
 
 

@@ -42,7 +42,7 @@ def gelu_back(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 
 
 def pack_back(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Three gradients [B, N, H, K] -> one of (head; query, key, value; K) [B, N, H * 3 * K], and its sum [H * 3 * K]."""
+    """Three gradients [B, N, H, K] -> one of (head; query, key, value; K) [B, N, 3 * H * K], and its sum."""
     batch, tokens, heads, width = q.shape
     rows, columns = batch * tokens, heads * width
     out = torch.empty(batch, tokens, 3 * columns, dtype=q.dtype, device=q.device)
@@ -72,7 +72,9 @@ def norm_back(
     number, each = shares(rows, 2, step)
     sums = torch.empty(number, 3, columns, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _norm_back[(number,)](grad, x, past, weight, out, sums, rows, columns, each, eps, BR=step, BC=block, num_warps=8)
+        _norm_back[(number,)](
+            grad, x, past, weight, out, sums, rows, columns, each, eps, BR=step, BC=block, num_warps=8
+        )
     # One by one: what an operator gives back must not share memory.
     of_weight, of_bias, of_input = (sums[:, i].sum(dim=0).to(weight.dtype) for i in range(3))
     return out, of_weight, of_bias, of_input
