@@ -23,7 +23,7 @@ class Variant:
     overrides: tuple[str, ...] = ()  # of the recipe
     compiling: dict[str, Any] = field(default_factory=dict)  # arguments of torch.compile
     inductor: dict[str, Any] = field(default_factory=dict)  # settings of the compiler, by their dotted names
-    fast: tuple[str, ...] = ()  # ways of layers/fast.py
+    fast: tuple[str, ...] | None = None  # ways of layers/fast.py, and no others; None: those that are on
     cudnn_benchmark: bool = False
     whole: bool = False  # the model is compiled as one, not block by block
     rows: tuple[str, ...] = ()  # that it is for; none: all
@@ -40,7 +40,8 @@ class Variant:
                 stack.enter_context(config.patch(self.inductor))
             if self.whole:
                 stack.enter_context(compiled_whole())
-            stack.enter_context(use_fast(*self.fast))
+            if self.fast is not None:
+                stack.enter_context(use_fast(*self.fast))
             before = torch.backends.cudnn.benchmark
             stack.callback(setattr, torch.backends.cudnn, "benchmark", before)
             torch.backends.cudnn.benchmark = self.cudnn_benchmark or before
@@ -58,6 +59,7 @@ VARIANTS: dict[str, Variant] = {
     "coordinate descent": Variant(inductor=TUNED),
     "max autotune": Variant(compiling={"mode": "max-autotune-no-cudagraphs"}),
     "whole model": Variant(("parallel.compile=false",), whole=True),
+    "no fast way": Variant(fast=()),
     # Of transformers.
     "gelu": Variant(fast=("gelu",), rows=TRANSFORMERS),
     "gelu, bias": Variant(fast=("gelu", "bias"), rows=TRANSFORMERS),
@@ -76,7 +78,7 @@ VARIANTS: dict[str, Variant] = {
         fast=("maps", "conv", *BLOCKS), cudnn_benchmark=True, rows=CONVOLUTIONS
     ),
 }
-assert set().union(*(variant.fast for variant in VARIANTS.values())) <= set(WAYS)
+assert set().union(*(variant.fast or () for variant in VARIANTS.values())) <= set(WAYS)
 
 
 @contextmanager

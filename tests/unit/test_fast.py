@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitrail.layers import gelu
 from vitrail.layers.block import Block, BlockConfig, ModulatedBlock
 from vitrail.layers.convolutions import ConvBlock, Join, convolution, convolve
-from vitrail.layers.fast import NAMES, is_fast, use_fast
+from vitrail.layers.fast import NAMES, ON_GPU, is_fast, use_fast
 from vitrail.layers.fused import suits
 from vitrail.layers.maps import suits_small
 
@@ -38,14 +38,19 @@ def gradients(block: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), *found]  # type: ignore[list-item]
 
 
-def test_none_is_on_and_all_are_put_back() -> None:
-    assert not any(map(is_fast, NAMES))
+def test_none_is_on_by_itself_on_a_cpu_and_all_are_put_back() -> None:
+    def on(device: str) -> list[str]:
+        return [name for name in NAMES if is_fast(name, device)]
+
+    assert on("cpu") == on("meta") == []
+    assert set(on("cuda")) == ON_GPU
     with use_fast("gelu", "maps"):
-        assert [name for name in NAMES if is_fast(name)] == ["gelu", "maps"]
+        assert on("cpu") == on("cuda") == ["gelu", "maps"]
         with use_fast():
-            assert not is_fast("gelu")
-        assert is_fast("maps")
-    assert not any(map(is_fast, NAMES))
+            assert on("cpu") == on("cuda") == []
+        assert on("cuda") == ["gelu", "maps"]
+    assert on("cpu") == []
+    assert set(on("cuda")) == ON_GPU
     with pytest.raises(ValueError, match="quick: no such way; there are gelu, bias"):
         use_fast("quick")
 
@@ -141,7 +146,9 @@ def marked(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("ways", [("maps",), ("maps", "conv")])
 @pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize(("ndim", "inputs", "outputs"), [(3, 16, 16), (3, 32, 16), (2, 16, 32), (3, 1, 16), (2, 3, 5)])
+@pytest.mark.parametrize(
+    ("ndim", "inputs", "outputs"), [(3, 16, 16), (3, 32, 16), (2, 16, 32), (3, 1, 16), (2, 3, 32), (2, 3, 5)]
+)
 def test_blocks_of_convolutions_are_the_same(
     ndim: int, inputs: int, outputs: int, affine: bool, ways: tuple[str, ...]
 ) -> None:
@@ -150,7 +157,7 @@ def test_blocks_of_convolutions_are_the_same(
     expected = gradients(block, x)
     with use_fast(*ways):
         found = gradients(block, x)
-        assert suits_small(x, block.conv1.weight) == ("conv" in ways and inputs >= 16)  # type: ignore[arg-type, union-attr]
+        assert suits_small(x, block.conv1.weight) == ("conv" in ways and outputs >= 16)  # type: ignore[arg-type, union-attr]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 

@@ -64,7 +64,7 @@ class MLP(nn.Module):
             x = gelu_after(self.fc1, x, tanh=tanh)
         else:
             x = self.fc1(x)
-            x = gelu(x, tanh=tanh) if is_fast("gelu") else F.gelu(x, approximate=self.approximate)
+            x = gelu(x, tanh=tanh) if is_fast("gelu", x.device.type) else F.gelu(x, approximate=self.approximate)
         return apart(self.fc2, x) if without else self.fc2(x)
 
 

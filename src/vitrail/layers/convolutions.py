@@ -45,7 +45,7 @@ def convolve(layer: nn.Module, x: Tensor, ids: Ids | None = None) -> Tensor:
     weight: Tensor = pick(layer.weight, ids, dim=1)  # type: ignore[arg-type]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
     x = x.to(weight.dtype)
-    if is_fast("maps"):
+    if is_fast("maps", x.device.type):
         if weight[0, 0].numel() == 1:
             return project(channels_last(x), weight.flatten(1), bias)
         if bias is None and suits_small(x, weight):
@@ -70,7 +70,7 @@ def rise(layer: nn.Module, x: Tensor) -> Tensor:
 
 def keeps_last(x: Tensor) -> bool:
     """Tell whether maps like this one have their channels last in memory."""
-    return x.device.type == "cpu" or is_fast("maps")
+    return x.device.type == "cpu" or is_fast("maps", x.device.type)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class InstanceNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_fast("maps"):
+        if is_fast("maps", x.device.type):
             return instance_norm(x, self.weight, self.bias, EPS)
         if x.device.type != "cpu" or x.is_contiguous() or torch.compiler.is_compiling():
             return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=EPS)

@@ -26,7 +26,8 @@ from vitrail.layers.kernels import load_kernels
 def suits(name: str, *layers: nn.Module) -> bool:
     """Tell whether a way is on and these layers are linear as PyTorch made them: neither cut nor in float8."""
     return (
-        is_fast(name)
+        isinstance(layers[0].weight, Tensor)
+        and is_fast(name, layers[0].weight.device.type)
         and torch.is_grad_enabled()
         and all(
             isinstance(layer, nn.Linear)

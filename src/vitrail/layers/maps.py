@@ -83,17 +83,18 @@ def suits_small(x: Tensor, weight: Tensor) -> bool:
     """Tell whether the kernels of small convolutions are on and made for this one."""
     outputs, inputs, *kernel = weight.shape
     return (
-        is_fast("conv")
+        is_fast("conv", x.device.type)
         and len(kernel) in _CONVOLUTIONS
         and set(kernel) == {3}
-        and inputs in FEW
+        and (inputs in FEW or inputs < FEW[0])
         and outputs in FEW
         and (x.device.type == "cpu" or x.dtype in (torch.bfloat16, torch.float16))
     )
 
 
 def _kernels(x: Tensor) -> Any | None:
-    return load_kernels("vitrail.layers.kernels.maps", x.device, "convolution")
+    few = x.numel() // x.shape[-1] < 2**31 - 2**16
+    return load_kernels("vitrail.layers.kernels.maps", x.device, "convolution") if few else None
 
 
 @torch.library.custom_op("vitrail::small_convolution", mutates_args=())
@@ -157,4 +158,8 @@ def _taps(weight: Tensor) -> Tensor:
 
 def convolve_small(x: Tensor, weight: Tensor) -> Tensor:
     """A 3-wide convolution without bias; the result has its channels last in memory."""
+    if more := max(0, FEW[0] - x.shape[1]):
+        space = [0, 0] * (x.ndim - 2)
+        x = F.pad(x.movedim(1, -1), (0, more)).movedim(-1, 1)
+        weight = F.pad(weight, (*space, 0, more))
     return _Small.apply(x, weight)

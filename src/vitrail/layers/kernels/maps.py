@@ -3,7 +3,8 @@
 Libraries' kernels are made for many channels: with 16 or 32 most of their tiles are empty. Here a program makes some
 voxels in a row with all their channels, a small product for each of the 9 or 27 neighbours. What it reads again and
 again (each voxel is 27 times a neighbour) comes from the caches. The torch code in layers/maps.py is the reference.
-Maps are [B, *S, C], contiguous, in two or three dimensions; weights [taps, C in, C out]. Sums are in fp32.
+Maps are [B, *S, C], contiguous, in two or three dimensions, of fewer than 2^31 voxels; weights [taps, C in, C out].
+Sums are in fp32.
 """
 
 import math
@@ -48,13 +49,12 @@ def sizes_of(x: Tensor) -> tuple[int, int, int, int]:
 def convolve(x: Tensor, weight: Tensor, cut: Tiles | None = None) -> Tensor:
     """The convolution [B, *S, C in] -> [B, *S, C out], with zeros around."""
     taps, inputs, outputs = weight.shape
-    voxels, planes, rows, columns = sizes_of(x)
+    voxels, *_ = sizes = sizes_of(x)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     block, warps, stages = cut or tiles_for(inputs, outputs)
     with torch.cuda.device_of(x):
         _convolve[(triton.cdiv(voxels, block),)](
-            x, weight.contiguous(), out, voxels, planes, rows, columns, taps, inputs, outputs, BM=block,
-            num_warps=warps, num_stages=stages,
+            x, weight.contiguous(), out, *sizes, taps, inputs, outputs, BM=block, num_warps=warps, num_stages=stages
         )  # fmt: skip
     return out
 
@@ -62,30 +62,28 @@ def convolve(x: Tensor, weight: Tensor, cut: Tiles | None = None) -> Tensor:
 def weigh(x: Tensor, grad: Tensor, taps: int, cut: Tiles | None = None) -> Tensor:
     """Gradient of the weight [taps, C in, C out], in fp32, from the input and the gradient of the output."""
     inputs, outputs = x.shape[-1], grad.shape[-1]
-    voxels, planes, rows, columns = sizes_of(x)
+    voxels, *space = sizes_of(x)
     block, warps, stages = cut or tiles_for(inputs, outputs)
     each = triton.cdiv(triton.cdiv(voxels, _SHARES), block) * block
     number = triton.cdiv(voxels, each)
     sums = torch.empty(number, taps, inputs, outputs, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _weigh[(taps // 3, number)](
-            x, grad, sums, voxels, planes, rows, columns, each, taps, inputs, outputs, BM=block, num_warps=warps,
-            num_stages=stages,
+            x, grad, sums, voxels, each, *space, taps, inputs, outputs, BM=block, num_warps=warps, num_stages=stages
         )  # fmt: skip
     return sums.sum(dim=0)
 
 
 @triton.jit
 def _convolve(
-    x, weight, out, voxels, planes, rows, columns, TAPS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BM: tl.constexpr,
+    x, weight, out, voxels, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    voxel = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    voxel = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = voxel < voxels
-    column = (voxel % columns).to(tl.int32)
-    line = voxel // columns
-    row = (line % rows).to(tl.int32)
-    plane = (line // rows % planes).to(tl.int32)
+    column = voxel % COLUMNS
+    row = voxel // COLUMNS % ROWS
+    plane = voxel // (COLUMNS * ROWS) % PLANES
     channel = tl.arange(0, INPUTS)
     result = tl.arange(0, OUTPUTS)
     total = tl.zeros([BM, OUTPUTS], tl.float32)
@@ -93,19 +91,20 @@ def _convolve(
         dx = tap % 3 - 1
         dy = tap // 3 % 3 - 1
         dz = tap // 9 - (TAPS // 27)
-        there = inside & (column + dx >= 0) & (column + dx < columns) & (row + dy >= 0) & (row + dy < rows)
-        there = there & (plane + dz >= 0) & (plane + dz < planes)
-        place = voxel + ((dz * rows + dy) * columns + dx)
+        there = inside & (column + dx >= 0) & (column + dx < COLUMNS) & (row + dy >= 0) & (row + dy < ROWS)
+        there = there & (plane + dz >= 0) & (plane + dz < PLANES)
+        place = (voxel + ((dz * ROWS + dy) * COLUMNS + dx)).to(tl.int64)
         values = tl.load(x + place[:, None] * INPUTS + channel[None, :], mask=there[:, None], other=0)
         factors = tl.load(weight + tap * INPUTS * OUTPUTS + channel[:, None] * OUTPUTS + result[None, :])
         total = tl.dot(values, factors, total)
-    tl.store(out + voxel[:, None] * OUTPUTS + result[None, :], total.to(out.dtype.element_ty), mask=inside[:, None])
+    place = voxel.to(tl.int64)[:, None] * OUTPUTS + result[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _weigh(
-    x, grad, sums, voxels, planes, rows, columns, each, TAPS: tl.constexpr, INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr, BM: tl.constexpr,
+    x, grad, sums, voxels, each, PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)  # three taps in a row
     share = tl.program_id(1)
@@ -117,20 +116,20 @@ def _weigh(
     here = tl.zeros([INPUTS, OUTPUTS], tl.float32)
     after = tl.zeros([INPUTS, OUTPUTS], tl.float32)
     for start in range(0, each, BM):
-        voxel = share.to(tl.int64) * each + start + tl.arange(0, BM)
+        voxel = share * each + start + tl.arange(0, BM)
         inside = voxel < voxels
-        column = (voxel % columns).to(tl.int32)
-        line = voxel // columns
-        row = (line % rows).to(tl.int32)
-        plane = (line // rows % planes).to(tl.int32)
-        there = inside & (row + dy >= 0) & (row + dy < rows) & (plane + dz >= 0) & (plane + dz < planes)
-        change = tl.load(grad + voxel[:, None] * OUTPUTS + result[None, :], mask=inside[:, None], other=0)
-        source = x + (voxel + (dz * rows + dy) * columns)[:, None] * INPUTS + channel[None, :]
+        column = voxel % COLUMNS
+        row = voxel // COLUMNS % ROWS
+        plane = voxel // (COLUMNS * ROWS) % PLANES
+        there = inside & (row + dy >= 0) & (row + dy < ROWS) & (plane + dz >= 0) & (plane + dz < PLANES)
+        place = voxel.to(tl.int64)
+        change = tl.load(grad + place[:, None] * OUTPUTS + result[None, :], mask=inside[:, None], other=0)
+        source = x + (place + (dz * ROWS + dy) * COLUMNS)[:, None] * INPUTS + channel[None, :]
         values = tl.load(source - INPUTS, mask=(there & (column > 0))[:, None], other=0)
         before = tl.dot(tl.trans(values), change, before)
         values = tl.load(source, mask=there[:, None], other=0)
         here = tl.dot(tl.trans(values), change, here)
-        values = tl.load(source + INPUTS, mask=(there & (column + 1 < columns))[:, None], other=0)
+        values = tl.load(source + INPUTS, mask=(there & (column + 1 < COLUMNS))[:, None], other=0)
         after = tl.dot(tl.trans(values), change, after)
     target = sums + ((share * TAPS + 3 * group) * INPUTS + channel[:, None]) * OUTPUTS + result[None, :]
     tl.store(target, before)
