@@ -57,6 +57,8 @@ VARIANTS: dict[str, Variant] = {
     "not replayed": Variant(("parallel.replay=false",)),
     "replayed": Variant(("parallel.replay=true",)),
     "coordinate descent": Variant(inductor=TUNED),
+    "fast exponentials": Variant(inductor={"use_fast_math": True}),
+    "kernels put together": Variant(inductor={"combo_kernels": True, "benchmark_combo_kernel": True}),
     "max autotune": Variant(compiling={"mode": "max-autotune-no-cudagraphs"}),
     "whole model": Variant(("parallel.compile=false",), whole=True),
     "no fast way": Variant(fast=()),
