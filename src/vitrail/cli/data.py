@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Given, Json, Overrides, Plugins, Quiet, Trust, check_recipe, load_plugins
+from vitrail.cli.options import (
+    Given,
+    Json,
+    Overrides,
+    Plugins,
+    Quiet,
+    Settings,
+    SourceKind,
+    Trust,
+    check_recipe,
+    load_plugins,
+)
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, read_sizes
 from vitrail.errors import UserError
 
@@ -95,10 +106,8 @@ def generate(
 
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file, folder or URL of data.")],
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the entry; repeatable.")
-    ] = None,
+    kind: SourceKind = None,
+    settings: Settings = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Also draw samples with a scale bar, labels and histograms.")
     ] = None,
