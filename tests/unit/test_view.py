@@ -272,7 +272,7 @@ def test_a_damaged_chunk_is_told_and_the_rest_is_shown(volume: Path, client: Non
     chunks = sorted(path for path in (volume / "s0").rglob("*") if path.is_file() and path.name.isdigit())
     chunks[0].write_bytes(b"x" * 50)
     with Server(layers) as server:
-        server.tell = told.append  # type: ignore[method-assign]
+        server.tell = told.append
         answers = [ask(server, f"/{server.token}/data/0/0/c/0/{y}/{x}")[0] for y in range(3) for x in range(3)]
     assert 500 in answers
     assert 200 in answers

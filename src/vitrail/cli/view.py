@@ -65,7 +65,7 @@ def view(
     with trusted(trust):
         layers = gather(paths, labels=labels or (), settings=read_settings(settings or ()), kind=kind, item=item)
         server = Server(layers, port=port)
-        server.tell = note  # type: ignore[method-assign]
+        server.tell = note
         notes = [*(told for layer in layers for told in layer.notes), *far_apart(layers)]
         for layer in layers:
             note(words_of(layer))

@@ -12,6 +12,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -243,22 +244,27 @@ def levels_of(
     axes = canonical(source.axes)
     if stack:
         return (stack_level(source),), AXES
-    levels = []
-    for number in range(level_count(source, item) if isinstance(source, GridSource) else 1):
-        opened: Any = source
-        if isinstance(config, GridConfig):
-            keys: dict[str, Any] = {"level": (config.level or 0) + number, "missing": "fill"}
-            keys["region"] = as_shares(config.region, source, item)
-            if labels:
-                try:
-                    opened = replace(config, **keys).open()
-                except UserError:  # the labels have no such level
-                    break
-            else:
-                with without_labels():
-                    opened = replace(config, **keys).open()
-        levels.append(level_of(config, opened, item, labels=labels))
+    given: Any = getattr(source, "_source", source)  # behind one that lets places without data through
+    if not isinstance(config, GridConfig) or not isinstance(given, GridSource) or config.spacing is not None:
+        return (level_of(source, item, labels=labels),), axes
+    levels: list[Level] = []
+    for number in range(level_count(config, given)):
+        keys: dict[str, Any] = {"level": (config.level or 0) + number, "missing": "fill"}
+        keys["region"] = as_shares(config.region, given, item)
+        try:
+            with nullcontext() if labels else without_labels():
+                opened = with_keys(config, keys)
+        except UserError:  # the labels have no such level, or the file has lost it
+            if not levels:
+                raise
+            break
+        levels.append(level_of(opened, item, labels=labels))
     return tuple(levels), axes
+
+
+def with_keys(config: Any, keys: Mapping[str, Any]) -> Any:
+    """Open an entry with some other keys."""
+    return replace(config, **keys).open()
 
 
 def as_shares(region: Mapping[str, Sequence[float]], source: GridSource, item: int) -> dict[str, list[float]]:
@@ -270,15 +276,14 @@ def as_shares(region: Mapping[str, Sequence[float]], source: GridSource, item: i
     }
 
 
-def level_count(source: GridSource, item: int) -> int:
+def level_count(config: Any, source: GridSource) -> int:
     """Count the levels from the one that the entry asks for; those that lack are refused when they are opened."""
-    config = source.config
     with without_labels():
-        finest = replace(config, level=0, labels=None).open() if config.level else source
+        finest = with_keys(config, {"level": 0, "labels": None, "region": {}}) if config.level else source
     return max(1, len(finest._given.images[0].levels) + 1 - (config.level or 0))
 
 
-def level_of(config: Any, source: Any, item: int, *, labels: bool) -> Level:
+def level_of(source: Any, item: int, *, labels: bool) -> Level:
     found = source.items[item]
     origin = source.origin_of(item) if hasattr(source, "origin_of") else None
     if labels:

@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -69,6 +69,7 @@ class Server:
         self.client = {path.name: path for path in find_client().iterdir() if path.suffix in TYPES}
         self.reading = threading.BoundedSemaphore(READING)
         self.problems: list[str] = []  # with chunks, each once
+        self.tell: Callable[[str], None] = lambda problem: None  # is called with each
         self.closing = threading.Event()
         handler = type("Bound", (Handler,), {"server_": self})
         try:
@@ -162,9 +163,6 @@ class Server:
                 self.tell(told)
             return 500, "text/plain; charset=utf-8", told.encode(), {}
         return 200, "application/octet-stream", content, {}
-
-    def tell(self, problem: str) -> None:
-        """Say that something cannot be read; whoever runs the server may put another function here."""
 
 
 def is_here(host: str) -> bool:

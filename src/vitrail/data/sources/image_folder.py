@@ -367,14 +367,15 @@ class ImageFolderConfig(ImagesConfig):
         classes = sorted(set(found or ()), key=natural_key)
         numbers = {name: number for number, name in enumerate(classes)}
         if self.labels is not None and beside is None:
-            beside, lost = self._list_labels(self.labels, names, stars)
-            if lost:
+            beside, bare = self._list_labels(self.labels, names, stars)
+            if bare:
                 notes.append(
-                    f"{len(lost)} of {len(names)} images have no labels in {self.labels} and are left out, such as "
-                    f"{names[lost[0]]}"
+                    f"{len(bare)} of {len(names)} images have no labels in {self.labels} and are left out, such as "
+                    f"{names[bare[0]]}"
                 )
-                names, found = ([v for n, v in enumerate(each) if n not in {*lost}] if each else each
-                                for each in (names, found))  # fmt: skip
+                kept = sorted({*range(len(names))} - {*bare})
+                names = [names[n] for n in kept]
+                found = [found[n] for n in kept] if found else found
         masks = beside or []
         opened = open_images(
             self,
