@@ -45,7 +45,7 @@ ALL = Planes()
 CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 _FUNCTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 SLOPE = 0.01  # of the leaky ReLU below 0
 EPS = 1e-5  # of instance norm
@@ -91,9 +91,9 @@ def rise(layer: nn.Module, x: Tensor) -> Tensor:
 
 def channels_last(x: Tensor) -> Tensor:
     """The layout of maps in memory where it pays; elsewhere they are left as they are."""
-    if x.device.type != "cpu" or x.ndim - 2 not in _CHANNELS_LAST:
+    if x.device.type != "cpu" or x.ndim - 2 not in CHANNELS_LAST:
         return x
-    return x.to(memory_format=_CHANNELS_LAST[x.ndim - 2])  # not contiguous(), which leaves one channel as it is
+    return x.to(memory_format=CHANNELS_LAST[x.ndim - 2])  # not contiguous(), which leaves one channel as it is
 
 
 def upsampling(patch: tuple[int, ...], steps: int = 4) -> list[tuple[int, ...]]:

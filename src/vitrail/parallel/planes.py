@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.layers.convolutions import ALL, Planes
+from vitrail.layers.convolutions import ALL, CHANNELS_LAST, Planes
 from vitrail.layers.patches import Part
 from vitrail.parallel.private import group_of, summed
 
@@ -36,8 +36,7 @@ class SharedPlanes(Planes):
                 f"parallel.context: a rank has {x.shape[2]} planes of the maps, and a convolution needs {number} of "
                 "the rank beside it; use fewer context and tensor ranks, or a larger crop"
             )
-        before, after = _trade_faces(x[:, :, :number], x[:, :, -number:], self.group.group_name)
-        return torch.cat([before, x, after], dim=2)
+        return _beside(x, number, self.group.group_name)
 
     def mean(self, x: Tensor) -> Tensor:
         return summed(x * self.share, self.group)
@@ -94,38 +93,70 @@ class Maps:
         return torch.cat([x[:, :, : len(self.rows(index))] for index, x in enumerate(outputs)], dim=2)
 
 
-@torch.library.custom_op("vitrail::trade_faces", mutates_args=())
-def _trade_faces(first: Tensor, last: Tensor, group: str) -> tuple[Tensor, Tensor]:
+# ---------------------------------------------------------------- what travels
+# Single operators, which compilers trace over, and which make no copies of maps but the one that is wanted.
+
+
+@torch.library.custom_op("vitrail::beside", mutates_args=())
+def _beside(x: Tensor, number: int, group: str) -> Tensor:
+    out = _larger(x, 2 * number)
+    out[:, :, number:-number] = x
+    out[:, :, :number], out[:, :, -number:] = _trade_faces(x[:, :, :number], x[:, :, -number:], group)
+    return out
+
+
+@torch.library.custom_op("vitrail::beside_back", mutates_args=())
+def _beside_back(gradient: Tensor, number: int, group: str) -> Tensor:
+    out = _larger(gradient, -2 * number)
+    out[:] = gradient[:, :, number:-number]
+    # What came from a rank goes back to it.
+    before, after = _trade_faces(gradient[:, :, :number], gradient[:, :, -number:], group)
+    out[:, :, :number] += before
+    out[:, :, -number:] += after
+    return out
+
+
+def _larger(x: Tensor, planes: int) -> Tensor:
+    """Return an empty tensor like x with so many planes more, in x's layout."""
+    shape = (*x.shape[:2], x.shape[2] + planes, *x.shape[3:])
+    order = CHANNELS_LAST.get(x.ndim - 2)
+    last = order is not None and not x.is_contiguous() and x.is_contiguous(memory_format=order)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order if last else torch.contiguous_format)
+
+
+@_beside.register_fake
+def _(x: Tensor, number: int, group: str) -> Tensor:
+    return _larger(x, 2 * number)
+
+
+@_beside_back.register_fake
+def _(gradient: Tensor, number: int, group: str) -> Tensor:
+    return _larger(gradient, -2 * number)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
+    _, ctx.number, ctx.group = inputs
+
+
+def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return _beside_back(gradient, ctx.number, ctx.group), None, None
+
+
+_beside.register_autograd(_back, setup_context=_keep)
+
+
+def _trade_faces(first: Tensor, last: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Send `first` to the rank before and `last` to the one after; return what these have sent here, or zeros."""
-    ranks = group_of(group)
-    size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-    number, sizes = first.numel(), [0] * size
-    sent = []
-    if rank > 0:
-        sizes[rank - 1] = number
-        sent.append(first.flatten())
-    if rank < size - 1:
-        sizes[rank + 1] = number
-        sent.append(last.flatten())
-    flat = first.new_empty(number * len(sent))
-    dist.all_to_all_single(flat, torch.cat(sent), output_split_sizes=sizes, input_split_sizes=sizes, group=ranks)
-    arrived = [piece.view(first.shape) for piece in flat.split(number)]
-    before = arrived[0] if rank > 0 else first.new_zeros(first.shape)
-    after = arrived[-1] if rank < size - 1 else first.new_zeros(first.shape)
-    return before.clone(), after.clone()  # an operator's outputs share no memory
-
-
-@_trade_faces.register_fake
-def _(first: Tensor, last: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return first.new_empty(first.shape), last.new_empty(last.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
-    ctx.group = inputs[2]
-
-
-def _back(ctx: Any, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_trade_faces(before, after, ctx.group), None  # what came from a rank goes back to it
-
-
-_trade_faces.register_autograd(_back, setup_context=_keep)
+    group = group_of(name)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    sent, sizes = [], [0] * size
+    for face, other in ((first, rank - 1), (last, rank + 1)):
+        if 0 <= other < size:
+            sent.append(face.flatten())
+            sizes[other] = face.numel()
+    got = first.new_empty(first.numel() * len(sent))
+    dist.all_to_all_single(got, torch.cat(sent), output_split_sizes=sizes, input_split_sizes=sizes, group=group)
+    arrived = [piece.view(first.shape) for piece in got.split(first.numel())]
+    before = arrived[0] if rank > 0 else torch.zeros_like(first)
+    after = arrived[-1] if rank < size - 1 else torch.zeros_like(last)
+    return before, after
