@@ -67,7 +67,7 @@ def report(
     vitrail report runs/demo-mae3d --json
     vitrail report runs/scratch runs/finetuned    runs/compare-scratch+finetuned.html
     vitrail report runs/seed-* --out seeds.html
-    vitrail report runs/bench-demo-mae3d          what `vitrail bench --sweep` has measured so far
+    vitrail report runs/bench-demo-mae3d          what a sweep of `vitrail bench` has measured so far
 
     Its path is printed. The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe,
     which opens offline. That of several runs has their curves over each other, the recipe keys that differ, scores,
@@ -131,7 +131,7 @@ def models(
 
 def doctor(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine instead, for `vitrail plan --cluster FILE`.")
+        bool, typer.Option("--calibrate", help="Measure this machine instead, for --cluster FILE of `vitrail plan`.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --calibrate: the cluster file; else cluster.yaml here.")
