@@ -108,6 +108,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {
         "make demo": "test_demo.py runs it, and an installation needs the network",
         "make test": "it would run these tests in these tests",
+        "make docs": "test_site.py builds it, and an installation needs the network",
         'pip install -c constraints.txt -e ".[formats]"': NETWORK,
         "srun vitrail train my.yaml parallel.context=4": SLURM,
         "vitrail launch slurm my.yaml --nodes 4 --gpus 8 --time 12:00:00 --submit": SLURM,
