@@ -108,6 +108,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {
         "make demo": "test_demo.py runs it, and an installation needs the network",
         "make test": "it would run these tests in these tests",
+        "make docs": "test_site.py builds it, and an installation needs the network",
         'pip install -c constraints.txt -e ".[formats]"': NETWORK,
         "srun vitrail train my.yaml parallel.context=4": SLURM,
         "vitrail launch slurm my.yaml --nodes 4 --gpus 8 --time 12:00:00 --submit": SLURM,
@@ -149,6 +150,16 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/coming-from/vit-fsdp-study.md": {
         "vitrail launch slurm study.yaml --machine frontier --nodes 4 --time 25m --account abc123 --submit": SLURM,
     },
+}
+ENDLESS = "goes on until Ctrl-C; tests of the view run it"
+NOT_RUN["docs/tutorials/own_slices.md"] = {"vitrail view runs/tissue-segment tissue-classes.ome.zarr": ENDLESS}
+NOT_RUN["docs/view.md"] = {
+    'pip install -c constraints.txt -e ".[view]"': NETWORK,
+    "vitrail view data/em.zarr": ENDLESS,
+    "vitrail view data/em.zarr em-classes.ome.zarr": ENDLESS,
+    "vitrail view runs/demo-unetr3d em-classes.ome.zarr": ENDLESS,
+    "vitrail view scan.h5 --set key=raw --labels drawn.tif": ENDLESS,
+    "vitrail view data/em.zarr --port 8765 --no-browser --json": ENDLESS,
 }
 QUICK = ("docs/augment.md", "docs/models.md", "docs/weights.md")  # seconds; all others are run by make test-slow
 
