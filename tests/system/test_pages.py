@@ -80,7 +80,7 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
     "docs/evaluation.md": ("data/em.zarr", "runs/demo-unetr3d"),
     "docs/formats.md": ("data/ct.nii.gz",),
     "docs/install.md": (),
-    "docs/latents.md": ("runs/my-autoencoder", "data/digits", "recipe.yaml"),
+    "docs/latents.md": ("runs/my-autoencoder", "recipe.yaml"),
     "docs/launch.md": ("my.yaml",),
     "docs/parallel.md": ("run.yaml",),
     "docs/plan.md": ("run.yaml",),
@@ -98,7 +98,7 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
 
 # Keys for commands that train what a page has too large for two cores; the page's own words stay before them.
 SMALLER = {
-    "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2",
+    "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2 parallel.compile=false",
     "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2",
 }
 
