@@ -186,7 +186,8 @@ def write_stack(place: Path) -> None:
     for name, array in (("image", values), ("label", np.where(values > 99, np.uint8(255), np.uint8(0)))):
         tifffile.imwrite(place / f"{name}.tif", array, photometric="minisblack")
     entry = [{"path": "image.tif", "labels": "label.tif"}]
-    own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective={"kind": "segment"}, data__train=entry)
+    both = {"data__train": entry, "data__valid": entry}
+    own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective={"kind": "segment"}, **both)
 
 
 def seed(place: Path, name: str, target: str, **changes: str) -> None:
@@ -206,8 +207,8 @@ def latent_seed(place: Path, name: str) -> None:
     draws = np.random.default_rng(0)
     latents = {"latents": draws.integers(0, 255, (16, 16, 32, 32), np.uint8), "labels": np.arange(16)}
     save_file(latents, place / "latents.safetensors")
-    path = {"/data/imagenet_ci8x8.safetensors": "latents.safetensors"}
-    seed(place, "torchditan/llama3_latent_diffusion.toml", f"train_configs/{name}.toml", **path)
+    changes = {"/data/imagenet_ci8x8.safetensors": "latents.safetensors", "num_classes = 1000": "num_classes = 16"}
+    seed(place, "torchditan/llama3_latent_diffusion.toml", f"train_configs/{name}.toml", **changes)
 
 
 def ucf_seed(place: Path, target: str) -> None:
