@@ -471,6 +471,16 @@ def test_the_reference_of_recipes_is_written_from_the_code():
         assert line in page
 
 
+def test_the_pages_of_the_command_line_and_of_python_are_written_from_the_code():
+    """`python docs/tables.py` writes them anew."""
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    for place, write in (("COMMANDS", "write_commands"), ("API", "write_api")):
+        assert tables[place].read_text(encoding="utf-8") == tables[write](), tables[place].name
+    for verb in VERBS:
+        assert f"## vitrail {verb}\n" in tables["write_commands"]()
+    assert "| `--other-data` | Continue although the data are not" in tables["write_commands"]()
+
+
 # ---------------------------------------------------------------- make
 
 
