@@ -43,6 +43,12 @@ GIVEN: dict[str, Callable[[Path], Any] | tuple[str, ...]] = {
     "runs/demo-unetr3d": ("data/em.zarr", "vitrail train configs/demo/unetr3d.yaml"),
     "runs/digits-vit": ("data/digits", "vitrail train configs/digits/vit.yaml"),
     "runs/my-autoencoder": ("data/digits", "vitrail train configs/digits/autoencoder.yaml run.name=my-autoencoder"),
+    "em-classes.ome.zarr": (
+        "runs/demo-unetr3d",
+        "vitrail predict runs/demo-unetr3d data/em.zarr --out em-classes.ome.zarr",
+    ),
+    "data/isbi2012": lambda place: write_sections(place / "data/isbi2012", (30, 144, 144)),
+    "scan.h5": lambda place: write_scan_with_labels(place),
     "train_configs/demo.toml": lambda place: seed(place, "torchtitan-mae/demo.toml", "train_configs/demo.toml"),
     "train_demo.sh": lambda place: (place / "train_demo.sh").write_text(f"{TITAN} --training.mask_ratio=0.95\n"),
     "train_configs/llama3_latent_diffusion.toml": lambda place: latent_seed(place, "llama3_latent_diffusion"),
@@ -69,6 +75,7 @@ BESIDE = {  # what else belongs to them
     "run.yaml": ("my/volume.zarr",),
     "recipe.yaml": ("my/volume.zarr",),
     "isbi.yaml": ("image.tif", "label.tif"),
+    "scan.h5": ("drawn.tif",),
     "train_configs/llama3_latent_diffusion.toml": ("latents.safetensors",),
 }
 
@@ -87,6 +94,8 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
     "docs/plugins.md": ("my_lab", "scan.cube", "beamline.yaml", "images.yaml"),
     "docs/probe.md": ("data/em.zarr", "runs/demo-mae3d"),
     "docs/resume.md": ("data/em.zarr", "runs/demo-mae3d"),
+    "docs/tutorials/isbi2012.md": ("data/isbi2012",),
+    "docs/view.md": ("runs/demo-unetr3d", "em-classes.ome.zarr", "scan.h5"),
     "docs/coming-from/torchditan.md": (
         "train_configs/llama3_latent_diffusion.toml",
         "train_configs/llama3_latent_diffusion_ablate.toml",
@@ -139,6 +148,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "torchfrtrace runs/demo-mae3d/flight-recorder --prefix nccl_rank_": "needs what a hang on GPUs has left",
     },
+    "docs/view.md": {'pip install -c constraints.txt -e ".[view]"': NETWORK},
     "docs/coming-from/torchditan.md": {
         "vitrail bench dit.yaml --sweep model.patch=8,4,2 --sweep data.batch=16/rank,64/rank,256/rank "
         "--sweep parallel.compile=true,false --sweep parallel.recompute=none,full": "36 measurements, some compiled",
@@ -178,15 +188,31 @@ def write_lab(folder: Path) -> None:
             (folder / f"{registered[1]}.py").write_text(block.text)
 
 
-def write_stack(place: Path) -> None:
-    """A stack of sections with labels of 0 and 255, and a recipe for it."""
+def write_sections(place: Path, shape: tuple[int, ...]) -> None:
+    """A stack as ISBI-2012 has it, with labels of 0 and 255 beside."""
     import tifffile
 
-    values = np.random.default_rng(0).integers(0, 255, (4, 64, 64), np.uint8)
+    place.mkdir(parents=True, exist_ok=True)
+    values = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
     for name, array in (("image", values), ("label", np.where(values > 99, np.uint8(255), np.uint8(0)))):
         tifffile.imwrite(place / f"{name}.tif", array, photometric="minisblack")
+
+
+def write_scan_with_labels(place: Path) -> None:
+    import h5py
+    import tifffile
+
+    values = np.random.default_rng(0).integers(0, 255, (16, 32, 32), np.uint8)
+    with h5py.File(place / "scan.h5", "w") as file:
+        file["raw"] = values
+    tifffile.imwrite(place / "drawn.tif", values // 128, photometric="minisblack")
+
+
+def write_stack(place: Path) -> None:
+    """A stack of sections with labels of 0 and 255, and a recipe for it."""
+    write_sections(place, (4, 64, 64))
     entry = [{"path": "image.tif", "labels": "label.tif"}]
-    both = {"data__train": entry, "data__valid": entry}
+    both = {"data__train": entry, "data__valid": [entry[0] | {"slices": "z"}]}
     own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective={"kind": "segment"}, **both)
 
 
