@@ -108,7 +108,7 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
 # Keys for commands that train what a page has too large for two cores; the page's own words stay before them.
 SMALLER = {
     "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2 parallel.compile=false",
-    "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2",
+    "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2 parallel.compile=false",
 }
 
 NETWORK, GPUS, SLURM = "needs the network", "needs GPUs", "needs Slurm, and test_launchers.py starts one where it can"
