@@ -160,7 +160,11 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "vitrail launch slurm study.yaml --machine frontier --nodes 4 --time 25m --account abc123 --submit": SLURM,
     },
 }
-QUICK = ("docs/augment.md", "docs/models.md", "docs/weights.md")  # seconds; all others are run by make test-slow
+# Pages that take a few seconds of the processor; all others are run by make test-slow.
+QUICK = tuple(
+    f"docs/{name}.md"
+    for name in "augment formats install launch logging models plugins resume tutorials/first-run weights".split()
+)
 
 
 def own_recipe(path: Path, **changes: Any) -> Path:
