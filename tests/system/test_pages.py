@@ -161,10 +161,8 @@ NOT_RUN: dict[str, dict[str, str]] = {
     },
 }
 # Pages that take a few seconds of the processor; all others are run by make test-slow.
-QUICK = tuple(
-    f"docs/{name}.md"
-    for name in "augment formats install launch logging models plugins resume tutorials/first-run weights".split()
-)
+QUICK = [f"docs/{name}.md" for name in ("augment", "formats", "install", "launch", "logging", "models", "plugins")]
+QUICK += ["docs/resume.md", "docs/tutorials/first-run.md", "docs/weights.md"]
 
 
 def own_recipe(path: Path, **changes: Any) -> Path:
