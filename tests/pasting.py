@@ -141,7 +141,7 @@ def shortened(words: list[str]) -> list[str]:
             "1",
             *(["--ranks", "2"] if "--ranks" in words else []),
         ],
-        "tune": ["--most", "2"],
+        "tune": ["--most", "8" if "--multiple" in words else "2"],
     }
     smaller = os.environ.get("PASTED_SMALLER", "").split() if verb in ("train", "bench", "tune") else []
     return [*words, *more.get(verb, []), *smaller]
