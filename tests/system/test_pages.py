@@ -214,8 +214,9 @@ def write_stack(place: Path) -> None:
     """A stack of sections with labels of 0 and 255, and a recipe for it."""
     write_sections(place, (4, 64, 64))
     entry = [{"path": "image.tif", "labels": "label.tif"}]
-    both = {"data__train": entry, "data__valid": [entry[0] | {"slices": "z"}]}
-    own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective={"kind": "segment"}, **both)
+    both = {"data__train": entry, "data__valid": [entry[0] | {"slices": "z", "label_map": {"255": 1}}]}
+    objective = {"kind": "segment", "names": ["membrane", "inside"]}
+    own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective=objective, **both)
 
 
 def seed(place: Path, name: str, target: str, **changes: str) -> None:
