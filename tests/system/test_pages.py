@@ -333,7 +333,31 @@ def test_what_a_page_says_works_when_it_is_pasted(page: str, shell: Shell, works
     )
 
 
+def test_the_first_command_that_fails_is_named_and_is_the_last(shell: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    steps = [("one", "export WHERE=nowhere"), ("two", "vitrail train $WHERE.yaml | cat"), ("three", "touch three")]
+    failed = shell.paste(steps, folder)
+    assert failed is not None
+    assert failed[0] == "two"
+    assert failed[1].startswith("ended with 2:\nerror: nowhere.yaml")
+    assert not list(folder.iterdir())
+
+
 # ---------------------------------------------------------------- without running
+
+
+def test_commands_are_read_as_the_shell_reads_them() -> None:
+    text = "# words\na \\\n  b  # why\ncat <<'END'\nc d\n\nEND\nfor x in 1 2; do\n  e\ndone\n"
+    block = pasting.Block("page", 10, "sh", text)
+    assert commands_of(block) == [
+        (11, "a \\\n  b  # why"),
+        (13, "cat <<'END'\nc d\n\nEND"),
+        (17, "for x in 1 2; do\n  e\ndone"),
+    ]
+    assert bare("a \\\n  b  # why") == "a b"
+    console = pasting.Block("page", 1, "console", "$ a\nshown\n$ b\n")
+    assert commands_of(console) == [(1, "a"), (3, "b")]
 
 
 @pytest.fixture
