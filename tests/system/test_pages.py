@@ -116,6 +116,7 @@ NETWORK, GPUS, SLURM = "needs the network", "needs GPUs", "needs Slurm, and test
 NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {
         "make demo": "test_demo.py runs it, and an installation needs the network",
+        "make docs": "test_site.py builds the site",
         "make test": "it would run these tests in these tests",
         'pip install -c constraints.txt -e ".[formats]"': NETWORK,
         "srun vitrail train my.yaml parallel.context=4": SLURM,
