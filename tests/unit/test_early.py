@@ -40,6 +40,7 @@ CASES = {
     ("data", "inspect", "x.none"): (2, "data path 'x.none' does not exist"),
     ("export", "nowhere", "--out", "y"): (2, "nowhere: it is not there; give the folder of a run"),
     ("report", "nowhere"): (2, "run folder 'nowhere' does not exist"),
+    ("report", "nowhere", "elsewhere"): (2, "run folder 'nowhere' does not exist"),
     ("train", DEMO, "steps=5"): (2, "steps: unknown key; did you mean 'run.steps' or 'schedule.steps'?"),
     ("train", DEMO, "lr=1"): (2, "lr: unknown key; did you mean 'optimizer.lr'?"),
     ("train", DEMO, "run.stepz=5"): (2, "run.stepz: unknown key; did you mean 'steps'?"),

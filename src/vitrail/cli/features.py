@@ -67,8 +67,8 @@ def embed(
     vitrail embed runs/demo-mae3d data/em.zarr --out tokens.safetensors --per token --dtype float16
 
     Columns: features, the number of the item, and its place in voxels and in the item's unit. Names of items and axes
-    are in the file's metadata (vitrail). Features of tokens as a volume are what `vitrail predict --write embeddings`
-    gives.
+    are in the file's metadata (vitrail). Features of tokens as a volume are what `vitrail predict` gives with --write
+    embeddings.
     """
     load_plugins(plugin)
     check_run(run)

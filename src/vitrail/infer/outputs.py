@@ -100,8 +100,10 @@ def choose_format(out: Path, kind: str, form: Form, items: int) -> tuple[str, st
             "without an ending"
         )
     if told is not None and items > 1:
+        stack = "; or read the images as slices of one volume, by --kind tiff --set slices_are=z"
         raise UserError(
             f"out: {out} is one file, and there are {items} items; give a folder, in which each gets a file of its name"
+            f"{stack if kind == 'image_folder' else ''}"
         )
     suffix = told or USUAL.get(kind, ".ome.zarr")
     if told is None and suffix == ".png" and form.write != "classes":

@@ -12,6 +12,7 @@ import torch
 from vitrail.errors import UserError
 from vitrail.parallel.agree import Group, gather_json
 from vitrail.parallel.flow import Flow
+from vitrail.report.blocks import about_rows
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.journal import Journal
 from vitrail.training.runfolder import RunFolder
@@ -59,7 +60,9 @@ class Pictures:
                 path = folder.path / "pictures" / f"{name}-{step:08d}.png"
                 path.parent.mkdir(exist_ok=True)
                 caption = evaluator.objective.draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
-                journal.picture(name, path, step=step, caption=words + caption)
+                samples = [about.title for about in about_rows(rows)]
+                known = samples if all(samples) else []
+                journal.picture(name, path, step=step, caption=words + caption, samples=known)
             except Exception as error:
                 self._tell(journal, step, reason_of(error))
 
