@@ -38,8 +38,11 @@ ALLOWED = {
     ("infer/folder.py", "Image.fromarray(pixels).save"): "into memory",
     ("infer/folder.py", "np.save"): "into memory",
     ("infer/folder.py", "tifffile.imwrite"): "into memory",
-    ("infer/outputs.py", "Image.fromarray(np.ascontiguousarray(values[...])).save"): "into a file of disk.replacing",
-    ("infer/outputs.py", "tifffile.imwrite"): "into a file of disk.replacing",
+    (
+        "infer/files.py",
+        "Image.fromarray(np.ascontiguousarray(values[...])).save",
+    ): "into a file of disk.replacing",
+    ("infer/files.py", "tifffile.imwrite"): "into a file of disk.replacing",
     ("infer/outputs.py", "zarr.open_group"): "of a hidden folder that is published when it is whole",
     ("report/figures.py", "candidate.save"): "into memory",
     ("training/checkpoint.py", "dcp.save"): "into a draft of a checkpoint, which is published when it is whole",

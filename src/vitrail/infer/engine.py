@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from vitrail.data.dataset import Dataset
 from vitrail.data.order.sampler import Extent
 from vitrail.data.reading.loader import Loader
-from vitrail.data.reading.pool import Policy
+from vitrail.data.reading.pool import Policy, read_again
 from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.infer.blend import Band, Row
@@ -200,7 +201,13 @@ class Engine:
 
     def finish(self, row: Row) -> np.ndarray:
         """Return what is written of a row: [*cells], or [channels, *cells]."""
-        return finish(self.form, self.eyes, row.values, self.values)
+
+        def given() -> np.ndarray:
+            source, (item, box) = self.dataset.sources[0], self.tiling.place(row.number)
+            read = partial(source.read, item, box)
+            return read_again(read, lambda: source.items[item].name, retries=self.dataset.settings.retries)
+
+        return finish(self.form, self.eyes, row.values, self.values, given)
 
 
 def taken_for(names: Sequence[str], wanted: Sequence[str]) -> str | None:
