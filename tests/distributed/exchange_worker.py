@@ -1,4 +1,4 @@
-"""Ranks that fetch rows from each other: `exchange_worker.py`; every check of test_exchange.py in one launch."""
+"""Ranks that fetch rows and planes from each other: `exchange_worker.py`; every check of test_exchange.py."""
 
 import torch
 import torch.distributed as dist
@@ -6,6 +6,7 @@ import torch.distributed as dist
 from vitrail.cli.words import end
 from vitrail.data.batch import Batch, Statistics
 from vitrail.draws import Draws
+from vitrail.layers.convolutions import ALL, ConvBlock
 from vitrail.layers.patches import Part, Slab, join
 from vitrail.layers.tokens import gather_tokens
 from vitrail.layers.variables import VariablesConfig
@@ -13,6 +14,7 @@ from vitrail.models.config import EncoderConfig
 from vitrail.models.mae import DecoderConfig, MAEConfig, RandomMask, StratifiedMask
 from vitrail.objectives.reconstruct import ReconstructConfig
 from vitrail.parallel import split as exchange
+from vitrail.parallel.planes import SharedPlanes
 from vitrail.parallel.split import Lists, Split, fetch_rows
 
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.float32, torch.bfloat16, torch.float64)
@@ -82,13 +84,41 @@ def check_objective(group: dist.ProcessGroup, *, stratified: bool, separate: boo
     assert torch.equal(Lists(targets.lengths, groups).join(pieces), targets.values)
 
 
+def check_planes(group: dist.ProcessGroup, *, compiled: bool) -> None:
+    """A block of convolutions gives on slabs what it gives on whole maps, and so do its gradients."""
+    planes, number = SharedPlanes(group, 7), 7
+    rows = planes.rows(number)
+    torch.manual_seed(0)
+    block = ConvBlock(3, 3, 4, residual=True, affine=True).double()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 3, number, 6, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 4, number, 6, 5, dtype=torch.float64)
+    whole = block(x)
+    expected = torch.autograd.grad((whole * weight).sum(), [x, *block.parameters()])
+    for module in block.modules():
+        if getattr(module, "planes", None) is ALL:
+            module.planes = planes  # type: ignore[assignment]
+    mine = x.detach()[:, :, rows.start : rows.stop].clone().requires_grad_()
+    if compiled:
+        block.compile()
+    out = block(mine)
+    found = torch.autograd.grad((out * weight[:, :, rows.start : rows.stop]).sum(), [mine, *block.parameters()])
+    torch.testing.assert_close(out, whole[:, :, rows.start : rows.stop])
+    torch.testing.assert_close(found[0], expected[0][:, :, rows.start : rows.stop])
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        dist.all_reduce(one, group=group)
+        torch.testing.assert_close(one, other)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
-    exchange.dist.all_to_all_single = counted
     groups = [dist.group.WORLD]
     if dist.get_world_size() == 4:  # ranks 0, 2 and 1, 3: ranks of a group are not those of the world
         mine = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
         groups.append(mine)
+    check_planes(groups[-1], compiled=False)
+    exchange.dist.all_to_all_single = counted
     for group in groups:
         check_rows(group)
         for stratified in (False, True):

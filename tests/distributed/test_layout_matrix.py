@@ -73,6 +73,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "vit": {"model": VIT | {"cls_token": True, "pool": "mean", "head_dropout": 0.2}, **CLASSIFIED},
     "vit-pooled": {"model": VIT | {"registers": 2, "pool": "attention", "positions": "learned"}, **CLASSIFIED},
     "unetr": {"model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "features": 4}, **SEGMENTED, "data.crop": 8},
+    "unetr-slabs": {  # maps that up to four ranks share
+        "model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "features": 4, "norm": "affine"},
+        **SEGMENTED,
+        "data.crop": [20, 8, 8],  # 5 planes of patches, so that slabs are not equal
+    },
+    "unetr-plain": {"model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "skips": False}, **SEGMENTED},
     "sap": {"model": {"kind": "sap", "ndim": 3, "encoder": ENCODER | {"tokens": ADAPTIVE}, "features": 4}, **SEGMENTED},
     "diffusion": {
         "model": {
@@ -150,7 +156,14 @@ CASES += [("mae-self", layout) for layout in ("ring2", "pipeline2", "ulysses2-ri
 CASES += [("mae-turned", "pipeline2-tensor2"), ("mae-stratified", "ulysses4"), ("vit-pooled", "tensor2-context2")]
 CASES += [("mae-variables", "ulysses2"), ("mae-separate", "tensor2-context2"), ("unetr", "pipeline2-gpipe")]
 CASES += [("mae-frozen", "pipeline2"), ("dit-given", "ring2"), ("dit-given", "tensor2-context2")]
-CASES += [("dit", "pipeline2-context2"), ("dit", "shard2"), ("dit", "hybrid4"), ("diffusion", "shard2")]
+CASES += [("unetr-slabs", layout) for layout in ("tensor2-context2", "ulysses4", "pipeline2-context2")]
+CASES += [
+    ("unetr-plain", "ulysses2"),
+    ("dit", "pipeline2-context2"),
+    ("dit", "shard2"),
+    ("dit", "hybrid4"),
+    ("diffusion", "shard2"),
+]
 LONG = {"ulysses2": 2, "ring2": 2, "ulysses4": 4, "ring4": 4, "ulysses2-ring2": 4, "tensor2": 2}  # ranks
 CASES += [("mae-long", layout) for layout in LONG]
 COMPILED = [("mae", layout) for layout in ("ring2-compiled", "pipeline2-compiled")]

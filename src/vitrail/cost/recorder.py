@@ -22,7 +22,10 @@ from vitrail.cost.cluster import Walk
 from vitrail.cost.private import TorchDispatchMode, is_view, storage_key, tensors_in
 from vitrail.layers.attention import TokenSequence
 from vitrail.layers.backends import MULTIPLE
+from vitrail.layers.convolutions import Planes
 from vitrail.layers.kernels.attention import KeyMask, pack_keys, share_heads
+from vitrail.layers.patches import Part
+from vitrail.parallel.planes import rows_of
 
 UNIT = 512  # bytes that the allocator rounds up to
 EXCHANGES = ("vitrail_cost.gather", "vitrail_cost.scatter")  # between tensor ranks: costs of the network
@@ -318,6 +321,19 @@ def attend_with(context: int, plain: bool = False) -> Any:
         return out if mask is None else torch.where(mask.filled[:, None, None, None], out, zero)
 
     return attend
+
+
+class TracedPlanes(Planes):
+    """The planes of one part of maps whose others are elsewhere; shapes are all that matters."""
+
+    def __init__(self, parts: int):
+        self.parts = parts
+
+    def beside(self, x: Tensor, number: int) -> Tensor:
+        return torch.cat([x[:, :, :number], x, x[:, :, -number:]], dim=2)
+
+    def rows(self, number: int) -> range:
+        return rows_of(number, Part(0, self.parts))
 
 
 class TracedSequence(TokenSequence):

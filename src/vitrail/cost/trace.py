@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vitrail.cost import fusion
 from vitrail.cost.private import is_compiled, storage_key
-from vitrail.cost.recorder import Op, Run, TracedSequence, attend_with, record, stand_in
+from vitrail.cost.recorder import Op, Run, TracedPlanes, TracedSequence, attend_with, record, stand_in
 from vitrail.cost.work import Key, Segment, Work, between, key_of, stage_of
 from vitrail.draws import Draws
 from vitrail.errors import UserError, is_out_of_memory
@@ -31,6 +31,7 @@ from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Part, per_axis
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.model import encoder_of, known_variables
+from vitrail.parallel.planes import in_slabs
 from vitrail.parallel.replay import map_tensors
 from vitrail.parallel.split import Split, Whole
 from vitrail.recipe.sections import Chunk
@@ -304,6 +305,8 @@ def _prepare(model: Any, c: _Options) -> dict[nn.Module, Any]:
             module.attend = attend_with(c.context, plain=c.compute == "fp32")
         if hasattr(module, "sequence"):
             module.sequence = sequence
+        if hasattr(module, "planes") and in_slabs(model.config, sequence.parts):
+            module.planes = TracedPlanes(sequence.parts)
     if c.tensor > 1:
         for block in blocks:
             split_block(block, c.tensor)

@@ -5,6 +5,8 @@
 - a step up is a transposed convolution whose kernel is its stride; a factor of 1 is a 1-wide convolution
 - no bias but in the last layer: instance norm would take it away
 - on a CPU everything is channels-last: the backward of a convolution with few channels is several times as fast
+- what concerns maps as a whole (planes beside those at hand, means over all voxels) is asked of `planes`: by default
+  all planes are here, and parallel/planes.py has another where ranks share them
 Shapes: B batch, C channels, S spatial sizes.
 """
 
@@ -21,10 +23,31 @@ from vitrail.layers.init import Constant, mark
 from vitrail.layers.maps import convolve_small, instance_norm, project, suits_small
 from vitrail.layers.variables import Ids, pick
 
+
+class Planes:
+    """The planes of maps along their first axis, where all of them are here."""
+
+    parts: int = 1
+
+    def beside(self, x: Tensor, number: int) -> Tensor:
+        """Return maps [B, C, *S] with `number` planes more on both sides: of other ranks, or zeros at the ends."""
+        raise NotImplementedError("all planes are here; a convolution pads them itself")
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all planes of what is a mean over those here. It has no backward."""
+        return x
+
+    def rows(self, number: int) -> range:
+        """Return which of so many coarsest planes are here."""
+        return range(number)
+
+
+ALL = Planes()
+
 CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 _FUNCTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 SLOPE = 0.01  # of the leaky ReLU below 0
 EPS = 1e-5  # of instance norm
@@ -32,7 +55,9 @@ EPS = 1e-5  # of instance norm
 
 def convolution(ndim: int, inputs: int, outputs: int, *, width: int = 3, bias: bool = False) -> nn.Module:
     """Stride 1, an odd kernel, and the size kept by zeros around."""
-    return CONVOLUTIONS[ndim](inputs, outputs, width, padding=width // 2, bias=bias)
+    layer: Any = CONVOLUTIONS[ndim](inputs, outputs, width, padding=width // 2, bias=bias)
+    layer.planes = ALL
+    return layer
 
 
 def step_up(inputs: int, outputs: int, factor: tuple[int, ...]) -> nn.Module:
@@ -45,14 +70,18 @@ def convolve(layer: nn.Module, x: Tensor, ids: Ids | None = None) -> Tensor:
     weight: Tensor = pick(layer.weight, ids, dim=1)  # type: ignore[arg-type]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
     x = x.to(weight.dtype)
+    planes, padding = getattr(layer, "planes", ALL), tuple(layer.padding)  # type: ignore[arg-type]
+    shared = planes.parts > 1 and padding[0] > 0
     if is_fast("maps", x.device.type):
         if weight[0, 0].numel() == 1:
             return project(channels_last(x), weight.flatten(1), bias)
-        if bias is None and suits_small(x, weight):
+        if bias is None and not shared and suits_small(x, weight):
             return convolve_small(channels_last(x), weight)
     if x.device.type == "cpu" and weight[0, 0].numel() == 1:  # several times as fast as PyTorch's for such kernels
         return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
-    return _FUNCTIONS[x.ndim - 2](channels_last(x), weight, bias, padding=layer.padding)
+    if shared:
+        x, padding = planes.beside(x, padding[0]), (0, *padding[1:])
+    return _FUNCTIONS[x.ndim - 2](channels_last(x), weight, bias, padding=padding)
 
 
 def rise(layer: nn.Module, x: Tensor) -> Tensor:
@@ -75,9 +104,9 @@ def keeps_last(x: Tensor) -> bool:
 
 def channels_last(x: Tensor) -> Tensor:
     """The layout of maps in memory where it pays; elsewhere they are left as they are."""
-    if not keeps_last(x) or x.ndim - 2 not in _CHANNELS_LAST:
+    if not keeps_last(x) or x.ndim - 2 not in CHANNELS_LAST:
         return x
-    return x.to(memory_format=_CHANNELS_LAST[x.ndim - 2])  # not contiguous(), which leaves one channel as it is
+    return x.to(memory_format=CHANNELS_LAST[x.ndim - 2])  # not contiguous(), which leaves one channel as it is
 
 
 def upsampling(patch: tuple[int, ...], steps: int = 4) -> list[tuple[int, ...]]:
@@ -104,13 +133,15 @@ class InstanceNorm(nn.Module):
         super().__init__()
         self.weight = mark(nn.Parameter(torch.empty(channels)), Constant(1.0)) if affine else None
         self.bias = nn.Parameter(torch.empty(channels)) if affine else None
+        self.planes = ALL
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_fast("maps", x.device.type):
+        together = self.planes.parts == 1
+        if together and is_fast("maps", x.device.type):
             return instance_norm(x, self.weight, self.bias, EPS)
-        if x.device.type != "cpu" or x.is_contiguous() or torch.compiler.is_compiling():
+        if together and (x.device.type != "cpu" or x.is_contiguous() or torch.compiler.is_compiling()):
             return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=EPS)
-        y = _Standardise.apply(x)
+        y = _Standardise.apply(x, self.planes)
         if self.weight is None or self.bias is None:
             return y
         shape = (-1, *[1] * (x.ndim - 2))
@@ -118,32 +149,33 @@ class InstanceNorm(nn.Module):
 
 
 class _Standardise(torch.autograd.Function):
-    """Instance norm of channels-last maps on a CPU.
+    """Instance norm of channels-last maps on a CPU, and of maps whose planes several ranks share.
 
     PyTorch's own gives up the layout, and broadcasting over rows of a few channels is slow. Here some voxels make one
     long row [B, R, K * C], over which the numbers of a channel are repeated.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, planes: Planes) -> Tensor:
         rows, repeat = _rows(x)
-        y = rows - _repeated(_mean(rows, repeat), repeat)
-        scale = (_mean(y * y, repeat) + EPS).rsqrt()
+        y = rows - _repeated(planes.mean(_mean(rows, repeat)), repeat)
+        scale = (planes.mean(_mean(y * y, repeat)) + EPS).rsqrt()
         y = y.mul_(_repeated(scale, repeat)).to(x.dtype)
         ctx.save_for_backward(y, scale)
-        ctx.repeat = repeat
+        ctx.repeat, ctx.planes = repeat, planes
         return _unrows(y, x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         y, scale = ctx.saved_tensors
         repeat = ctx.repeat
         g, _ = _rows(gradient)
-        along = _mean(g * y, repeat)  # the part of the gradient that would change the variance
-        out = g - _repeated(_mean(g, repeat), repeat)
+        # The parts of the gradient that would change the variance, and the mean.
+        along, even = ctx.planes.mean(torch.stack([_mean(g * y, repeat), _mean(g, repeat)]))
+        out = g - _repeated(even, repeat)
         out.addcmul_(y, _repeated(-along, repeat)).mul_(_repeated(scale, repeat))
-        return _unrows(out.to(gradient.dtype), gradient)
+        return _unrows(out.to(gradient.dtype), gradient), None
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.layers.convolutions import (
+    ALL,
     ConvBlock,
     Join,
     Rise,
@@ -81,6 +82,11 @@ class UNETRConfig(ModelConfig):
     def build(self) -> "UNETR":
         return UNETR(self)
 
+    def in_slabs(self, parts: int) -> bool:
+        """Tell whether so many ranks can have slabs of all maps."""
+        uniform = isinstance(self.encoder.tokens, UniformTokens)
+        return self.decoder == "conv" and uniform and self.extent is not None and self.grid()[0] >= parts
+
     @property
     def wants_image(self) -> bool:
         """Tell whether the model reads the image beside its tokens."""
@@ -140,6 +146,7 @@ class UNETR(EncodedModel):
         super().__init__(c)
         kind = LinearDecoder if c.decoder == "linear" else SkipDecoder if c.skips else PlainDecoder
         self.decoder: LinearDecoder | SkipDecoder | PlainDecoder = kind(c, self.encoder.width)
+        self.planes = ALL
         initialise_here(self)
 
     def derive(self, side: Side) -> Side:
@@ -168,7 +175,11 @@ class UNETR(EncodedModel):
         c, tree = self.config, side.get("tree")
         number = len(side.get("variables") or c.encoder.variables.known) if c.encoder.separate else 1  # type: ignore[union-attr]
         places = c.encoder.tokens.count(size_of(c, side), self.encoder.patch)
-        x = self.sequence.whole(x[:, self.encoder.prefix :], groups=number, tokens=places)
+        x = x[:, self.encoder.prefix :]
+        first, *rest = c.grid_for(size_of(c, side))
+        wanted = given = self.planes.rows(first)
+        if self.planes.parts == 1 or first % self.planes.parts:  # else the tokens here are those of the wanted planes
+            x, given = self.sequence.whole(x, groups=number, tokens=places), range(first)
         if c.encoder.separate:
             x = x.unflatten(1, (number, -1))  # B V N D
             if tree is not None and len(tree.corner) != len(x):  # a tree for each variable
@@ -177,12 +188,15 @@ class UNETR(EncodedModel):
             x = x.mean(dim=1)
         if tree is not None:
             return channels_last(tree.to_grid(x, self.encoder.patch[0]).movedim(-1, 1))
-        grid = c.grid_for(size_of(c, side))
+        grid = (len(given), *rest)
         if math.prod(grid) != x.shape[1]:
             raise ValueError(
                 f"{x.shape[1]} tokens do not fill the grid {list(grid)} of patches; give all tokens of the image"
             )
-        return channels_last(x.unflatten(1, grid).movedim(-1, 1))
+        maps = x.unflatten(1, grid)
+        if wanted != given:
+            maps = maps[:, wanted.start : wanted.stop]
+        return channels_last(maps.movedim(-1, 1))
 
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder.blocks, *self.decoder.blocks()]

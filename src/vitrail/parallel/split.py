@@ -12,6 +12,8 @@ here, by the token axes that an objective declares (layers/tokens.py, TokenAxes)
   rank's rows alone are made, of what it has read and what other ranks send
 - that is for an objective whose prepare() says that it can (by_slabs). Another one is given whole crops, and what it
   prepares is cut
+- maps of a model whose planes ranks share (planes.py) are slabs too: so is the image beside the tokens, and outputs are
+  joined for the loss
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from vitrail.layers.tokens import Rows, TokenAxes, Tokens, UniformTokens, gather
 from vitrail.models.model import encoder_of
 from vitrail.parallel.agree import Group
 from vitrail.parallel.mesh import Layout, gather
+from vitrail.parallel.planes import Maps, in_slabs
 
 Inputs = dict[str, Any]
 
@@ -72,10 +75,10 @@ class Lists:
 
 @dataclass(frozen=True)
 class Whole:
-    """Targets of whole samples, and the lists of the outputs that are joined for them."""
+    """Targets of whole samples, and the lists or maps of the outputs that are joined for them."""
 
     targets: Any
-    lists: Lists
+    lists: Lists | Maps
 
 
 class Split:
@@ -84,6 +87,7 @@ class Split:
     def __init__(self, model: Any = None, part: Part = WHOLE, group: Group = None):
         """`model` is the model's config; the ranks of the process group have one part each, in their order."""
         self.model, self.part, self.group = model, part, group
+        self.maps = Maps(model, part.count) if in_slabs(model, part.count) else None
 
     @property
     def alone(self) -> bool:
@@ -91,7 +95,9 @@ class Split:
 
     def slab(self, objective: Preparing, crop: tuple[int, ...]) -> Slab | None:
         """Return what this rank must read of each crop; None: all of it."""
-        if self.alone or not _by_slabs(objective) or getattr(self.model, "wants_image", False):
+        if self.alone or not _by_slabs(objective):
+            return None
+        if getattr(self.model, "wants_image", False) and self.maps is None:
             return None
         encoder, slab = encoder_of(self.model), Slab(self.part, crop)
         planes = crop[0] // per_axis(encoder.patch, len(crop))[0]
@@ -111,7 +117,7 @@ class Split:
         made = _Making(self)
         mine, lists = self._inputs(objective.axes, inputs, made)
         if not objective.axes.output:
-            return mine, targets
+            return mine, targets if self.maps is None else Whole(targets, self.maps)
         if not objective.axes.targets:
             return mine, Whole(targets, lists)
         return mine, self._targets(objective.axes, targets, lists, made)
@@ -131,14 +137,16 @@ class Split:
             return model(**inputs)
         mine, lists = self._inputs(axes, inputs, _Making(self))
         output = model(**mine)
-        return lists.join(self._outputs(output)) if axes.output else output
+        joined_by = lists if axes.output else self.maps
+        return output if joined_by is None else joined_by.join(self._outputs(output))
 
     def fetch(self, values: Tensor, index_by_part: Sequence[Tensor]) -> Tensor:
         """Return the rows that this rank asks for, of those that all ranks have."""
         return fetch_rows(values, index_by_part, self.group)
 
     def _outputs(self, output: Tensor) -> list[Tensor]:
-        """Return the outputs of all parts."""
+        """Return the outputs of all parts; slabs of maps are padded to equal sizes."""
+        output = output if self.maps is None else self.maps.pad(output)
         return list(gather(output.unsqueeze(0), 0, self.group).unbind(0))
 
     def _inputs(self, axes: TokenAxes, inputs: Inputs, made: "_Making") -> tuple[Inputs, Lists]:
@@ -157,6 +165,8 @@ class Split:
             valid = mark_copies(mine.get(tokens.valid), lists.real(self.part, first.device), len(first))
             if valid is not None:
                 mine[tokens.valid] = valid
+        if self.maps is not None and "image" in mine:
+            mine["image"] = self.maps.cut(mine["image"], self.part.index)
         return mine, Lists(tuple(lengths[tokens] for tokens in axes.output), groups)
 
     def _targets(self, axes: TokenAxes, targets: Any, lists: Lists, made: "_Making") -> Any:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from vitrail.layers.attention import CrossAttention, SelfAttention, TokenSequence
 from vitrail.layers.block import MLP, SwiGLU
 from vitrail.layers.patches import Part
+from vitrail.parallel import planes
 from vitrail.parallel.agree import Group
 from vitrail.parallel.context import ContextKeys, Ranks, attend_context, choose_ulysses, context_keys, split_context
 from vitrail.parallel.mesh import Layout, Mesh, gather, local, scatter_sum, total
@@ -110,6 +111,7 @@ class PartedSequence(TokenSequence):
         for module in model.modules():
             if isinstance(getattr(module, "sequence", None), TokenSequence):
                 module.sequence = self
+        planes.share(model, self.sequence_group)
         for block in blocks:
             for module in block.modules():
                 if _is_attention(module):
