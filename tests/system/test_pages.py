@@ -52,6 +52,7 @@ GIVEN: dict[str, Callable[[Path], Any] | tuple[str, ...]] = {
     "UCF-VIT": lambda place: ucf_seed(place, "UCF-VIT/configs/imagenet/mae/base_config.yaml"),
     "base_config.yaml": lambda place: seed(place, "ucf-vit/basic_ct/unetr/base_config.yaml", "base_config.yaml"),
     "isbi.yaml": lambda place: write_stack(place),
+    "data/isbi2012": lambda place: write_sections(place / "data/isbi2012"),
     "scripts": lambda place: [
         seed(place, "vit-fsdp-study/sub_15B_HYBRID_4G_4N.sh", f"scripts/{name}.sh")
         for name in ("sub_15B_HYBRID_4G_4N", "sub_base")
@@ -92,12 +93,14 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
         "train_configs/llama3_latent_diffusion_ablate.toml",
     ),
     "docs/coming-from/torchtitan-mae.md": ("train_configs/demo.toml", "train_demo.sh"),
+    "docs/tutorials/isbi2012.md": ("data/isbi2012",),
     "docs/coming-from/ucf-vit.md": ("UCF-VIT", "base_config.yaml", "isbi.yaml"),
     "docs/coming-from/vit-fsdp-study.md": ("scripts",),
 }
 
 # Keys for commands that train what a page has too large for two cores; the page's own words stay before them.
 SMALLER = {
+    "docs/tutorials/isbi2012.md": "data.crop=32 data.batch=2",
     "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2",
     "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2",
 }
@@ -187,6 +190,18 @@ def write_stack(place: Path) -> None:
         tifffile.imwrite(place / f"{name}.tif", array, photometric="minisblack")
     entry = [{"path": "image.tif", "labels": "label.tif"}]
     own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective={"kind": "segment"}, data__train=entry)
+
+
+def write_sections(folder: Path) -> None:
+    """As many sections as ISBI-2012 has, but small ones: cells are 255, and the membranes around them 0 and dark."""
+    import tifffile
+
+    folder.mkdir(parents=True)
+    labels = np.full((30, 48, 48), 255, np.uint8)
+    labels[:, ::12] = labels[:, :, ::16] = 0
+    image = np.clip(labels / 2 + np.random.default_rng(0).normal(60, 20, labels.shape), 0, 255).astype(np.uint8)
+    for name, values in (("image", image), ("label", labels)):
+        tifffile.imwrite(folder / f"{name}.tif", values, photometric="minisblack")
 
 
 def seed(place: Path, name: str, target: str, **changes: str) -> None:
