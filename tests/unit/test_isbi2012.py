@@ -2,10 +2,6 @@
 
 import importlib
 import json
-import re
-import shlex
-import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from support import ROOT, run
+from support import ROOT
 
 from vitrail.recipe import load_recipe
 
@@ -102,26 +98,6 @@ def test_tables_and_page(script: ModuleType, tmp_path: Path, monkeypatch: pytest
 def test_errors_are_coloured(script: ModuleType) -> None:
     truth, found = np.array([[1, 1, 0, 0]], bool), np.array([[1, 0, 1, 0]], bool)
     assert script.errors_of(truth, found)[0].tolist() == [[0, 0, 0], [220, 30, 30], [90, 140, 255], [255, 255, 255]]
-
-
-@pytest.mark.slow
-def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
-    """All of its commands, one after the other, with tiny networks, few steps and a stand-in for the stack."""
-    text = (ROOT / "docs/tutorials/isbi2012.md").read_text(encoding="utf-8")
-    words = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    shorter = {r"run\.steps=\d+": "run.steps=2", r"data\.crop=\d+": "data.crop=32", r"data\.batch=\d+": "data.batch=2"}
-    for pattern, new in shorter.items():
-        assert re.search(pattern, words)
-        words = re.sub(pattern, new, words)
-    shutil.copytree(ROOT / "configs/isbi2012", tmp_path / "configs/isbi2012")
-    (tmp_path / "data").mkdir()
-    write_stack(tmp_path / "data/isbi2012")
-    shell = f'set -e\nvitrail() {{ {shlex.quote(sys.executable)} -m vitrail "$@"; }}\n{words}'
-    code, output = run("bash", "-c", shell, cwd=tmp_path, timeout=500)
-    assert code == 0, output[-3000:]
-    assert output.count("rand_f_score:") == 2
-    for name in ("look.png", "membranes.png", "membranes.ome.tif", "membranes-scratch.ome.tif"):
-        assert (tmp_path / name).exists()
 
 
 @pytest.mark.slow
