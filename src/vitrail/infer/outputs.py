@@ -190,7 +190,7 @@ class Result:
         self.names = file_names(frames, self.suffix) if self.many else [out.name]
         self._lock: int | None = None
         self._log: BinaryIO | None = None
-        self._stores: dict[int, Any] = {}
+        self._stores: dict[Path, Any] = {}
 
     # ------------------------------------------------------------ before the first row, on rank 0
 
@@ -300,6 +300,8 @@ class Result:
         if form.write == "classes":
             properties = [{"label-value": number, "name": name} for number, name in enumerate(self.classes)]
             block["image-label"] = {"properties": properties}
+        if form.write == "instances":
+            block["image-label"] = {}
         if form.channels is not None and len(form.channels) <= MOST_NAMED:
             block["omero"] = {"channels": [describe_channel(name, form.dtype) for name in form.channels]}
         return block
@@ -335,18 +337,26 @@ class Result:
         else:
             every = (slice(None), *box) if self.form.channels is not None else box
             self.level(item, 0)[every] = values
+        self.note(row, noted)
+
+    def note(self, row: int, values: Any = None) -> None:
+        """Note that a row is there, so that no later call makes it again."""
         assert self._log is not None
-        self._log.write(json.dumps([row, noted]).encode() + b"\n")
+        self._log.write(json.dumps([row, values]).encode() + b"\n")
         self._log.flush()
 
     def level(self, item: int, number: int) -> Any:
+        return self.store(self._store_path(item))[f"s{number}"]
+
+    def store(self, path: Path) -> Any:
+        """Return a group of arrays in the place of work."""
         import zarr
 
-        if item not in self._stores:
+        if path not in self._stores:
             if len(self._stores) > MOST_NAMED:
                 self._stores.clear()
-            self._stores[item] = zarr.open_group(str(self._store_path(item)), mode="r+")
-        return self._stores[item][f"s{number}"]
+            self._stores[path] = zarr.open_group(str(path), mode="r+")
+        return self._stores[path]
 
     # ------------------------------------------------------------ when all rows are there
 
@@ -376,7 +386,7 @@ class Result:
         ratio = tuple(now // before for now, before in zip(factors[number], factors[number - 1], strict=True))
         assert self.chunk is not None
         side = self.chunk
-        labels = self.form.write == "classes"
+        labels = self.form.write in ("classes", "instances")
 
         def make(start: tuple[int, ...], tick: Tick) -> None:
             box = tuple(slice(s, min(s + side, n)) for s, n in zip(start, shapes[number], strict=True))
