@@ -57,7 +57,7 @@ def same(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(alike.all()) and all(len(np.unique(side)) == met.shape[1] for side in met)
 
 
-@pytest.mark.parametrize("chunk", [(4, 4, 4), (8, 24, 8), (7, 5, 9)])
+@pytest.mark.parametrize("chunk", [(10, 6, 7), (8, 24, 4), (7, 9, 11)])
 def test_blocks_are_put_together_to_what_one_block_gives(chunk: tuple[int, ...]) -> None:
     labels = tissue()
     affinities = clean(labels)
@@ -66,9 +66,9 @@ def test_blocks_are_put_together_to_what_one_block_gives(chunk: tuple[int, ...])
     assert blocks.side == chunk
     assert len(blocks.boxes()) > 6
     assert same(in_blocks(affinities, blocks), whole)
-    assert whole.max() >= 14  # and some are in pieces
-    told = mutex.segment(affinities, OFFSETS, 0.5, 30)
-    assert same(in_blocks(affinities, blocks, smallest=30), told)
+    assert whole.max() == 14
+    told = mutex.segment(affinities, OFFSETS, 0.5, 700)
+    assert same(in_blocks(affinities, blocks, smallest=700), told)
     assert 0 < told.max() < whole.max()
     kept = told > 0
     assert not ((labels == 0) & kept).any()
@@ -103,9 +103,9 @@ def test_what_repels_within_a_block_is_not_joined_by_its_own_pairs() -> None:
 
 def test_blocks_fit_into_memory() -> None:
     blocks = Blocks.of((1000, 1000, 1000), (64, 64, 64), usual_offsets((64, 64, 64)), 2 << 30)
-    assert blocks.side == (128, 128, 128)
+    assert blocks.side == (64, 128, 192)
     assert blocks.reach == (9, 9, 9)
-    assert 9 * mutex.BYTES * 146**3 < 2 << 30 < 9 * mutex.BYTES * 210**3
+    assert 9 * mutex.BYTES * 82 * 146 * 210 < 2 << 30 < 9 * mutex.BYTES * 146 * 146 * 210
     assert Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 2 << 30).side == (50, 70, 90)
     covered = np.zeros((50, 70, 90), int)
     for box in Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 0).boxes():
@@ -164,6 +164,6 @@ def test_scores_are_those_of_scikit_image() -> None:
     metrics = pytest.importorskip("skimage.metrics", reason="scikit-image is not installed")
     truth, found = tissue(seed=1), tissue(seed=2) + 1
     told = scores_of(truth, found)
-    split, merge = metrics.variation_of_information(truth, found, ignore_labels=(0,))[::-1]
-    assert {told["vi_split"], told["vi_merge"]} == {pytest.approx(split), pytest.approx(merge)}
+    split, merge = metrics.variation_of_information(truth, found, ignore_labels=(0,))
+    assert (told["vi_split"], told["vi_merge"]) == (pytest.approx(split), pytest.approx(merge))
     assert told["adapted_rand_error"] == pytest.approx(metrics.adapted_rand_error(truth, found)[0])

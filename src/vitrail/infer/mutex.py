@@ -56,11 +56,16 @@ class Blocks:
             return float(np.prod([n + 2 * r for n, r in zip(side, reach, strict=True)])) * len(offsets) * BYTES <= memory
 
         side = [min(c, n) for c, n in zip(chunk, shape, strict=True)]
-        while True:
-            grown = [min(n + c, whole) for n, c, whole in zip(side, chunk, shape, strict=True)]
-            if grown == side or not fits(grown):
-                return cls(tuple(shape), tuple(side), reach)
-            side = grown
+        growing = True
+        while growing:
+            growing = False
+            for axis in sorted(range(len(side)), key=lambda axis: (side[axis], -axis)):  # the shortest first
+                grown = [*side]
+                grown[axis] = min(side[axis] + chunk[axis], shape[axis])
+                if grown != side and fits(grown):
+                    side, growing = grown, True
+                    break
+        return cls(tuple(shape), tuple(side), reach)
 
     def boxes(self) -> list[Box]:
         starts = itertools.product(*(range(0, n, s) for n, s in zip(self.shape, self.side, strict=True)))
