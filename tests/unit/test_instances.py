@@ -1,22 +1,37 @@
 """Instances of affinities: in blocks as in memory, and the scores of two partitions by hand."""
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zarr
+from predicting import UNETR, train_run
+from support import environment, run
+
+import vitrail
+from vitrail.data.generate import generate_em, write_ome_zarr
+from vitrail.data.sources import guess_kind
+from vitrail.data.sources.zarr import OmeZarrConfig
+from vitrail.errors import UserError
+from vitrail.infer import mutex
+from vitrail.infer.engine import Wishes
+from vitrail.infer.eyes import Form
+from vitrail.infer.instances import Instances
+from vitrail.infer.mutex import Blocks
+from vitrail.infer.outputs import Frame, choose_format
+from vitrail.infer.overlaps import Overlaps
+from vitrail.objectives.affinities import name_of, pairs, usual_offsets
+from vitrail.recipe import kinds
 
 pytest.importorskip("mwatershed", reason="mwatershed is not installed: pip install mwatershed")
 
-from vitrail.infer import mutex
-from vitrail.infer.mutex import Blocks
-from vitrail.infer.overlaps import Overlaps
-from vitrail.objectives.affinities import pairs, usual_offsets
-
 SHAPE = (20, 24, 28)
 OFFSETS = usual_offsets(SHAPE)
+FEW = OFFSETS[:6]
 
 
 def tissue(shape: tuple[int, ...] = SHAPE, seed: int = 0, cells: int = 14) -> np.ndarray:
@@ -111,6 +126,193 @@ def test_blocks_fit_into_memory() -> None:
     for box in Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 0).boxes():
         covered[box] += 1
     assert (covered == 1).all()
+
+
+# ---------------------------------------------------------------- on the disk
+
+
+def result_of(out: Path, labels: np.ndarray, *, chunk: int, memory: int, smallest: int = 1) -> Instances:
+    """What a prediction writes to, of one volume."""
+    form = Form("instances", "voxels", None, mutex.NUMBERS, len(FEW))
+    names = tuple(name_of(offset) for offset in FEW)
+    frame = Frame("a", labels.shape, ("z", "y", "x"), (8.0, 4.0, 4.0), "nanometer", None, None)
+    return Instances(
+        out,
+        form,
+        [frame],
+        choose_format(out, "ome_zarr", form, 1),
+        affinities=Form("affinities", "voxels", names, np.dtype(np.uint8), len(FEW)),
+        offsets=FEW,
+        wishes=Wishes(memory=memory, smallest=smallest),
+        rows=-(-labels.shape[0] // chunk),
+        chunk=chunk,
+    )
+
+
+def begin(result: Instances, affinities: np.ndarray) -> None:
+    """Write the rows that are missing."""
+    began, chunk = result.begin({"of": "a test"}), result.chunk
+    assert chunk is not None
+    result.open_log(began["attempt"], 0)
+    for row in {*range(result.rows)} - {*began["done"]}:
+        box = (slice(row * chunk, (row + 1) * chunk), slice(None), slice(None))
+        result.write(row, 0, box, affinities[(slice(None), *box)])
+
+
+@pytest.mark.parametrize("name", ["a.ome.zarr", "a.tif", "a.nii.gz"])
+def test_what_is_written_is_what_memory_gives(tmp_path: Path, name: str) -> None:
+    labels = tissue((16, 16, 20))
+    affinities = clean(labels, FEW)
+    result = result_of(tmp_path / name, labels, chunk=8, memory=2**19, smallest=200)
+    assert len(result.blocks[0].boxes()) > 4
+    begin(result, affinities)
+    for calls in result.stages():
+        for call in reversed(calls):  # in any order
+            call(lambda: None)
+    result.publish()
+    result.close()
+    kind = guess_kind(str(tmp_path / name))
+    found = kinds.find("source", kind)(path=str(tmp_path / name)).open()  # type: ignore[call-arg]
+    assert found.dtype == np.uint32
+    whole = found.read(0, tuple(slice(0, n) for n in found.items[0].shape))[0]
+    assert same(whole, mutex.segment(affinities, FEW, 0.5, 200))
+    assert whole.max() == len(np.unique(whole)) - 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_kill_costs_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = tissue((16, 16, 20))
+    affinities = clean(labels, FEW)
+    options: dict[str, Any] = {"chunk": 8, "memory": 2**19}
+    first = result_of(tmp_path / "a.zarr", labels, **options)
+    begin(first, affinities)
+    cut = first.stages()[0]
+    for call in cut[:3]:
+        call(lambda: None)
+    first.close()
+    made = []
+    plain = mutex.fragments
+    monkeypatch.setattr(mutex, "fragments", lambda *given: made.append(1) or plain(*given))
+    again = result_of(tmp_path / "a.zarr", labels, **options)
+    begin(again, affinities)
+    for calls in again.stages():
+        for call in calls:
+            call(lambda: None)
+    again.publish()
+    again.close()
+    assert len(made) == len(cut) - 3
+    found = zarr.open_group(str(tmp_path / "a.zarr"), mode="r")["s0"][:]  # type: ignore[index]
+    assert same(np.asarray(found), mutex.segment(affinities, FEW, 0.5, 1))
+
+
+CHILD = """
+import re, resource, sys
+import numpy as np
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/unit"]
+import test_instances as tests
+from pathlib import Path
+from vitrail.infer import mutex
+folder, limit = Path(sys.argv[2]), int(sys.argv[3])
+affinities = np.load(folder / "affinities.npy", mmap_mode="r")
+result = tests.result_of(folder / "a.zarr", affinities[0], chunk=16, memory=limit // 4)
+tests.begin(result, affinities)
+small = np.ascontiguousarray(affinities[:, :16, :16, :16])
+mutex.segment(small, tests.FEW, 0.5, 1)  # what libraries take is not what is measured
+data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
+for calls in result.stages():
+    for call in calls:
+        call(lambda: None)
+result.publish()
+result.close()
+print("blocks", len(result.blocks[0].boxes()))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_volume(tmp_path: Path) -> None:
+    """The watershed of this volume in one piece takes eight times what the process may have more."""
+    shape, limit = (64, 96, 112), 28 << 20
+    assert np.prod(shape) * len(FEW) * 60 > 8 * limit  # bytes that it takes for each affinity, and more
+    labels = tissue((16, 24, 28)).repeat(4, axis=0).repeat(4, axis=1).repeat(4, axis=2)
+    affinities = clean(labels, FEW)
+    np.save(tmp_path / "affinities.npy", affinities)
+    tests = Path(__file__).parents[1]
+    words = [sys.executable, "-c", CHILD, str(tests), str(tmp_path), str(limit)]
+    code, output = run(*words, env=environment(MALLOC_ARENA_MAX="1"), cwd=tmp_path)
+    assert code == 0, output
+    assert int(output.split()[-1]) > 20
+    found = zarr.open_group(str(tmp_path / "a.zarr"), mode="r")["s0"][:]  # type: ignore[index]
+    assert same(np.asarray(found), mutex.segment(affinities, FEW, 0.5, 1))
+
+
+# ---------------------------------------------------------------- from training to scores
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("instances")
+    write_ome_zarr(place / "em.zarr", generate_em((24, 28, 40), seed=0, cells=True), levels=1, chunk=16)
+    entry = [{"path": str(place / "em.zarr"), "labels": "cells"}]
+    options: dict[str, Any] = {"model": UNETR, "objective": {"kind": "affinities"}}
+    train_run(place, place / "em.zarr", "run", data__train=entry, data__valid=entry, **options)
+    return place
+
+
+def test_instances_are_those_of_the_affinities_that_are_written(place: Path, tmp_path: Path) -> None:
+    run_dir, volume = place / "run", place / "em.zarr"
+    vitrail.predict(run_dir, volume, out=tmp_path / "affinities.zarr", write="affinities", dtype="uint8")
+    store = zarr.open_group(str(tmp_path / "affinities.zarr"), mode="r")
+    affinities = np.asarray(store["s0"])
+    assert affinities.shape == (6, 24, 28, 40)
+    told = [channel["label"] for channel in store.attrs["ome"]["omero"]["channels"]]  # type: ignore[index,call-overload]
+    assert told == ["z-1", "y-1", "x-1", "z-3", "y-3", "x-3"]
+    offsets = usual_offsets((16, 16, 16))
+    expected = mutex.segment(affinities, offsets, 0.5, 4)
+    picture = tmp_path / "p.png"
+    options: dict[str, Any] = {"write": "instances", "smallest": 4}
+    made = vitrail.predict(run_dir, volume, out=tmp_path / "i.zarr", truth="cells", picture=picture, **options)
+    found = np.asarray(zarr.open_group(str(tmp_path / "i.zarr"), mode="r")["s0"])
+    np.testing.assert_array_equal(found, expected)
+    assert picture.exists()
+    truth = (
+        OmeZarrConfig(path=str(volume), labels="cells").open().read_labels(0, tuple(slice(0, n) for n in found.shape))
+    )
+    assert made["scores"] == pytest.approx(scores_of(truth, found), nan_ok=True)
+    values = OmeZarrConfig(path=str(volume)).open().read(0, tuple(slice(0, n) for n in found.shape))
+    model = vitrail.load(run_dir)
+    np.testing.assert_array_equal(model.predict(values, write="instances", smallest=4), expected)
+    np.testing.assert_array_equal(model.predict(values, write="affinities", dtype="uint8"), affinities)
+
+
+def test_many_volumes_become_many_files(place: Path, tmp_path: Path) -> None:
+    values = OmeZarrConfig(path=str(place / "em.zarr")).open().read(0, tuple(slice(0, n) for n in (24, 28, 40)))[0]
+    (tmp_path / "in").mkdir()
+    for number, part in enumerate((values, values[:, :, :24])):
+        np.save(tmp_path / "in" / f"{number}.npy", part)
+    options: dict[str, Any] = {"write": "instances", "chunk": 16}
+    vitrail.predict(place / "run", tmp_path / "in", out=tmp_path / "out", **options)
+    found = [np.load(tmp_path / "out" / f"{number}.npy") for number in range(2)]
+    assert [each.shape for each in found] == [(24, 28, 40), (24, 28, 24)]
+    assert all(each.dtype == np.uint32 and each.max() > 1 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"flips": "x"}, "flips"),
+        ({"dtype": "uint8"}, "leave it out of instances"),
+        ({"threshold": 1.0}, "between 0 and 1"),
+        ({"smallest": 0}, "at least 1 voxel"),
+        ({"truth": "nowhere"}, "nowhere"),
+        ({"truth": "cells", "write": "affinities"}, "add --write instances"),
+        ({"write": "affinities", "picture": "p.png"}, "ask for instances"),
+    ],
+)
+def test_mistakes_are_sentences(place: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        vitrail.predict(place / "run", place / "em.zarr", out=tmp_path / "a.zarr", **({"write": "instances"} | options))
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- scores

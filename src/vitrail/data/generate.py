@@ -262,7 +262,12 @@ class Volume:
 
 
 def generate_em(
-    shape: int | tuple[int, int, int] = (128, 128, 192), seed: int = 0, *, noise: float = 0.11, slab: int | None = None, cells: bool = False
+    shape: int | tuple[int, int, int] = (128, 128, 192),
+    seed: int = 0,
+    *,
+    noise: float = 0.11,
+    slab: int | None = None,
+    cells: bool = False,
 ) -> Volume:
     """Make tissue of the given shape (z, y, x); `noise` is the share of white noise in the image's variance.
 
@@ -306,7 +311,10 @@ def add_noise(image: np.ndarray, share: float, seed: int) -> None:
 def render(
     scene: Scene, fields: dict[str, "SmoothField"], size: tuple[int, ...], lo: int, hi: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw the planes lo to hi, their labels and whose they are; one more on each side is drawn for the slope of the distances."""
+    """Draw the planes lo to hi, their labels and whose they are.
+
+    One more on each side is drawn for the slope of the distances.
+    """
     first, last = max(lo - 1, 0), min(hi + 1, size[0])
     wobble = fields["wobble"](first, last)
     owner, membrane = partition(scene.neurites, ((first, 0, 0), (last, size[1], size[2])), wobble)

@@ -68,14 +68,14 @@ class Instances(Result):
             group, chunks = create_group(where, {}), self._chunks(frame.shape)
             many = len(self.offsets)
             axes = ("c", *frame.axes)
-            create_level(group, AFFINITIES, (many, *frame.shape), (1, *chunks), self.affinities.dtype, axes=axes)
+            create_level(group, AFFINITIES, (many, *frame.shape), (many, *chunks), self.affinities.dtype, axes=axes)
             create_level(group, FRAGMENTS, frame.shape, chunks, np.dtype(np.uint64), axes=frame.axes)
 
     def _kept(self, item: int) -> Path:
         return self.work / PARTS / f"{item:06d}-pairs.zarr"
 
     def write(self, row: int, item: int, box: tuple[slice, ...], values: np.ndarray) -> None:
-        self.store(self._kept(item))[AFFINITIES][(slice(None), *box)] = values
+        self.array(self._kept(item), AFFINITIES)[(slice(None), *box)] = values
         self.note(row)
 
     # ------------------------------------------------------------ when all rows are there
@@ -92,7 +92,13 @@ class Instances(Result):
         found = [self._of_blocks(item, self._add) for item in items]
         named = [self._of_blocks(item, self._name) for item in items]
         joined: list[Stage] = [partial(self._join, item) for item in items]
-        return [cut, [c for each in found for c in each], joined, [c for each in named for c in each], *super().stages()]
+        return [
+            cut,
+            [c for each in found for c in each],
+            joined,
+            [c for each in named for c in each],
+            *super().stages(),
+        ]
 
     def _of_blocks(self, item: int, make: Any) -> Iterator[Stage]:
         for number, box in enumerate(self.blocks[item].boxes()):
@@ -100,10 +106,11 @@ class Instances(Result):
 
     def _cut(self, item: int, number: int, box: mutex.Box, note: int, tick: Tick) -> None:
         """Make the fragments of a block."""
-        kept, (wide, inside) = self.store(self._kept(item)), self.blocks[item].around(box)
-        values = kept[AFFINITIES][(slice(None), *wide)]
+        wide, inside = self.blocks[item].around(box)
+        values = self.array(self._kept(item), AFFINITIES)[(slice(None), *wide)]
         tick()
-        kept[FRAGMENTS][box] = mutex.fragments(values, inside, self.offsets, self.wishes.threshold, number)
+        found = mutex.fragments(values, inside, self.offsets, self.wishes.threshold, number)
+        self.array(self._kept(item), FRAGMENTS)[box] = found
         self.note(note)
 
     def _add(self, item: int, number: int, box: mutex.Box, tick: Tick) -> None:

@@ -53,7 +53,9 @@ class Blocks:
         reach = tuple(max(abs(n) for n in each) for each in zip(*offsets, strict=True))
 
         def fits(side: Sequence[int]) -> bool:
-            return float(np.prod([n + 2 * r for n, r in zip(side, reach, strict=True)])) * len(offsets) * BYTES <= memory
+            return (
+                float(np.prod([n + 2 * r for n, r in zip(side, reach, strict=True)])) * len(offsets) * BYTES <= memory
+            )
 
         side = [min(c, n) for c, n in zip(chunk, shape, strict=True)]
         growing = True
@@ -101,9 +103,7 @@ def watershed(affinities: np.ndarray, offsets: Offsets, threshold: float) -> np.
     return np.asarray(library().agglom(weights_of(affinities, threshold), [list(offset) for offset in offsets]))
 
 
-def fragments(
-    affinities: np.ndarray, inside: Box, offsets: Offsets, threshold: float, number: int
-) -> np.ndarray:
+def fragments(affinities: np.ndarray, inside: Box, offsets: Offsets, threshold: float, number: int) -> np.ndarray:
     """Return the fragments [*box] of a block by its number, of the affinities [C, *wide] of it and its margin."""
     found = watershed(affinities, offsets, threshold)[inside]
     names, places = np.unique(found, return_inverse=True)
@@ -130,9 +130,7 @@ def neighbours(affinities: np.ndarray, found: np.ndarray, inside: Box, offsets: 
             continue
         own = tuple(slice(h.start - b.start, h.stop - b.start) for h, b in zip(here, inside, strict=True))
         one, other, total = one[apart], other[apart], values[own][apart].astype(np.int64)
-        parts.append(
-            added(Pairs(np.minimum(one, other), np.maximum(one, other), total, np.ones(len(one), np.int64)))
-        )
+        parts.append(added(Pairs(np.minimum(one, other), np.maximum(one, other), total, np.ones(len(one), np.int64))))
     return together(parts)
 
 

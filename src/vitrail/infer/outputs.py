@@ -346,7 +346,14 @@ class Result:
         self._log.flush()
 
     def level(self, item: int, number: int) -> Any:
-        return self.store(self._store_path(item))[f"s{number}"]
+        return self.array(self._store_path(item), f"s{number}")
+
+    def array(self, path: Path, name: str) -> Any:
+        """Return an array in the place of work, of which chunks of zeros are written, too."""
+        import zarr
+
+        with zarr.config.set({"array.write_empty_chunks": True}):  # which is not kept with an array
+            return self.store(path)[name]
 
     def store(self, path: Path) -> Any:
         """Return a group of arrays in the place of work."""

@@ -194,7 +194,9 @@ class Affinities(Objective):
     def rows(self, batch: Batch, output: Tensor, targets: Targets) -> list[dict[str, Any]]:
         near = [n for n, offset in enumerate(self.offsets) if sum(map(abs, offset)) == 1] or [0]
         scored = targets.scored[:, near]
-        truth, found = ((~each[:, near] & scored).any(dim=1) for each in (targets.together, self._said(output, targets)))
+        truth, found = (
+            (~each[:, near] & scored).any(dim=1) for each in (targets.together, self._said(output, targets))
+        )
         arrays = (t.cpu().numpy() for t in (batch.values, truth.long(), found.long()))
         rows: list[dict[str, Any]] = [
             {"image": image, "truth": true, "prediction": guess} for image, true, guess in zip(*arrays, strict=True)
