@@ -38,6 +38,7 @@ ALLOWED = {
     ("infer/folder.py", "Image.fromarray(pixels).save"): "into memory",
     ("infer/folder.py", "np.save"): "into memory",
     ("infer/folder.py", "tifffile.imwrite"): "into memory",
+    ("infer/instances.py", "kept.create_array"): "in a hidden folder, of what is made anew after a kill",
     ("infer/outputs.py", "Image.fromarray(np.ascontiguousarray(values[...])).save"): "into a file of disk.replacing",
     ("infer/outputs.py", "tifffile.imwrite"): "into a file of disk.replacing",
     ("infer/outputs.py", "zarr.open_group"): "of a hidden folder that is published when it is whole",
