@@ -1,5 +1,6 @@
 """Affinities: targets by hand, their loss and counts, and what turning a sample does to them."""
 
+import itertools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.config import EncoderConfig
 from vitrail.models.sap import SAPConfig
 from vitrail.models.unetr import UNETRConfig
-from vitrail.objectives.affinities import AffinitiesConfig, name_of, pairs, usual_offsets
+from vitrail.objectives.affinities import AffinitiesConfig, describe, name_of, pairs, usual_offsets
 from vitrail.recipe.sections import Data
 
 LABELS = torch.tensor(
@@ -193,6 +194,49 @@ def test_counts_of_parts_are_those_of_the_whole() -> None:
     ]
     assert metrics["balanced_accuracy"] == pytest.approx(sum(shares) / 2)
     assert math.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("shape", [(9, 11), (5, 6, 7)])
+def test_descriptors_are_moments_within_a_window(shape: tuple[int, ...]) -> None:
+    sigma, ndim = 2.0, len(shape)
+    labels = np.random.default_rng(7).integers(0, 3, shape)
+    labels[:3, :4] = 2
+    found, inside = describe(torch.from_numpy(labels)[None], sigma, 0, None)
+    assert inside[0].tolist() == (labels != 0).tolist()
+    places = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), axis=-1)
+    line = np.exp(-(np.arange(-6, 7) ** 2) / (2 * sigma**2))
+    for at in np.ndindex(*shape):
+        if labels[at] == 0:
+            assert (found[(0, slice(None), *at)] == 0).all()
+            continue
+        away = places - np.array(at)
+        weight = np.prod(np.where(abs(away) <= 6, np.exp(-(away**2) / (2 * sigma**2)) / line.sum(), 0), axis=-1)
+        weight *= labels == labels[at]
+        mean = (weight[..., None] * away).reshape(-1, ndim).sum(axis=0) / weight.sum()
+        centred = (away - mean).reshape(-1, ndim)
+        spread = (centred * weight.reshape(-1, 1)).T @ centred / weight.sum() / sigma**2
+        width = np.sqrt(spread.diagonal().clip(1e-6))
+        told = [*(mean / sigma / 2 + 0.5), *spread.diagonal()]
+        told += [spread[i, j] / (width[i] * width[j]) / 2 + 0.5 for i, j in itertools.combinations(range(ndim), 2)]
+        expected = np.clip([*told, weight.sum()], 0, 1)
+        assert found[(0, slice(None), *at)].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
+
+
+def test_descriptors_are_learned_beside_affinities() -> None:
+    objective, config = built(models()[1], offsets=((-1, 0, 0),), descriptors=2.0)
+    assert config.classes == 1 + 10
+    labels = torch.from_numpy(np.random.default_rng(8).integers(0, 3, (2, 8, 8, 8)))
+    _, targets = objective.prepare(batch_of(labels), Draws(0, [0, 1]))
+    logits = torch.from_numpy(np.random.default_rng(9).standard_normal((2, 11, 8, 8, 8))).float()
+    assert objective.logits(logits, targets).shape == (2, 1, 8, 8, 8)
+    plain, _ = built(models()[1], offsets=((-1, 0, 0),))
+    alone = plain.each(logits[:, :1], plain.prepare(batch_of(labels), Draws(0, [0, 1]))[1])
+    more = objective.each(logits, targets) - alone
+    error = ((logits[:, 1:].sigmoid() - targets.shapes) ** 2).mean(dim=1)
+    expected = [float(error[n][labels[n] != 0].mean()) for n in range(2)]
+    assert more.tolist() == pytest.approx(expected, rel=1e-4)
+    with pytest.raises((UserError, ValueError), match="above 0"):
+        built(models()[1], descriptors=0.0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Pairs(NamedTuple):
     first: np.ndarray  # [n] numbers of fragments, the smaller of both
     second: np.ndarray  # [n]
     total: np.ndarray  # [n] sum of bytes
-    count: np.ndarray  # [n]
+    number: np.ndarray  # [n] of them
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def added(pairs: Pairs) -> Pairs:
     order = np.lexsort((pairs.second, pairs.first))
     first, second = pairs.first[order], pairs.second[order]
     begins = np.flatnonzero(np.concatenate([[True], (first[1:] != first[:-1]) | (second[1:] != second[:-1])]))
-    total, count = (np.add.reduceat(each[order], begins) for each in (pairs.total, pairs.count))
+    total, count = (np.add.reduceat(each[order], begins) for each in (pairs.total, pairs.number))
     return Pairs(first[begins], second[begins], total, count)
 
 
@@ -156,7 +156,7 @@ def merged(names: np.ndarray, sizes: np.ndarray, pairs: Pairs, threshold: float,
 
     `names` are the numbers of all fragments, rising, and `sizes` their voxels.
     """
-    weight = pairs.total / (FULL * np.maximum(pairs.count, 1)) - threshold
+    weight = pairs.total / (FULL * np.maximum(pairs.number, 1)) - threshold
     same_block = (pairs.first >> BLOCK) == (pairs.second >> BLOCK)
     weight = np.where(same_block, np.minimum(weight, -LEAST), weight)
     order = np.argsort(-np.abs(weight), kind="stable")

@@ -24,7 +24,7 @@ class Table(NamedTuple):
 
     truth: np.ndarray  # [n]
     found: np.ndarray  # [n]
-    count: np.ndarray  # [n]
+    voxels: np.ndarray  # [n]
 
 
 @dataclass
@@ -81,15 +81,15 @@ def _sums(names: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 def variation_of_information(table: Table) -> dict[str, float]:
     """Return what splits and what merges cost, in bits."""
     table = _scored(table)
-    total = float(table.count.sum())
+    total = float(table.voxels.sum())
     if not total:
         return {"vi_split": float("nan"), "vi_merge": float("nan")}
-    _, true, row = _sums(table.truth, table.count)
-    _, said, column = _sums(table.found, table.count)
-    share = table.count / total
+    _, true, row = _sums(table.truth, table.voxels)
+    _, said, column = _sums(table.found, table.voxels)
+    share = table.voxels / total
     return {
-        "vi_split": abs(float(-(share * np.log2(table.count / true[row])).sum())),
-        "vi_merge": abs(float(-(share * np.log2(table.count / said[column])).sum())),
+        "vi_split": abs(float(-(share * np.log2(table.voxels / true[row])).sum())),
+        "vi_merge": abs(float(-(share * np.log2(table.voxels / said[column])).sum())),
     }
 
 
@@ -101,18 +101,18 @@ def adapted_rand_error(table: Table) -> float:
     def number(count: np.ndarray) -> float:
         return float((count * (count - 1.0)).sum())
 
-    both = number(table.count[told])
-    said, true = (_sums(names, count)[1] for names, count in ((table.found[told], table.count[told]), table[::2]))
+    both = number(table.voxels[told])
+    said, true = (_sums(names, count)[1] for names, count in ((table.found[told], table.voxels[told]), table[::2]))
     whole = number(said) + number(true)
     return 1 - 2 * both / whole if whole else float("nan")
 
 
 def instance_f1(table: Table) -> dict[str, float]:
     """Return the F-score of instances at each least intersection over union."""
-    truth, true, row = _sums(table.truth, table.count)
-    found, said, column = _sums(table.found, table.count)
+    truth, true, row = _sums(table.truth, table.voxels)
+    found, said, column = _sums(table.found, table.voxels)
     both = (table.truth != 0) & (table.found != 0)
-    share = np.where(both, table.count / (true[row] + said[column] - table.count), 0.0) if len(table.count) else both
+    share = np.where(both, table.voxels / (true[row] + said[column] - table.voxels), 0.0) if len(table.voxels) else both
     number = int((truth != 0).sum() + (found != 0).sum())
     scores = {}
     for name, least in LEAST.items():

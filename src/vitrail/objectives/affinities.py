@@ -7,12 +7,16 @@
 - the loss of a sample is binary cross-entropy, a mean over offsets; with `balance`, pairs that are together and pairs
   that are apart weigh alike in each offset of a sample, however rare one of them is
 - pairs that leave the crop, and those of a voxel whose label is `ignore`, take no part in loss or metrics
+- local shape descriptors (Sheridan et al. 2023), if asked for, are learned beside: of each voxel, where the middle of
+  its instance lies within a Gaussian window about it, how the instance spreads there, and how much of the window it
+  fills. They are outputs after those of the offsets, by their sigmoid, and prediction leaves them out
 - targets are made of labels after augmentation, so that samples may be turned, flipped and resampled
 - metrics count pairs: balanced_accuracy is the mean of the shares that are right of pairs together and of pairs apart,
   f1 is that of pairs apart, which are what boundaries are made of
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -28,7 +32,7 @@ from vitrail.layers.patches import per_axis
 from vitrail.layers.tokens import TOKENS, TokenAxes, Tokens
 from vitrail.models.model import encoder_of
 from vitrail.objectives.objective import Loss, Objective, by_slabs, inputs_of
-from vitrail.recipe import config
+from vitrail.recipe import config, must
 
 NEAR, FAR = 1, (3, 9)  # voxels, along each axis
 RAREST = 0.05  # share of the pairs of an offset below which the rarer of both weighs no more
@@ -44,8 +48,11 @@ class AffinitiesConfig:
     background: int | None = 0  # label of voxels that are of no instance; null: there are none
     ignore: int | None = None  # label of voxels that are not scored, since nobody has looked at them
     balance: bool = True  # pairs together and pairs apart weigh alike
+    descriptors: float | None = None  # deviation, in voxels, of the window of shape descriptors; null: none are learned
+    descriptors_weight: float = 1.0  # of their squared error in the loss
 
     def __post_init__(self) -> None:
+        must("be above 0", descriptors=self.descriptors, descriptors_weight=self.descriptors_weight)
         given = self.offsets
         if given is None:
             return
@@ -74,16 +81,22 @@ class AffinitiesConfig:
                     f"objective.offsets: {list(offset)} leads out of every crop of {' x '.join(map(str, crop))} "
                     "voxels; leave it out, or make data.crop larger"
                 )
-        if model.classes not in (None, len(offsets)):
+        fitted = dataclasses.replace(self, offsets=offsets)
+        outputs = fitted.outputs(model.ndim)
+        if model.classes not in (None, outputs):
             raise UserError(
-                f"model.classes: {model.classes}, but there are {len(offsets)} offsets, each with an output of its "
-                "own; leave it out"
+                f"model.classes: {model.classes}, but there are {outputs} offsets and descriptors, each with an output "
+                "of its own; leave it out"
             )
-        return dataclasses.replace(self, offsets=offsets), dataclasses.replace(model, classes=len(offsets))
+        return fitted, dataclasses.replace(model, classes=outputs)
+
+    def outputs(self, ndim: int) -> int:
+        """Count what the model gives of each voxel."""
+        return len(self.offsets or ()) + (0 if self.descriptors is None else 1 + ndim + ndim * (ndim + 1) // 2)
 
     def build(self, model: Any, statistics: Statistics) -> "Affinities":
         check_model(model)
-        if self.offsets is None or model.classes != len(self.offsets):
+        if self.offsets is None or model.classes != self.outputs(model.ndim):
             raise UserError("objective.offsets: they are not fitted to the model; give one for each of model.classes")
         return Affinities(self, model, statistics)
 
@@ -116,6 +129,8 @@ class Targets:
     together: Tensor  # [B, offsets, *S] whether a voxel and its neighbour are of one instance
     scored: Tensor  # [B, offsets, *S] whether the pair counts
     tokens: Tokens  # the way from a model's tokens to voxels
+    shapes: Tensor | None = None  # [B, descriptors, *S], from 0 to 1
+    inside: Tensor | None = None  # [B, *S] voxels of instances, which have such
 
 
 class Affinities(Objective):
@@ -139,10 +154,17 @@ class Affinities(Objective):
         if batch.labels is None:
             raise ValueError("the batch has no labels; give it labels, or read them with a loader that knows of them")
         c = self.config
-        return inputs, Targets(*pairs(batch.labels, self.offsets, c.background, c.ignore), tokens)
+        targets = Targets(*pairs(batch.labels, self.offsets, c.background, c.ignore), tokens)
+        if c.descriptors is None:
+            return inputs, targets
+        shapes, inside = describe(batch.labels, c.descriptors, c.background, c.ignore)
+        return inputs, dataclasses.replace(targets, shapes=shapes, inside=inside)
 
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
         """Return [B, offsets, *S] of what the model gives."""
+        return self._painted(output, targets)[:, : len(self.offsets)]
+
+    def _painted(self, output: Tensor, targets: Targets) -> Tensor:
         return (targets.tokens.paint(output, merge=True) if self.model.output == "tokens" else output).float()
 
     def likelihood(self, logits: Tensor) -> Tensor:
@@ -150,7 +172,8 @@ class Affinities(Objective):
         return logits.sigmoid()
 
     def each(self, output: Tensor, targets: Targets) -> Tensor:
-        logits, scored = self.logits(output, targets), targets.scored
+        painted, scored = self._painted(output, targets), targets.scored
+        logits = painted[:, : len(self.offsets)]
         truth = targets.together.to(logits.dtype)
         wrong = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
         number = scored.flatten(2).sum(dim=2)  # B offsets
@@ -160,7 +183,12 @@ class Affinities(Objective):
             wrong = wrong / torch.where(targets.together, 2 * share, 2 - 2 * share)
         total = wrong.mul(scored).flatten(2).sum(dim=2)
         # A sample without any pair has nothing to learn from, but still counts as one.
-        return (total / number.clamp(min=1)).mean(dim=1)
+        each = (total / number.clamp(min=1)).mean(dim=1)
+        if targets.shapes is None or targets.inside is None:
+            return each
+        error = (painted[:, len(self.offsets) :].sigmoid() - targets.shapes).square().mean(dim=1) * targets.inside
+        inside = targets.inside.flatten(1).sum(dim=1).clamp(min=1)
+        return each + self.config.descriptors_weight * error.flatten(1).sum(dim=1) / inside
 
     def loss(self, output: Tensor, targets: Targets) -> Loss:
         each = self.each(output, targets)
@@ -243,3 +271,56 @@ def pairs(
         together[:, number][here] = alike if instance is None else alike & instance[here]
         scored[:, number][here] = True if known is None else known[here] & known[there]
     return together & scored, scored
+
+
+def describe(labels: Tensor, sigma: float, background: int | None, ignore: int | None) -> tuple[Tensor, Tensor]:
+    """Return local shape descriptors [B, descriptors, *S] of labels [B, *S], from 0 to 1, and which voxels have them.
+
+    They are, with all lengths in deviations of the window: the middle of the voxel's instance less its own place along
+    each axis, the variance along each axis, correlations of each two, and the share of the window that is of the
+    instance. What lies beyond the crop is not seen.
+    """
+    ndim, device = labels.ndim - 1, labels.device
+    inside = torch.ones_like(labels, dtype=torch.bool)
+    for label in (background, ignore):
+        inside = inside if label is None else inside & (labels != label)
+    number = 1 + ndim + ndim * (ndim + 1) // 2
+    found = torch.zeros(len(labels), number, *labels.shape[1:], device=device)
+    if device.type == "meta":  # of which the shapes alone are asked for
+        return found, inside
+    axes = [(torch.arange(n, device=device) - (n - 1) / 2) / sigma for n in labels.shape[1:]]
+    place = torch.stack(torch.meshgrid(*axes, indexing="ij"))  # ndim *S
+    both = list(itertools.combinations_with_replacement(range(ndim), 2))
+    powers = torch.stack([torch.ones_like(place[0]), *place, *(place[i] * place[j] for i, j in both)])
+    for sample, own, out in zip(labels, inside, found, strict=True):
+        for label in sample[own].unique():
+            mask = sample == label
+            share, *sums = _blurred(powers * mask, sigma)
+            share = share.clamp(min=1e-6)
+            means = [each / share for each in sums[:ndim]]
+            spread = {
+                pair: each / share - means[pair[0]] * means[pair[1]]
+                for pair, each in zip(both, sums[ndim:], strict=True)
+            }
+            widths = [spread[axis, axis].clamp(min=1e-6).sqrt() for axis in range(ndim)]
+            told = [
+                *((mean - place[axis]) / 2 + 0.5 for axis, mean in enumerate(means)),
+                *(width.square() for width in widths),
+                *(spread[i, j] / (widths[i] * widths[j]) / 2 + 0.5 for i, j in both if i != j),
+                share,
+            ]
+            out += torch.stack(told).clamp(0, 1) * mask
+    return found, inside
+
+
+def _blurred(values: Tensor, sigma: float) -> Tensor:
+    """Return sums over a Gaussian window about each voxel of [K, *S]; beyond the border is nothing."""
+    reach = max(1, round(3 * sigma))
+    at = torch.arange(-reach, reach + 1, dtype=values.dtype, device=values.device) / sigma
+    kernel = torch.exp(-at.square() / 2)
+    kernel = (kernel / kernel.sum()).view(1, 1, -1)
+    for axis in range(1, values.ndim):
+        along = values.movedim(axis, -1)
+        blurred = functional.conv1d(along.reshape(-1, 1, along.shape[-1]), kernel, padding=reach)
+        values = blurred.view(along.shape).movedim(-1, axis)
+    return values
