@@ -77,7 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "affinities": {
         "model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "features": 4},
         **SEGMENTED,
-        "objective": {"kind": "affinities"},
+        "objective": {"kind": "affinities", "descriptors": 2.0},
         "data.crop": 8,
     },
     "affinities-sap": {

@@ -122,6 +122,7 @@ def test_the_recipe_on_the_tutorial_is_that_of_the_demo() -> None:
             assert recipe[section][key] == value
 
 
+@pytest.mark.slow
 def test_the_page_of_instances_works_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty folder, as it stands, but for fewer voxels and steps; its recipe is that of configs/demo."""
     from vitrail import cli

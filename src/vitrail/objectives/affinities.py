@@ -3,7 +3,7 @@
 - labels are numbers of instances; which number an object has says nothing. Voxels of `background` are of none, and
   together with nobody, not even with each other
 - an offset names a neighbour: [0, 0, -3] is the voxel 3 before along the last axis. The model gives a logit for each
-  offset at each voxel, so model.classes is the number of offsets
+  offset at each voxel, so model.classes is the number of offsets, and of what is learned beside
 - the loss of a sample is binary cross-entropy, a mean over offsets; with `balance`, pairs that are together and pairs
   that are apart weigh alike in each offset of a sample, however rare one of them is
 - pairs that leave the crop, and those of a voxel whose label is `ignore`, take no part in loss or metrics

@@ -47,6 +47,7 @@ FIXED = {
     "model.head_dropout": "",
     "model.mask": "",
     "objective.background": "it decides what the instances are",
+    "objective.descriptors": "the model has learned these",
     "objective.ignore": "it decides what the classes are",
     "objective.kind": "the scores before and after could not be compared",
     "objective.offsets": "the model has learned these neighbours",
