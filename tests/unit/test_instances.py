@@ -1,6 +1,7 @@
 """Instances of affinities: in blocks as in memory, and the scores of two partitions by hand."""
 
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import zarr
 from predicting import UNETR, train_run
-from support import environment, run
+from support import environment, run, torchrun
 
 import vitrail
 from vitrail.data.generate import generate_em, write_ome_zarr
@@ -200,7 +201,7 @@ def test_a_kill_costs_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             call(lambda: None)
     again.publish()
     again.close()
-    assert len(made) == len(cut) - 3
+    assert len(made) == len(cut) - 3  # and all ranks have one list of them
     found = zarr.open_group(str(tmp_path / "a.zarr"), mode="r")["s0"][:]  # type: ignore[index]
     assert same(np.asarray(found), mutex.segment(affinities, FEW, 0.5, 1))
 
@@ -283,6 +284,34 @@ def test_instances_are_those_of_the_affinities_that_are_written(place: Path, tmp
     model = vitrail.load(run_dir)
     np.testing.assert_array_equal(model.predict(values, write="instances", smallest=4), expected)
     np.testing.assert_array_equal(model.predict(values, write="affinities", dtype="uint8"), affinities)
+
+
+@pytest.mark.slow
+def test_ranks_write_the_same(place: Path, tmp_path: Path) -> None:
+    volume, out = place / "em.zarr", {ranks: tmp_path / f"{ranks}.zarr" for ranks in (1, 3)}
+    options: dict[str, Any] = {"write": "instances", "chunk": 16, "memory": 0.002}
+    one = vitrail.predict(place / "run", volume, out=out[1], truth="cells", **options)
+    words: list[Any] = [
+        "-m",
+        "vitrail",
+        "predict",
+        place / "run",
+        volume,
+        "--out",
+        out[3],
+        "--truth",
+        "cells",
+        "--json",
+    ]
+    given = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    code, output = run(*torchrun(3, *words, *given))
+    assert code == 0, output
+    made = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    assert made["scores"] == pytest.approx(one["scores"], nan_ok=True)
+    stores = [zarr.open_group(str(path), mode="r") for path in out.values()]
+    assert sorted(stores[0]) == sorted(stores[1])
+    for level in stores[0]:
+        np.testing.assert_array_equal(*(np.asarray(store[level]) for store in stores))
 
 
 def test_many_volumes_become_many_files(place: Path, tmp_path: Path) -> None:

@@ -81,13 +81,12 @@ class Instances(Result):
     # ------------------------------------------------------------ when all rows are there
 
     def stages(self) -> list[list[Stage]]:
-        done, items = self.finished(), range(len(self.frames))
-        first = self.rows  # numbers from here on are of blocks
-        cut = []
+        # Ranks share out these lists, which must be the same on all; another may be done with a block by now.
+        done, items = {*self.finished()}, range(len(self.frames))
+        first, cut = self.rows, list[Stage]()  # numbers of rows from here on are of blocks
         for item in items:
             for number, box in enumerate(self.blocks[item].boxes()):
-                if first + number not in done:
-                    cut.append(partial(self._cut, item, number, box, first + number))
+                cut.append(partial(self._cut, item, number, box, first + number, done))
             first += len(self.blocks[item].boxes())
         found = [self._of_blocks(item, self._add) for item in items]
         named = [self._of_blocks(item, self._name) for item in items]
@@ -104,8 +103,10 @@ class Instances(Result):
         for number, box in enumerate(self.blocks[item].boxes()):
             yield partial(make, item, number, box)
 
-    def _cut(self, item: int, number: int, box: mutex.Box, note: int, tick: Tick) -> None:
+    def _cut(self, item: int, number: int, box: mutex.Box, note: int, done: set[int], tick: Tick) -> None:
         """Make the fragments of a block."""
+        if note in done:
+            return
         wide, inside = self.blocks[item].around(box)
         values = self.array(self._kept(item), AFFINITIES)[(slice(None), *wide)]
         tick()
