@@ -219,9 +219,10 @@ result = tests.result_of(folder / "a.zarr", affinities[0], chunk=16, memory=limi
 tests.begin(result, affinities)
 small = np.ascontiguousarray(affinities[:, :16, :16, :16])
 mutex.segment(small, tests.FEW, 0.5, 1)  # what libraries take is not what is measured
+stages = result.stages()
 data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
-for calls in result.stages():
+for calls in stages:
     for call in calls:
         call(lambda: None)
 result.publish()
