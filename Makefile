@@ -8,7 +8,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	&& { command -v "$$name"; break; }; done)
 RUN = $(VENV)/bin/python -m
 
-.PHONY: help demo test test-slow mutants lint install
+.PHONY: help demo test test-slow mutants lint docs install
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test-slow  run the long tests"
 	@echo "make mutants    plant bugs one at a time and see which the tests notice (hours)"
 	@echo "make lint       check style and types"
+	@echo "make docs       build the documentation as a site, without a network"
 	@echo "make install    set up $(VENV) only"
 
 # Keys of both recipes may be given: make demo KEYS="run.steps=20"
@@ -45,6 +46,11 @@ lint: $(VENV)/.installed-dev
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
+# The theme tells of its successor at each build otherwise.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 install: $(VENV)/.installed
 
 $(VENV)/.created:
@@ -60,4 +66,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.created
 	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/.created
+	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $(VENV)/.installed $@

@@ -1,19 +1,25 @@
 """How fast a volume is segmented: `vitrail predict` beside MONAI's sliding_window_inference, in one run.
 
-The same network and weights, tiles, overlap, Gaussian weights, type of numbers and batch. Both begin with a Zarr on
-disk and end with the class of every voxel in a Zarr on disk, chunks of 64 voxels, compressed alike.
+The same network and weights, tiles, overlap, Gaussian weights, type of numbers and batch. Both begin with a run and a
+Zarr on disk and end with the class of every voxel in a Zarr on disk, chunks of 64 voxels, compressed alike; ours has
+coarser levels besides. MONAI's has the whole volume, logits and all, on the device, which is its fastest way.
 
-    python benchmarks/predict.py --out DIR                             about 3 minutes on an H200
-    python benchmarks/predict.py --out DIR --size 128 --width 48 --crop 32 --compute fp32 --device cpu
+    python benchmarks/predict.py --out DIR                             2 to 3 minutes on an H200
+    python benchmarks/predict.py --out DIR --size 512 --seconds 30     about 1 minute
+    python benchmarks/predict.py --out DIR --size 128 --width 48 --crop 32 --compute fp32 --device cpu --seconds 20
 
-Blending is compared on a part of the volume, in fp32: the largest difference of a probability. The times of both are
-medians of `--times` calls after one that is not counted; that of the inference alone is MONAI's without disk.
+For each overlap (0.25 is MONAI's default, 0.5 ours) both are called in turn, once uncounted and then as often as fit
+into a share of `--seconds`, at least once; times are medians. Beside whole calls stand MONAI's without loading the
+network, its inference without any disk, and the network alone (one batch on the device, times the number of batches):
+below that no tiling of an eager network can come. Blending is compared on a part of the volume, in fp32: the largest
+difference of a probability.
 """
 
 import argparse
 import json
 import statistics
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +29,7 @@ import zarr
 
 import vitrail
 from vitrail.data.generate import generate_em, write_ome_zarr
+from vitrail.data.order.tiles import tile_starts
 from vitrail.data.sources.zarr import OmeZarrConfig
 from vitrail.objectives.objective import normalise
 from vitrail.parallel.shard import Solo
@@ -64,34 +71,93 @@ class _Volume:
 class Slider:
     """MONAI's way: the whole volume in memory, windows of it through the network, the result written at the end."""
 
-    def __init__(self, run: Path, given: argparse.Namespace):
+    def __init__(self, run: Path, given: argparse.Namespace, *, fp32: bool = False):
         from monai.inferers import sliding_window_inference
 
-        self.slide, self.given = sliding_window_inference, given
+        self.slide, self.given, began = sliding_window_inference, given, time.perf_counter()
         self.model = vitrail.load(run).to(given.device)
-        bf16 = given.compute == "bf16"
+        bf16 = given.compute == "bf16" and not fp32
         self.solo = Solo(self.model, self.model.blocks(), torch.bfloat16 if bf16 else torch.float32)
+        self.loading = time.perf_counter() - began
+
+    def look(self, windows: torch.Tensor) -> torch.Tensor:
+        return self.model(**self.model.inputs(windows)).float()
 
     @torch.no_grad()
-    def logits(self, values: np.ndarray) -> torch.Tensor:
+    def logits(self, values: np.ndarray, overlap: float) -> torch.Tensor:
         images = normalise(torch.from_numpy(values)[None].to(self.given.device), self.model.eyes.statistics)
-
-        def look(windows: torch.Tensor) -> torch.Tensor:
-            with self.solo.computing():
-                return self.model(**self.model.inputs(windows)).float()
-
         crop = (self.given.crop,) * 3
-        found = self.slide(images, crop, self.given.batch, look, self.given.overlap, mode="gaussian")
-        return found[0]
+        with self.solo.computing():
+            return self.slide(images, crop, self.given.batch, self.look, overlap, mode="gaussian")[0]
 
-    def __call__(self, path: Path, out: Path) -> float:
+    @torch.no_grad()
+    def network(self, overlap: float) -> float:
+        """Return the seconds that the network alone takes for all windows."""
+        given = self.given
+        windows = torch.randn(given.batch, 1, *(given.crop,) * 3, device=given.device)
+        times = []
+        with self.solo.computing():
+            for _ in range(8):
+                began = time.perf_counter()
+                self.look(windows)
+                wait(given.device)
+                times.append(time.perf_counter() - began)
+        number = len(tile_starts(given.size, given.crop, overlap)) ** 3
+        return statistics.median(times[3:]) * number / given.batch
+
+    def __call__(self, path: Path, out: Path, overlap: float) -> float:
         values = np.asarray(zarr.open_group(str(path), mode="r")["s0"])[None]
         began = time.perf_counter()
-        found = self.logits(values).argmax(dim=0).to(torch.uint8).cpu().numpy()
+        found = self.logits(values, overlap).argmax(dim=0).to(torch.uint8).cpu().numpy()
         seconds = time.perf_counter() - began
         chunks = tuple(min(64, n) for n in found.shape)
         zarr.create_array(str(out), data=found, chunks=chunks, compressors=zarr.codecs.ZstdCodec(level=3))
         return seconds
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def compare(run: Path, volume: Path, given: argparse.Namespace, overlap: float, until: float) -> dict[str, Any]:
+    """Call both in turn, and return their times."""
+    options = {"overlap": overlap, "batch": given.batch, "compute": given.compute, "memory": 8.0}
+    ours, theirs, inference, loading = list[float](), list[float](), list[float](), list[float]()
+    while len(ours) < 2 or time.monotonic() + ours[-1] + theirs[-1] < until:
+        name = f"{overlap:g}-{len(ours)}"
+        began = time.perf_counter()
+        vitrail.predict(run, volume, out=given.out / f"ours-{name}.ome.zarr", **options)
+        ours.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        slider = Slider(run, given)
+        inference.append(slider(volume, given.out / f"theirs-{name}.zarr", overlap))
+        theirs.append(time.perf_counter() - began)
+        loading.append(slider.loading)
+        print(f"overlap {overlap:g}, {len(ours) - 1}: ours {ours[-1]:.2f} s, MONAI {theirs[-1]:.2f} s", flush=True)
+    mine, its = statistics.median(ours[1:]), statistics.median(theirs[1:])
+    return {
+        "overlap": overlap,
+        "seconds": mine,
+        "monai_seconds": its,
+        "monai_loading_seconds": statistics.median(loading[1:]),
+        "monai_inference_seconds": statistics.median(inference[1:]),
+        "network_seconds": slider.network(overlap),
+        "voxels_per_s": given.size**3 / mine,
+        "ratio": its / mine,
+        "ratio_without_loading": (its - statistics.median(loading[1:])) / mine,
+        "all": {"ours": ours, "monai": theirs},
+    }
+
+
+def compare_numbers(run: Path, volume: Path, given: argparse.Namespace, overlap: float) -> float:
+    """Return the largest difference of a probability between both, in fp32."""
+    part = OmeZarrConfig(path=str(volume)).open().read(0, (slice(0, min(2 * given.crop, given.size)),) * 3)
+    slider = Slider(run, given, fp32=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    shares = slider.logits(part, overlap).softmax(dim=0).cpu().numpy()
+    mine = slider.model.predict(part, write="probabilities", overlap=overlap, batch=given.batch, compute="fp32")
+    return float(np.abs(shares - mine).max())
 
 
 def main() -> None:
@@ -99,43 +165,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compute", default="bf16", choices=["bf16", "fp32"])
-    options = {"size": 768, "crop": 96, "width": 384, "features": 16, "batch": 8, "times": 3}
+    options = {"size": 768, "crop": 96, "width": 384, "features": 16, "batch": 8}
     for name, value in options.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--overlap", type=float, default=0.5)
+    parser.add_argument("--overlap", type=float, nargs="+", default=[0.25, 0.5])
+    parser.add_argument("--seconds", type=float, default=90.0, help="for the calls of all overlaps")
     given = parser.parse_args()
     given.out.mkdir(parents=True)
     run = train(given.out, given)
     volume = given.out / "large.zarr"
     write_large(volume, given.size)
-    slider = Slider(run, given)
-    options = {"overlap": given.overlap, "batch": given.batch, "compute": given.compute, "memory": 8.0}
-    ours, theirs, inference = [], [], []
-    for number in range(given.times + 1):
-        began = time.perf_counter()
-        vitrail.predict(run, volume, out=given.out / f"ours-{number}.ome.zarr", **options)
-        ours.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        inference.append(slider(volume, given.out / f"theirs-{number}.zarr"))
-        theirs.append(time.perf_counter() - began)
-        print(f"{number}: ours {ours[-1]:.2f} s, MONAI {theirs[-1]:.2f} s", flush=True)
-    part = OmeZarrConfig(path=str(volume)).open().read(0, (slice(0, 2 * given.crop),) * 3)
-    slider.solo = Solo(slider.model, slider.model.blocks(), torch.float32)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    shares = slider.logits(part).softmax(dim=0).cpu().numpy()
-    mine = slider.model.predict(part, write="probabilities", overlap=given.overlap, batch=given.batch, compute="fp32")
-    voxels = given.size**3
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
-        **{key: value for key, value in vars(given).items() if key != "out"},
-        "seconds": statistics.median(ours[1:]),
-        "monai_seconds": statistics.median(theirs[1:]),
-        "monai_inference_seconds": statistics.median(inference[1:]),
-        "voxels_per_s": voxels / statistics.median(ours[1:]),
-        "ratio": statistics.median(theirs[1:]) / statistics.median(ours[1:]),
-        "largest_difference": float(np.abs(shares - mine).max()),
-        "all": {"ours": ours, "monai": theirs},
+        "versions": {"vitrail": vitrail.__version__, "torch": torch.__version__, "monai": version("monai")},
+        **{key: value for key, value in vars(given).items() if key not in ("out", "overlap")},
+        "overlaps": [],
     }
+    ends = time.monotonic() + given.seconds
+    for number, overlap in enumerate(given.overlap, start=1):
+        until = ends - given.seconds * (1 - number / len(given.overlap))
+        found["overlaps"].append(compare(run, volume, given, overlap, until))
+        (given.out / "predict.json").write_text(json.dumps(found, indent=1) + "\n")  # so far
+    found["largest_difference"] = max(compare_numbers(run, volume, given, overlap) for overlap in given.overlap)
     (given.out / "predict.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

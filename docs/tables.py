@@ -1,17 +1,23 @@
-"""The tables of docs/recipe.md, and the keys that are known without PyTorch (`KEYS`), written from the code:
-`python docs/tables.py`.
+"""The reference, written from the code by `python docs/tables.py`: the tables of docs/recipe.md, all of
+docs/commands.md and docs/api.md, and the keys that are known without PyTorch (`KEYS`).
 
-A table stands between `<!-- keys of CLASS -->` and `<!-- end -->`: `keys of ONE, TWO` for kinds with one table, and
-`keys of CLASS beside BASE` for the keys alone that BASE lacks or has with another default. Keys, types and defaults are
-the code's. The order and the last column are written by hand; a new key comes last, with its comment in the code.
+A table of recipe.md stands between `<!-- keys of CLASS -->` and `<!-- end -->`: `keys of ONE, TWO` for kinds with one
+table, and `keys of CLASS beside BASE` for the keys alone that BASE lacks or has with another default. Keys, types and
+defaults are the code's. The order and the last column are written by hand; a new key comes last, with its comment in
+the code.
 """
 
+import ast
+import importlib
 import inspect
 import json
 import re
+import textwrap
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_origin
 
 from pydantic import TypeAdapter
 
@@ -23,6 +29,8 @@ from vitrail.recipe import early, json_schema, kinds, normalize, sections
 from vitrail.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("recipe.md")
+COMMANDS = PAGE.with_name("commands.md")
+API = PAGE.with_name("api.md")
 KEYS = Path(__file__).parents[1] / "src/vitrail/recipe" / early.FILE
 MARKED = re.compile(r"(<!-- keys of ([\w, ]+?)(?: beside (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 HEAD = "| key | type | default | meaning |\n|---|---|---|---|\n"
@@ -139,6 +147,178 @@ def classes() -> dict[str, type]:
     return found
 
 
+COMMANDS_HEAD = """# Command line
+
+What `vitrail VERB --help` says of every verb, written from the code (`python docs/tables.py`). Results go to standard
+output, progress and errors to standard error; [exit codes](../README.md#the-verbs) are in the README. A shell completes
+verbs, options and keys of recipes [once it is told how](install.md#in-the-shell).
+"""
+
+
+def write_commands() -> str:
+    """The page of the command line: of each verb its words, its examples, its arguments and options."""
+    from typer.main import get_command
+
+    from vitrail.cli import app
+
+    parts = [part for name, command in verbs(get_command(app), "vitrail") for part in verb(name, command)]
+    return "\n".join([COMMANDS_HEAD, *parts])
+
+
+def verbs(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if inner := getattr(command, "commands", None):
+        for word, one in inner.items():
+            yield from verbs(one, f"{name} {word}")
+    elif not command.hidden:
+        yield name, command
+
+
+def verb(name: str, command: Any) -> Iterator[str]:
+    first, *rest = inspect.cleandoc(command.help).split("\n\n")
+    context = command.context_class(command, info_name=name)
+    words = " ".join(command.collect_usage_pieces(context)).replace("{", "").replace("}", "")
+    yield f"## {name}\n\n{prose(first)}\n\n```text\n{name} {words}\n```\n"
+    for part in rest:
+        example = part.startswith("\b\n")
+        yield f"```text\n{part[2:]}\n```\n" if example else f"{prose(part)}\n"
+    yield "| argument or option | meaning |\n|---|---|"
+    for parameter in command.params:
+        if record := parameter.get_help_record(context):
+            shown = re.sub(r" <[^|>]*>$", "", record[0])  # a type: what an argument is, its name says
+            yield f"| `{cell(shown)}` | {cell(prose(record[1]))} |"
+    yield ""
+
+
+def prose(text: str) -> str:
+    """Text of the code in one line, where nothing but what stands between backticks means anything to Markdown."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else part.replace("*", r"\*").replace("<", "&lt;") for part in parts)
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+API_HEAD = """# Python API
+
+What can be called from Python, written from the code (`python docs/tables.py`). `import vitrail` is cheap: PyTorch
+comes in with the first call. A function that is called like a verb does the same, and its options mean what
+[the command line](commands.md) says of them. What is wrong and can be mended is a `vitrail.errors.UserError` with one
+sentence.
+"""
+MODELS_HEAD = """## vitrail.models
+
+Plain modules, made of their configs: `ViTConfig(size="S/16", ...).build()`, with the keys of [recipes](recipe.md).
+Examples: [models.md](models.md).
+
+| model | how it is called |
+|---|---|"""
+CONTRACTS_HEAD = """
+## What plugins fill in
+
+The members of each contract; [plugins.md](plugins.md) has a whole example of each.
+"""
+MADE = ("vitrail.models.model", "Model", ("predict", "embed", "inputs"))  # what vitrail.load() gives
+MEASURED = (("vitrail.cost.plan", "plan"), ("vitrail.bench", "bench"))
+CONTRACTS = (  # what plugins subclass or fill in
+    ("vitrail.data.source", "Source"),
+    ("vitrail.models.model", "Model"),
+    ("vitrail.objectives.objective", "Objective"),
+    ("vitrail.training.optimizers.optimizer", "Update"),
+    ("vitrail.codecs", "Codec"),
+)
+
+
+def write_api() -> str:
+    """The page of the public names: signatures and what their docstrings say."""
+    import vitrail
+    import vitrail.data
+    import vitrail.models
+    import vitrail.recipe
+
+    parts = [API_HEAD, "## vitrail\n"]
+    parts += [described(getattr(vitrail, name), f"vitrail.{name}") for name in vitrail.__all__]
+    home, name, methods = MADE
+    cls = getattr(importlib.import_module(home), name)
+    parts += ["## A loaded model\n\n`vitrail.load` gives a `torch.nn.Module` that takes raw data, too.\n"]
+    parts += [described(getattr(cls, method), f"model.{method}") for method in methods]
+    parts += ["## vitrail.data\n"]
+    parts += [described(getattr(vitrail.data, name), f"vitrail.data.{name}") for name in vitrail.data.__all__]
+    parts += ["## vitrail.recipe\n"]
+    parts += [
+        described(value, f"vitrail.recipe.{name}")
+        for name in vitrail.recipe.__all__
+        if inspect.isfunction(value := getattr(vitrail.recipe, name))
+    ]
+    parts += ["## Measuring and planning\n"]
+    parts += [described(getattr(importlib.import_module(home), name), f"{home}.{name}") for home, name in MEASURED]
+    parts.append(MODELS_HEAD)
+    for name in vitrail.models.__all__:
+        if not name.endswith("Config"):
+            parts.append(f"| `{name}` | {cell(prose(getattr(vitrail.models, name).__doc__))} |")
+    parts.append(CONTRACTS_HEAD)
+    parts += [contract(getattr(importlib.import_module(home), name), f"{home}.{name}") for home, name in CONTRACTS]
+    return "\n".join(parts)
+
+
+def described(value: Any, name: str) -> str:
+    told = "\n\n".join(prose(part) for part in inspect.cleandoc(value.__doc__).split("\n\n"))
+    return f"### {name}\n\n```python\ndef {signature(value, name.rpartition('.')[2])}: ...\n```\n\n{told}\n"
+
+
+def contract(cls: type, name: str) -> str:
+    """A class that others write: what it says of itself, and its members with theirs."""
+    lines = [f"### {name}\n"]
+    if told := vars(cls).get("__doc__"):
+        lines.append(f"{prose(told)}\n")
+    lines.append("| member | |\n|---|---|")
+    for member, value in vars(cls).items():
+        made = value.fget if isinstance(value, property) else value
+        if inspect.isfunction(made) and not member.startswith("_"):
+            shown = member if made is not value else signature(made, member, width=1000)
+            lines.append(f"| `{cell(shown)}` | {cell(prose((made.__doc__ or '').partition(chr(10) * 2)[0]))} |")
+    return "\n".join([*lines, ""]).replace("|  |", "| |")
+
+
+def signature(value: Any, name: str, width: int = 80) -> str:
+    """How a function is called, with types as its code has them; one argument a line where it is long."""
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    assert isinstance(made, ast.FunctionDef)
+    words = [plain(word, value.__globals__) for word in arguments(made.args)]
+    gives = f" -> {ast.unparse(made.returns)}" if made.returns else ""
+    text = f"{name}({', '.join(words)}){gives}"
+    return text if len(text) <= width else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){gives}"
+
+
+def plain(word: str, names: dict[str, Any]) -> str:
+    """An argument with what short names of types stand for."""
+    for alias in set(re.findall(r"\b[A-Z]\w+", word)) - {"Literal"}:
+        meant = names.get(alias)
+        if get_origin(meant) in (Literal, Union, UnionType):
+            word = re.sub(rf"\b{alias}\b", re.sub(r"\b\w+\.", "", str(meant)), word)
+    return word.replace("'", '"')
+
+
+def arguments(given: ast.arguments) -> Iterator[str]:
+    """The arguments of a function one by one, `*` among them."""
+    ends = [None] * (len(given.args) - len(given.defaults)) + given.defaults
+    for each, default in zip(given.args, ends, strict=True):
+        if each.arg not in ("self", "cls") or each.annotation:
+            yield spelt(each, default)
+    if given.vararg or given.kwonlyargs:
+        yield f"*{ast.unparse(given.vararg) if given.vararg else ''}"
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield spelt(each, default)
+    if given.kwarg:
+        yield f"**{ast.unparse(given.kwarg)}"
+
+
+def spelt(each: ast.arg, default: ast.expr | None) -> str:
+    return ast.unparse(each) + (f" = {ast.unparse(default)}" if default else "")
+
+
 if __name__ == "__main__":
     PAGE.write_text(write(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    COMMANDS.write_text(write_commands(), encoding="utf-8")
+    API.write_text(write_api(), encoding="utf-8")
     KEYS.write_text(early.write_keys(json_schema()), encoding="utf-8")

@@ -135,6 +135,18 @@ RECIPES: dict[str, list[str]] = {
         *_PHOTOS,
     ],
     "imagenet/vit_b16_adaptive": [*_model(*_WIDTHS, "patch=4", "tokens.length=13", "classes=3"), *_PHOTOS],
+    "isbi2012/finetune": [
+        *_model(*_WIDTHS, "patch=4", "depth=4", inside="model.encoder"),
+        *("model.features=4", "init=null"),
+        "data.train=[{path: isbi2012, slices: z, label_map: {255: 0, 0: 1}}]",
+        *_VOLUME,
+    ],
+    "isbi2012/pretrain": [
+        *_model(*_WIDTHS, "patch=4", inside="model.encoder"),
+        *_model("width=24", inside="model.decoder"),
+        "data.train=[{path: isbi2012, slices: z}]",
+        *_VOLUME,
+    ],
     "orbit/113b": [
         *_model("width=32", "depth=2", "heads=4", "hidden=64", "channels=5"),
         *_dummy((16, 32), 5),
@@ -190,6 +202,7 @@ def write_data(home: Path) -> None:
     import nibabel
     import pyarrow
     import pyarrow.parquet
+    import tifffile
     from PIL import Image
 
     draw = np.random.default_rng(0)
@@ -216,6 +229,13 @@ def write_data(home: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             values = draw.integers(least, most, (18, 17, 16), np.int16)
             nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / f"{name}{number}.nii")
+
+    (home / "isbi2012").mkdir()
+    for name, values in (
+        ("image", draw.integers(0, 255, (4, 24, 24), np.uint8)),
+        ("label", 255 * draw.integers(0, 2, (4, 24, 24), np.uint8)),
+    ):
+        tifffile.imwrite(home / "isbi2012" / f"{name}.tif", values, photometric="minisblack")
 
 
 def digest(batch: Any) -> str:

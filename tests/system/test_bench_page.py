@@ -96,7 +96,7 @@ def test_no_two_things_are_called_the_same(bench: Path) -> None:
 
 
 def test_narrow_screens(bench: Path) -> None:
-    """A row of a wide table becomes a list whose entries are named; a picture keeps its size and moves sideways."""
+    """A row of a wide table becomes a list whose entries are named; a click shows a picture large, in its box."""
     text = (bench / "report.html").read_text()
     style = text[: text.index("</style>")]
     narrow = style[style.index("@media (max-width: 560px)") :]
@@ -108,7 +108,8 @@ def test_narrow_screens(bench: Path) -> None:
             assert re.findall(r'<td[^>]* data-head="(.*?)"', row) == heads
     assert text.count('<table class="stack">') == 2  # effects and cells
     pictures = text.count("<img ")
-    assert text.count('<figure class="card wide"><div class="scroll"><img ') == pictures > 0
+    assert text.count('<label class="scroll"><input type="checkbox" class="zoom" ') == pictures > 0
+    assert text.count('<source media="(max-width: 560px)" srcset="data:image/svg+xml;base64,') == pictures
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
-import typer
+from pasting import parsed
 from support import LONG, ROOT, end, environment, start, tiny_recipe, write_recipe
 
 from vitrail import cli
@@ -102,7 +101,7 @@ def test_help_of_a_verb_has_an_example_that_can_be_typed(verb, capsys, monkeypat
     examples = [line for line in lines if line.startswith(f"vitrail {verb}")]
     assert examples
     for example in examples:
-        assert_parses(re.split(r"\s{2,}| > ", example)[0], monkeypatch)
+        assert parsed(re.split(r"\s{2,}| > ", example)[0], monkeypatch)
 
 
 def test_the_list_of_verbs_is_complete(capsys):
@@ -423,42 +422,7 @@ def test_the_python_api_stays_callable():
 # ---------------------------------------------------------------- pages
 
 
-def assert_parses(line: str, monkeypatch) -> None:
-    """The command line takes these words; no verb runs."""
-    ran = []
-    with monkeypatch.context() as patch:
-        patch.setattr(typer.core.TyperCommand, "invoke", lambda self, ctx: ran.append(self.name))
-        patch.setenv("HOME", "/nowhere")  # an option that acts at once, such as one that installs, finds nothing there
-        words = shlex.split(line, comments=True)
-        words = words[words.index("vitrail") + 1 :]
-        assert call(*words) == 0, line
-        assert len(ran) == (0 if "--help" in words else 1), line
-
-
-def commands(page: Path) -> list[str]:
-    """The commands of a page: lines of its shell blocks, and whole commands between backticks."""
-    text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = [line for line in lines if re.match(r"(torchrun .*-m )?vitrail ", line)]
-    told = [code for code in re.findall(r"`(vitrail [^`\n]+)`", text) if "VERB" not in code]
-    alone = re.compile(r"vitrail (data )?[a-z]+")  # a verb that is spoken of
-    return found + [f"{code} --help" if alone.fullmatch(code) else code for code in told]
-
-
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_of_a_page_exist(page, monkeypatch):
-    for line in commands(page):
-        assert_parses(
-            line.replace("[key=value ...]", "key=value").replace(r"torchrun\|slurm\|mpi", "slurm"), monkeypatch
-        )
-
-
-def test_commands_are_found_at_all():
-    assert len(commands(ROOT / "README.md")) >= 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -475,15 +439,6 @@ def anchors_of(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
-
-
-def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
-    from vitrail.recipe import load_recipe, yaml
-
-    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1
-    monkeypatch.chdir(tmp_path)
-    assert load_recipe(yaml.parse(blocks[0])).run.name == "my-run"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
@@ -514,6 +469,16 @@ def test_the_reference_of_recipes_is_written_from_the_code():
         "| `tokens` | mapping or [tokens: adaptive](#tokens-adaptive) | `{}` |",
     ):
         assert line in page
+
+
+def test_the_pages_of_the_command_line_and_of_python_are_written_from_the_code():
+    """`python docs/tables.py` writes them anew."""
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    for place, write in (("COMMANDS", "write_commands"), ("API", "write_api")):
+        assert tables[place].read_text(encoding="utf-8") == tables[write](), tables[place].name
+    for verb in VERBS:
+        assert f"## vitrail {verb}\n" in tables["write_commands"]()
+    assert "| `--other-data` | Continue although the data are not" in tables["write_commands"]()
 
 
 # ---------------------------------------------------------------- make

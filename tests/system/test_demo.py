@@ -94,25 +94,6 @@ def test_make_demo_is_this_script_with_its_keys(tmp_path: Path) -> None:
     assert told.splitlines()[-1].split() == [f"{tmp_path}/bin/python", "configs/demo/demo.py", "run.steps=2"]
 
 
-def test_commands_of_the_tutorial_work_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand, but for fewer voxels and steps."""
-    from vitrail import cli
-
-    page = (ROOT / "docs/tutorials/segment.md").read_text(encoding="utf-8")
-    lines = [line for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) for line in block.splitlines()]
-    shorter = {"generate": ["--shape", "32,36,160"], "train": [*KEYS, "--quiet"], "predict": ["--quiet"]}
-    shutil.copytree(ROOT / "configs/demo", tmp_path / "configs/demo")
-    monkeypatch.chdir(tmp_path)
-    for line in lines:
-        name, *words = shlex.split(line)
-        assert name == "vitrail"
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words + [word for verb, more in shorter.items() if verb in words[:2] for word in more])
-        assert not ended.value.code, line
-    for path in ("look.png", "held-out.png", "held-out.ome.zarr", "runs/demo-finetune3d", "runs/demo-scratch"):
-        assert Path(path).exists()
-
-
 def test_the_recipe_on_the_tutorial_is_that_of_the_demo() -> None:
     page = (ROOT / "docs/tutorials/segment.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)

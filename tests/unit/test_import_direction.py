@@ -17,7 +17,7 @@ ORDER = (
     ("layers", "diffusion", "launch", "convert"),
     ("models", "report"),
     ("data",),
-    ("parallel",),
+    ("parallel", "view"),
     ("objectives",),
     ("cost",),
     ("weights",),

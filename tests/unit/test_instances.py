@@ -23,8 +23,9 @@ from vitrail.infer.engine import Wishes
 from vitrail.infer.eyes import Form
 from vitrail.infer.instances import Instances
 from vitrail.infer.mutex import Blocks
-from vitrail.infer.outputs import Frame, choose_format
+from vitrail.infer.outputs import choose_format
 from vitrail.infer.overlaps import Overlaps
+from vitrail.infer.places import Frame
 from vitrail.objectives.affinities import name_of, pairs, usual_offsets
 from vitrail.recipe import kinds
 

@@ -245,8 +245,10 @@ def test_lines_of_the_log_are_as_ever(volume: Path, tmp_path: Path, kept: type[K
     (drawn,) = [
         json.loads(line) for line in text.decode().splitlines() if '"picture", ' in line and '"step": 4' in line
     ]
-    assert list(drawn) == ["event", "time", "step", "path", "caption"]
+    assert list(drawn) == ["event", "time", "step", "path", "caption", "samples"]
     assert drawn["path"] == "pictures/reconstruct-00000004.png"
+    assert len(drawn["samples"]) > 0
+    assert all(re.fullmatch(r"\S+\.zarr   from z .*", sample) for sample in drawn["samples"])
 
 
 # ---------------------------------------------------------------- a logger that fails

@@ -176,3 +176,17 @@ def test_volumes_are_shown_from_three_sides_and_in_slices(tmp_path: Path) -> Non
         ]
         widths.append([Image.open(path).width for path in paths])
     assert all(many > few + 7 * 100 for few, many in zip(*widths, strict=True))
+
+
+def test_words_of_a_scale_bar_fit_into_a_narrow_panel() -> None:
+    from vitrail.report.figures import Sheet
+
+    sheet = Sheet(4.0, 2.0)
+    sheet.tile(np.zeros((8, 4, 3)), 1.0, 0.2, 0.6, 1.6, smooth=False)
+    for room in (2.0, 0.6):
+        sheet.bar(1.0, 1.8, 0.1, "200 µm wide", room)
+        text = sheet.figure.texts[-1]
+        found = text.get_window_extent(sheet.figure.canvas.get_renderer())  # type: ignore[attr-defined]
+        assert found.x1 / sheet.figure.dpi < 1.0 + room
+    large, small = (float(text.get_fontsize()) for text in sheet.figure.texts)
+    assert large > small

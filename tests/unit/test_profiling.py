@@ -141,6 +141,14 @@ def test_a_profiler_that_fails_ends_no_run(
     assert "log.profile: rank 0: the steps could not be profiled: no such library" in capsys.readouterr().err
     assert not (tmp_path / "end/profile").exists()
     monkeypatch.undo()
+    monkeypatch.setattr(torch.profiler, "record_function", refuse)
+    assert train(recipe_of(volume, tmp_path / "amid")).code == 0
+    assert "log.profile: rank 0: the steps could not be profiled: no such library" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(profiling, "whole_steps", refuse)
+    assert train(recipe_of(volume, tmp_path / "marks")).code == 0
+    assert "log.profile: rank 0: no profiler could be started: no such library" in capsys.readouterr().err
+    monkeypatch.undo()
     assert train(recipe_of(volume, tmp_path / "after")).code == 0  # no profiler was left behind
     assert len(names(tmp_path / "after")) == 2
 

@@ -385,6 +385,7 @@ def test_page_of_a_whole_run_shows_everything_and_loads_nothing(whole_run):
     ):
         assert words in html, words
     other = {"Score over the steps", "Dice of each class"}  # of runs that do not reconstruct
+    other |= {"Time of a step", "Model FLOPs utilisation"}  # what was not logged
     curves = len(plots.CURVES) - len(other)
     assert len([t for t in links.targets if t.startswith("data:image/svg")]) == curves
     assert not list(whole_run.glob(".*.part"))
@@ -551,7 +552,7 @@ def test_curves_keep_their_spikes_when_thinned():
     steps = list(range(10_000))
     values = [0.0] * 10_000
     values[7777] = 9.0
-    thin_steps, thin_values = plots._thin(steps, values)
+    thin_steps, thin_values = plots.thin(steps, values)
     assert len(thin_steps) <= 700
     assert (7777, 9.0) in zip(thin_steps, thin_values, strict=True)
     assert thin_steps == sorted(thin_steps)
@@ -559,9 +560,9 @@ def test_curves_keep_their_spikes_when_thinned():
 
 
 def test_smoothing_has_no_lag():
-    assert plots._smooth([5.0] * 50) == pytest.approx([5.0] * 50)
+    assert plots.smooth([5.0] * 50) == pytest.approx([5.0] * 50)
     line = [float(i) for i in range(401)]
-    assert plots._smooth(line)[200] == pytest.approx(200.0, abs=1e-6)
+    assert plots.smooth(line)[200] == pytest.approx(200.0, abs=1e-6)
 
 
 def test_curves_without_points_are_none():
@@ -628,6 +629,31 @@ def test_a_reconstruction_keeps_its_curve_and_tile(tmp_path):
     assert list_tiles(summary(make_run(tmp_path / "r", lines)))[0][0] == "Error / variance"
     assert plots.score(lines) is None
     assert plots.class_scores(lines) is None
+
+
+def test_speed_and_memory_have_curves_where_they_were_logged():
+    def points(draw, **more):
+        figure = draw([START, *(train_line(step, **more) for step in (10, 20))])
+        if figure is None:
+            return None
+        [ax] = figure.axes
+        return figure.get_suptitle(), {line.get_label(): list(line.get_ydata()) for line in ax.get_lines()}
+
+    assert points(plots.memory) == ("Memory, most so far", {"of the process": [0.8, 0.8]})
+    assert points(plots.memory, reserved_gib=1.5) == (
+        "GPU memory, most so far",
+        {"allocated by tensors": [0.8, 0.8], "reserved, of the fullest rank": [1.5, 1.5]},
+    )
+    assert points(plots.memory, memory_gib=None) is None
+    assert points(plots.utilisation) is None
+    assert points(plots.utilisation, mfu=0.25, hfu=0.25) == ("Model FLOPs utilisation", {"MFU": [25.0, 25.0]})
+    assert points(plots.utilisation, mfu=0.25, hfu=0.5)[1] == {
+        "MFU": [25.0, 25.0],
+        "HFU, with recomputation": [50.0, 50.0],
+    }
+    assert points(plots.step_time) is None
+    slowest = points(plots.step_time, slowest_step_seconds=0.4)
+    assert slowest == ("Time of a step", {"median": [100.0, 100.0], "slowest": [400.0, 400.0]})
 
 
 def test_each_class_has_a_thin_line():

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import vitrail
-from vitrail.cli import data, export, features, new, plan, predict, tools, train
+from vitrail.cli import data, export, features, new, plan, predict, tools, train, view
 from vitrail.cli import words as streams
 from vitrail.cli.options import COMPLETE, Verbs
 from vitrail.cli.words import coloured, tell
@@ -100,7 +100,7 @@ _SETTINGS: dict[str, Any] = {
 }
 app = Verbs(cls=Group, **_SETTINGS)
 of_data = Verbs(**_SETTINGS)
-for group in (new, train, predict, features, export, tools, plan):
+for group in (new, train, predict, view, features, export, tools, plan):
     group.add(app)
 data.add(of_data)
 app.add_typer(of_data, name="data", help="Make a volume to try things on, or look at your own.")

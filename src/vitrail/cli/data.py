@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Given, Json, Overrides, Plugins, Quiet, Trust, check_recipe, load_plugins
+from vitrail.cli.options import (
+    Given,
+    Json,
+    Overrides,
+    Plugins,
+    Quiet,
+    Settings,
+    SourceKind,
+    Trust,
+    check_recipe,
+    load_plugins,
+)
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree, read_sizes
 from vitrail.errors import UserError
 
@@ -25,9 +36,12 @@ def add(app: typer.Typer) -> None:
 def generate(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the data go, for example data/em.zarr.")],
     kind: Annotated[
-        Literal["em", "digits"], typer.Option(help="A volume of tissue, or the handwritten digits of scikit-learn.")
+        Literal["em", "slices", "digits"],
+        typer.Option(help="A volume of tissue, a folder of slices of it, or the handwritten digits of scikit-learn."),
     ] = "em",
-    shape: Annotated[str, typer.Option(metavar="Z,Y,X", help="Voxels along each axis.")] = "128,128,192",
+    shape: Annotated[
+        str | None, typer.Option(metavar="Z,Y,X", help="Voxels along each axis; 128,128,192, of slices 30,256,256.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another seed grows other tissue.")] = 0,
     levels: Annotated[
         int, typer.Option(metavar="N", min=1, help="Resolution levels, each half the size of the one before.")
@@ -44,12 +58,13 @@ def generate(
     vitrail data generate data/em.zarr
     vitrail data generate data/big.zarr --shape 256,512,512 --seed 1 --ome-version 0.4
     vitrail data generate data/cells.zarr --cells
+    vitrail data generate tissue --kind slices
     vitrail data generate data/digits --kind digits
 
     The volume is written to OUT (8 nm voxels; membranes, mitochondria and vesicles under labels/structures), and its
     path is printed. With --cells, labels/cells numbers the neurites; membranes and glia are 0 there. The same shape and
-    seed give the same voxels. Digits are an image folder, train/ and valid/ with a folder for each class; the other
-    options are of volumes.
+    seed give the same voxels. Slices are TIFF files in images/, and labels of every sixth in labels/. Digits are an
+    image folder, train/ and valid/ with a folder for each class; the other options are of volumes.
     """
     if kind == "digits":
         from vitrail.data.generate import write_digits
@@ -63,13 +78,21 @@ def generate(
 
     with told(out):
         check_free(out, force=force, tell=note)  # before the work
-    sizes = read_sizes(shape)
+    sizes = read_sizes(shape or ("30,256,256" if kind == "slices" else "128,128,192"))
     from vitrail.foreign import memory_bytes
 
     if math.prod(sizes) > memory_bytes():  # of image and labels, a byte each; more while they are made
-        raise UserError(f"--shape {shape}: a volume so large does not fit into the memory here; make it smaller")
-    from vitrail.data.generate import generate_em, write_ome_zarr
+        raise UserError(
+            f"--shape {','.join(map(str, sizes))}: a volume so large does not fit into the memory here; make it smaller"
+        )
+    from vitrail.data.generate import generate_em, write_ome_zarr, write_slices
 
+    if kind == "slices":
+        if force:
+            raise UserError("--force replaces volumes only; leave it out, and choose a path where nothing lies")
+        written = write_slices(out, sizes, seed)
+        print_found({"path": str(written), "kind": kind, "shape": list(sizes), "seed": seed}, written, as_json)
+        return
     volume = generate_em(sizes, seed, cells=cells)
     write_ome_zarr(out, volume, levels=levels, version=ome_version, chunk=chunk, name="em", force=force, tell=note)
     made = {
@@ -85,10 +108,8 @@ def generate(
 
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file, folder or URL of data.")],
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the entry; repeatable.")
-    ] = None,
+    kind: SourceKind = None,
+    settings: Settings = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="OUT.png", help="Also draw samples with a scale bar, labels and histograms.")
     ] = None,

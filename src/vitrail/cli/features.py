@@ -7,7 +7,24 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Kept, Plugins, Quiet, Run, Step, Trust, load_plugins
+from vitrail.cli.options import (
+    AtOnce,
+    Compute,
+    Input,
+    Json,
+    Kept,
+    Plugins,
+    Quiet,
+    Run,
+    Settings,
+    SourceKind,
+    Step,
+    Trust,
+    check_input,
+    check_recipe,
+    check_run,
+    load_plugins,
+)
 from vitrail.cli.words import is_chief, note, print_found, print_rows, print_tree
 
 
@@ -18,7 +35,7 @@ def add(app: typer.Typer) -> None:
 
 def embed(
     run: Run,
-    path: Annotated[str, typer.Argument(metavar="INPUT", help="Data of any kind; labels are not needed.")],
+    path: Input,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Ends in .safetensors or .zarr.")],
     per: Annotated[
         Literal["item", "crop", "token"], typer.Option(help="What a row is of: an image or volume, a crop, a patch.")
@@ -32,17 +49,11 @@ def embed(
         str | None, typer.Option(metavar="AXES", help="2-D models on volumes: slices across z (if not given), y or x.")
     ] = None,
     dtype: Annotated[Literal["float32", "float16"] | None, typer.Option(help="Of features; float32.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Crops computed at once; else up to 16.")
-    ] = None,
+    batch: AtOnce = None,
     memory: Annotated[float, typer.Option(metavar="GIB", help="For features that overlap, on the device.")] = 2.0,
-    compute: Annotated[
-        Literal["fp32", "bf16"] | None, typer.Option(help="Type that it computes in; else that of the recipe.")
-    ] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the input's entry; repeatable.")
-    ] = None,
+    compute: Compute = None,
+    kind: SourceKind = None,
+    settings: Settings = None,
     trust: Trust = False,
     plugin: Plugins = None,
     quiet: Quiet = False,
@@ -56,12 +67,14 @@ def embed(
     vitrail embed runs/demo-mae3d data/em.zarr --out tokens.safetensors --per token --dtype float16
 
     Columns: features, the number of the item, and its place in voxels and in the item's unit. Names of items and axes
-    are in the file's metadata (vitrail). Features of tokens as a volume are what `vitrail predict --write embeddings`
-    gives.
+    are in the file's metadata (vitrail). Features of tokens as a volume are what `vitrail predict` gives with --write
+    embeddings.
     """
+    load_plugins(plugin)
+    check_run(run)
+    check_input(path, kind)
     from vitrail.infer.embed import embed as run_embedding
 
-    load_plugins(plugin)
     made = run_embedding(
         run,
         path,
@@ -110,12 +123,8 @@ def probe(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Of the attentive probe.")] = 300,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Which crops are taken, and of the probes.")] = 0,
     memory: Annotated[float, typer.Option(metavar="GIB", help="For the features of both parts.")] = 2.0,
-    batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Crops computed at once; else up to 16.")
-    ] = None,
-    compute: Annotated[
-        Literal["fp32", "bf16"] | None, typer.Option(help="Type that it computes in; else that of the recipe.")
-    ] = None,
+    batch: AtOnce = None,
+    compute: Compute = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
     trust: Trust = False,
     plugin: Plugins = None,
@@ -136,6 +145,9 @@ def probe(
     load_plugins(plugin)
     if not is_chief():
         return
+    check_run(run)
+    if data is not None:
+        check_recipe(data)
     from vitrail.infer.probe import probe as run_probe
     from vitrail.infer.probe import table
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Plugins, Trust, load_plugins
+from vitrail.cli.options import Json, Plugins, Settings, SourceKind, Trust, check_input, load_plugins
 from vitrail.cli.words import note, print_found
 
 
@@ -24,10 +24,8 @@ def new(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the recipe goes.")] = Path(
         "recipe.yaml"
     ),
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the entry; repeatable.")
-    ] = None,
+    kind: SourceKind = None,
+    settings: Settings = None,
     trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
@@ -44,15 +42,14 @@ def new(
     machine, and the number of steps a first result in minutes. A part is held out, which the recipe names. What lies
     at FILE is never replaced. The path of the recipe is printed.
     """
+    load_plugins(plugin)
+    check_input(path, kind)
     from vitrail.data.look.inspect import read_settings
     from vitrail.disk import write_output
-    from vitrail.foreign import trusted
     from vitrail.training.new import check_target, new_recipe
 
-    load_plugins(plugin)
     check_target(out)  # before the work
-    with trusted(trust):
-        made = new_recipe(path, task, kind=kind, settings=read_settings(settings or ()), out=out)
+    made = new_recipe(path, task, kind=kind, settings=read_settings(settings or ()), out=out)
     check_target(out)
     write_output(out, made["text"].encode())
     if not as_json:

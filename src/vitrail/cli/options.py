@@ -95,6 +95,17 @@ Kept = Annotated[
     Literal["ema", "raw"] | None, typer.Option(help="Averaged or raw weights; averaged where there are any.")
 ]
 
+# Of data that a trained run looks at, and of how it does.
+Input = Annotated[str, typer.Argument(metavar="INPUT", help="Data of any kind; labels are not needed.")]
+SourceKind = Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the data's entry; repeatable.")
+]
+AtOnce = Annotated[int | None, typer.Option(metavar="N", min=1, help="Crops computed at once; else up to 16.")]
+Compute = Annotated[
+    Literal["fp32", "bf16"] | None, typer.Option(help="Type that it computes in; else that of the recipe.")
+]
+
 # Of jobs.
 MachineName = Annotated[
     str | None,
@@ -135,3 +146,12 @@ def check_run(run: Path, overrides: list[str] | None = None) -> None:
         raise UserError(f"{run}: it is {what}; give the folder of a run, for example runs/<name>")
     if (run / "recipe.yaml").is_file():
         check_recipe(run, overrides)
+
+
+def check_input(path: str, kind: str | None) -> None:
+    """Refuse data that are not there, or of no kind that is known, before a verb imports PyTorch."""
+    from vitrail.data.files.paths import is_url
+    from vitrail.data.sources import guess_kind
+
+    if kind is None and not is_url(path):
+        guess_kind(path)

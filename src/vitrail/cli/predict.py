@@ -7,7 +7,23 @@ from typing import Annotated, Literal
 
 import typer
 
-from vitrail.cli.options import Json, Kept, Plugins, Quiet, Run, Step, Trust, check_run, load_plugins
+from vitrail.cli.options import (
+    AtOnce,
+    Compute,
+    Input,
+    Json,
+    Kept,
+    Plugins,
+    Quiet,
+    Run,
+    Settings,
+    SourceKind,
+    Step,
+    Trust,
+    check_input,
+    check_run,
+    load_plugins,
+)
 from vitrail.cli.words import is_chief, note, print_found
 
 
@@ -19,7 +35,7 @@ def add(app: typer.Typer) -> None:
 
 def predict(
     run: Run,
-    path: Annotated[str, typer.Argument(metavar="INPUT", help="Data of any kind; labels are not needed.")],
+    path: Input,
     out: Annotated[
         Path,
         typer.Option(
@@ -50,9 +66,7 @@ def predict(
         Literal["float32", "float16", "uint8"] | None,
         typer.Option(help="Of probabilities, affinities and embeddings; float32. In uint8 1 becomes 255."),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tiles computed at once; else up to 16.")
-    ] = None,
+    batch: AtOnce = None,
     memory: Annotated[float, typer.Option(metavar="GIB", help="For sums of tiles, on each device.")] = 2.0,
     chunk: Annotated[
         int | None, typer.Option(metavar="N", min=4, help="Voxels of a chunk's side in OUT; 64, of images 512.")
@@ -66,13 +80,9 @@ def predict(
     truth: Annotated[
         str | None, typer.Option(metavar="LABELS", help="Instances: also compare them with these labels of INPUT.")
     ] = None,
-    compute: Annotated[
-        Literal["fp32", "bf16"] | None, typer.Option(help="Type that it computes in; else that of the recipe.")
-    ] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Kind of source; guessed if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of the input's entry; repeatable.")
-    ] = None,
+    compute: Compute = None,
+    kind: SourceKind = None,
+    settings: Settings = None,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Also draw the middle of the first item, read and written."),
@@ -98,6 +108,7 @@ def predict(
     """
     load_plugins(plugin)
     check_run(run)
+    check_input(path, kind)
     from vitrail.infer.predict import predict as run_prediction
 
     made = run_prediction(

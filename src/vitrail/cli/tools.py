@@ -29,7 +29,7 @@ from vitrail.errors import UserError, printable
 
 
 def add(app: typer.Typer) -> None:
-    app.command(short_help="Write the page of a run or of a bench.")(report)
+    app.command(short_help="Write the page of a run, of several side by side, or of a bench.")(report)
     app.command(short_help="List the models and their sizes, or describe one.")(models)
     app.command(short_help="Try what training needs on this machine.")(doctor)
     app.command(cls=Remembering, short_help="Write the job script that trains a recipe, and submit it.")(launch)
@@ -47,27 +47,51 @@ class Remembering(Verb):
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or that of a bench.", show_default=False)],
+    run: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN [RUN ...]", help="A run folder, or several; or that of a bench.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of several runs: write the page there; else beside the first run."),
+    ] = None,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Write the page of a run, whatever state the run is in, or of a bench, and print its path.
+    """Write the page of a run, whatever state the run is in, of several runs side by side, or of a bench.
 
     \b
     vitrail report runs/demo-mae3d
     vitrail report runs/demo-mae3d --json
-    vitrail report runs/bench-demo-mae3d          what `vitrail bench --sweep` has measured so far
+    vitrail report runs/scratch runs/finetuned    runs/compare-scratch+finetuned.html
+    vitrail report runs/seed-* --out seeds.html
+    vitrail report runs/bench-demo-mae3d          what a sweep of `vitrail bench` has measured so far
 
-    The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe, which opens offline. That
-    of a bench has plots of its cells, which are also in RUN/plots as PNG and SVG. With --json the facts are printed
-    instead of the path, which is among them as "report".
+    Its path is printed. The page is RUN/report.html: one file with curves, pictures, scores, speed and the recipe,
+    which opens offline. That of several runs has their curves over each other, the recipe keys that differ, scores,
+    pictures, speed and memory side by side; no file that vitrail did not write is replaced. That of a bench has plots
+    of its cells, which are also in RUN/plots as PNG and SVG. With --json the facts are printed instead of the path,
+    which is among them as "report".
     """
     load_plugins(plugin)
-    from vitrail.report import bench_summary, is_bench, summary, write_bench_report, write_report
+    from vitrail import report as pages
 
-    write, facts_of = (write_bench_report, bench_summary) if is_bench(run) else (write_report, summary)
-    page = write(run)
-    print_found({"report": str(page), **(facts_of(run) if as_json else {})}, page, as_json)
+    if len(run) > 1:
+        page = pages.write_comparison(run, out)
+        print_found({"report": str(page), **(pages.compare_summary(run) if as_json else {})}, page, as_json)
+        return
+    if out is not None:
+        raise UserError(
+            f"--out {out}: the page of one run or bench lies in its folder; give several runs, or leave it out"
+        )
+    [one] = run
+    write, facts_of = (
+        (pages.write_bench_report, pages.bench_summary) if pages.is_bench(one) else (pages.write_report, pages.summary)
+    )
+    page = write(one)
+    print_found({"report": str(page), **(facts_of(one) if as_json else {})}, page, as_json)
 
 
 def models(
@@ -107,7 +131,7 @@ def models(
 
 def doctor(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine instead, for `vitrail plan --cluster FILE`.")
+        bool, typer.Option("--calibrate", help="Measure this machine instead, for --cluster FILE of `vitrail plan`.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --calibrate: the cluster file; else cluster.yaml here.")

@@ -90,7 +90,10 @@ def train(
 
 def evaluate(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_SAMPLES", help="A run folder, or a folder of samples.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_FILES", help="A run folder, a folder of samples, or what was predicted.", show_default=False
+        ),
     ],
     overrides: Overrides = None,
     checkpoint: Step = None,
@@ -113,11 +116,26 @@ def evaluate(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Which of these are taken; else 0.")] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Samples: write a page, too.")] = None,
+    labels: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Files: what was predicted is scored against these labels.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Files: a key of the labels' entry.")
+    ] = None,
+    border: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="Files: that separates objects, for their Rand F-score.")
+    ] = None,
+    slices: Annotated[
+        str | None, typer.Option(metavar="AXIS", help="Files: objects are those of each slice across it.")
+    ] = None,
+    names: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Files: of the classes, 0 first; else those of the channels.")
+    ] = None,
     trust: Trust = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Score a checkpoint of a run on its held-out data (data.valid), its features, or samples against real data.
+    """Score a checkpoint on its held-out data (data.valid), its features, samples, or a prediction against labels.
 
     \b
     vitrail eval runs/demo-mae3d
@@ -125,14 +143,30 @@ def evaluate(
     vitrail eval runs/digits-dit/samples/step-2000 --classifier runs/digits-vit
     vitrail eval runs/digits-vit --knn configs/digits/vit.yaml --neighbours 10
     vitrail eval SAMPLES --classifier runs/digits-vit --real data/digits/valid --number 200 --page quality.html
+    vitrail eval classes.tif --labels label.tif --set 'label_map={255: 1}' --border 0 --slices z
 
     The held-out samples and their masks are always the same, so scores can be compared. They are printed; nothing is
     written. Of a folder that `vitrail sample` has written: how far its samples are from real data (Fréchet distance,
     KID, precision and recall in the features of the classifier's network, sliced Wasserstein, FID where torch-fidelity
     and its weights are there) beside the same for real data, and how many of them the classifier recognises. With
     --knn: how often the nearest training items of a recipe, by the run's frozen features, tell a held-out item's class.
+    With --labels: what `vitrail predict` or another program wrote, and with --border also how well its objects agree.
     """
     load_plugins(plugin)
+    of_files = {"--set": settings, "--border": border, "--slices": slices, "--names": names}
+    if labels is not None:
+        of_others: dict[str, Any] = {"--checkpoint": checkpoint, "--samples": samples, "--weights": weights}
+        of_others |= {"--knn": knn, "--neighbours": neighbours, "--classifier": classifier, "--real": real}
+        of_others |= {"--page": page, "--number": number, "--seed": seed, "KEY=VALUE": overrides}
+        refuse_options(of_others, "--labels scores what lies in a file", "runs and samples")
+        if is_chief():
+            from vitrail.infer.compare import compare
+
+            classes = [name.strip() for name in names.split(",")] if names else []
+            found = compare(str(run), labels, settings=settings or (), border=border, slices=slices, names=classes)
+            print_tree(found, as_json)
+        return
+    refuse_options(of_files, "there is no --labels PATH", "what was predicted, in a file")
     check_run(run, overrides)
     if knn is not None:
         check_recipe(knn)

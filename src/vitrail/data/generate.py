@@ -9,6 +9,8 @@
 Handwritten digits come as an image folder: 1,797 images of 8 x 8 pixels of scikit-learn, every fifth held out. Both
 parts hold digits of the same writers, so the held-out accuracy says how well a model learns these hands, not how well
 it reads others.
+
+A folder of slices is the same tissue as a microscope leaves it: a file a slice, and labels of a few of them.
 """
 
 from collections.abc import Callable
@@ -36,6 +38,7 @@ MEMBRANE = 1.5  # half the thickness of two apposed membranes
 SLAB = 6_000_000  # voxels drawn at once, about 40 bytes each
 Frame = tuple[tuple[int, int, int], tuple[int, int, int]]  # the box of voxels that is being drawn: first, last + 1
 HELD_OUT = 5  # every so many digits
+LABELLED = 6  # every so many slices of a folder
 
 Window = tuple[slice, slice, slice]
 
@@ -462,4 +465,23 @@ def write_digits(path: str | Path) -> Path:
             folder = draft / ("valid" if number % HELD_OUT == 0 else "train") / str(digit)
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image).save(folder / f"{number}.png")
+    return target
+
+
+def write_slices(path: str | Path, shape: tuple[int, int, int], seed: int = 0) -> Path:
+    """Write images/ with a TIFF file for each slice across z, and labels/ with those of every sixth; all at once."""
+    from tifffile import imwrite
+
+    target = Path(path)
+    check_free(target)
+    volume = generate_em(shape, seed)
+    digits = max(3, len(str(shape[0] - 1)))
+    with told(target), new_folder(target) as draft:
+        for folder in ("images", "labels"):
+            (draft / folder).mkdir()
+        for z, (image, labels) in enumerate(zip(volume.image, volume.labels, strict=True)):
+            name = f"slice-{z:0{digits}}.tif"
+            imwrite(draft / "images" / name, image, metadata=None)
+            if z % LABELLED == LABELLED // 2:
+                imwrite(draft / "labels" / name, labels, metadata=None)
     return target

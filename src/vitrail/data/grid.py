@@ -44,6 +44,7 @@ from vitrail.data.stored import (
     resolve_region,
     scale_of,
     split_axes,
+    unit_ratio,
     with_given,
     without_nodata,
 )
@@ -186,6 +187,7 @@ class GridSource:
         known: dict[tuple[int, int], tuple[Entry, Entry]] = {}
         self.entries: list[Entry] = []
         self._pooled: list[tuple[float, ...]] = []  # voxels of the file to one of each item, along its axes
+        self._sizes: list[tuple[float, ...] | None] = []  # of a voxel of the file, in its unit, where others are given
         for entry in kept:
             mark = (id(entry.images), id(entry.labels))
             if mark not in known:
@@ -195,6 +197,7 @@ class GridSource:
             self.entries.append(replace(entry, images=made.images, labels=made.labels))
             sizes = (stored.voxel() for stored in (made.images[0], known[mark][0].images[0]))
             self._pooled.append(tuple(now / before for now, before in zip(*sizes, strict=True)))
+            self._sizes.append(self._given_sizes(entry.images[0], known[mark][0].images[0]))
         self._given = known[id(kept[0].images), id(kept[0].labels)][0]
         self._different = [made for _, made in known.values()]
         first = self.entries[0].images[0]
@@ -285,23 +288,52 @@ class GridSource:
         return self._full_window(entry, stored, region, self._needed[number]) if number in self._needed else None
 
     def origin_of(self, item: int) -> tuple[float, ...] | None:
-        """Return where the centre of an item's first voxel lies in the world; None where its file does not tell."""
-        first, spacing = self.entries[item].images[0], self.items[item].spacing
-        if not set(self.axes) <= set(first.origin):
+        """Return where the centre of an item's first voxel lies in the world, or in a file that tells no place.
+
+        None of all of such a file.
+        """
+        first, spacing, starts = self.entries[item].images[0], self.items[item].spacing, self.start_of(item)
+        if not any(starts) and not set(self.axes) <= set(first.origin):
             return None
-        starts = [window.start for window in self._regions[item]]
-        return tuple(first.origin[n] + s * size for n, s, size in zip(self.axes, starts, spacing, strict=True))
+        return tuple(first.origin.get(n, 0.0) + s * size for n, s, size in zip(self.axes, starts, spacing, strict=True))
+
+    def start_of(self, item: int) -> tuple[int, ...]:
+        """Return how many voxels of an item's array lie before those that are used."""
+        return tuple(window.start for window in self._regions[item])
 
     def affine_of(self, item: int) -> np.ndarray | None:
         """Return the affine of NIfTI from places x, y, z of an item's voxels to the world; None of other files."""
         affine = self.entries[item].facts.get("affine")
         if affine is None or sorted(self.axes) != ["x", "y", "z"][: len(self.axes)]:
             return None
-        move = np.eye(4)  # from voxels of the item to those of the file
-        for n, factor, window in zip(self.axes, self._pooled[item], self._regions[item], strict=True):
+        return self._moved(item, np.array(affine, np.float64), centres=True)
+
+    def map_of(self, item: int) -> tuple[str | None, tuple[float, ...]] | None:
+        """Return the coordinate system and the transform of an item's pixels; None of data that are no map."""
+        facts = self.entries[item].facts
+        transform = facts.get("transform")
+        if transform is None or self.axes != ("y", "x") or list(transform) == [1, 0, 0, 0, 1, 0]:
+            return None
+        matrix = np.vstack([np.reshape(transform, (2, 3)), [0.0, 0.0, 1.0]])
+        return facts.get("crs"), tuple(self._moved(item, matrix, centres=False)[:2].ravel().tolist())
+
+    def _moved(self, item: int, matrix: np.ndarray, *, centres: bool) -> np.ndarray:
+        """Return a matrix from voxels of a file to the world as one from those of an item, by centres or corners."""
+        move = np.eye(len(matrix))  # from voxels of the item to those of the file
+        given = self._sizes[item] or (None,) * len(self.axes)
+        for n, size, factor, window in zip(self.axes, given, self._pooled[item], self._regions[item], strict=True):
             at = "xyz".index(n)
-            move[at, at], move[at, 3] = factor, factor * window.start + (factor - 1) / 2
-        return np.asarray(affine, np.float64) @ move
+            if size is not None:
+                matrix[:-1, at] *= size / np.linalg.norm(matrix[:-1, at])
+            move[at, at], move[at, -1] = factor, factor * window.start + (factor - 1) / 2 * centres
+        return matrix @ move
+
+    def _given_sizes(self, told: Stored, given: Stored) -> tuple[float, ...] | None:
+        """Return the voxel sizes that the recipe gives, in the unit of the file."""
+        if self.config.voxel_size is None:
+            return None
+        ratio = unit_ratio(plain_unit(given.unit), plain_unit(told.unit)) or 1.0
+        return tuple(size * ratio for size in given.voxel())
 
     def describe(self) -> dict[str, Any]:
         item, entry, given = self.items[0], self.entries[0], self._given.images[0]

@@ -21,7 +21,7 @@ from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.infer.engine import Engine, Wishes
 from vitrail.infer.eyes import Eyes
-from vitrail.infer.outputs import Frame, frame_of
+from vitrail.infer.places import Frame, frame_of
 from vitrail.infer.predict import Opened, digest, whole
 from vitrail.infer.tables import ENDINGS, Columns, writing
 from vitrail.recipe.load import find_recipe

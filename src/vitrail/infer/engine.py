@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from vitrail.data.dataset import Dataset
 from vitrail.data.order.sampler import Extent
 from vitrail.data.reading.loader import Loader
-from vitrail.data.reading.pool import Policy
+from vitrail.data.reading.pool import Policy, read_again
 from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.infer.blend import Band, Row
@@ -231,7 +232,13 @@ class Engine:
         if self.form.write == "instances":
             found = finish(in_bytes(self.form, self.eyes), self.eyes, row.values, self.values)
             return segment(found, self.offsets, self.wishes.threshold, self.wishes.smallest)
-        return finish(self.form, self.eyes, row.values, self.values)
+
+        def given() -> np.ndarray:
+            source, (item, box) = self.dataset.sources[0], self.tiling.place(row.number)
+            read = partial(source.read, item, box)
+            return read_again(read, lambda: source.items[item].name, retries=self.dataset.settings.retries)
+
+        return finish(self.form, self.eyes, row.values, self.values, given)
 
 
 def in_bytes(form: Form, eyes: Eyes) -> Form:

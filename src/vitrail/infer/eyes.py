@@ -10,8 +10,9 @@ What it says of samples is on their voxels, on their grid of patches (features),
   patches
 """
 
+import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -142,7 +143,7 @@ class Eyes:
             return Form(chosen, "patches", tuple(f"feature {n}" for n in range(width)), given, width)
         if chosen == "reconstructions":
             names = self.variables
-            return Form(chosen, "voxels", names if len(names) > 1 else None, stored, 3 * len(names))
+            return Form(chosen, "voxels", names if len(names) > 1 else None, stored, 2 * len(names))
         if chosen == "instances":
             return Form(chosen, "voxels", None, NUMBERS, number)
         if chosen == "affinities":
@@ -170,6 +171,9 @@ class Eyes:
     def statistics_of(self, dataset: Dataset) -> list[Any] | None:
         """Return statistics of each source where they are not those of the run: given, or measured as in training."""
         names, seed = self.variables, self.recipe.run.seed
+        if self.recipe.data.statistics == "volume":  # of what there is, whatever it was padded with (padded.py)
+            dataset = copy.copy(dataset)
+            dataset.sources = [getattr(source, "plain", source) for source in dataset.sources]
         return statistics.of_entries(dataset, self.statistics, names=names, seed=seed)
 
     def on(self, model: Model, device: torch.device, compute: str | None) -> "Looking":
@@ -242,12 +246,12 @@ class Looking:
         return run(inputs, None) if self.replay is None else self.replay(run, inputs, None)
 
     def _reconstructed(self, batch: Batch, output: Tensor, targets: Any) -> Tensor:
-        """Return [B, 3C, *S]: what is said of hidden voxels, else 0; which are hidden; and the values."""
+        """Return [B, 2C, *S]: what is said of hidden voxels, else 0; and which are hidden."""
         objective: Any = self.eyes.objective
         values, hidden = objective.reconstruct(batch, output, targets)
-        given = batch.values.float()
-        told = torch.ones_like(given) if hidden is None else (hidden > 0.5).float()
-        return torch.cat([values.float() * told, told, given], dim=1)
+        values = values.float()
+        told = torch.ones_like(values) if hidden is None else (hidden > 0.5).float().expand_as(values)
+        return torch.cat([values * told, told], dim=1)
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -315,20 +319,30 @@ def load(run: str | Path, *, checkpoint: str | int | None = None, weights: str |
     return with_checkpoint(run, checkpoint, read)
 
 
-def finish(form: Form, eyes: Eyes, values: Tensor, restore: Values) -> np.ndarray:
-    """Turn blended values [K, *cells] into what is written: [*cells], or [channels, *cells]."""
+def finish(
+    form: Form, eyes: Eyes, values: Tensor, restore: Values, given: Callable[[], np.ndarray] | None = None
+) -> np.ndarray:
+    """Turn blended values [K, *cells] into what is written: [*cells], or [channels, *cells].
+
+    `given` are the voxels as they were read, which is asked where none hides them.
+    """
     if form.write == "classes" and form.on != "item":
-        return values.argmax(dim=0).to(torch.int32).cpu().numpy().astype(form.dtype)
+        kind = torch.uint8 if form.dtype == np.uint8 else torch.int32  # small before it leaves the device
+        return values.argmax(dim=0).to(kind).cpu().numpy().astype(form.dtype, copy=False)
     if form.write == "reconstructions":
-        told, hidden, given = values.chunk(3)
-        made = torch.where(hidden > 0, told / hidden.clamp(min=1e-12), given)
-        made = restore.restore(made.unsqueeze(0), eyes.variables)[0]
+        told, hidden = values.chunk(2)
+        made = restore.restore((told / hidden.clamp(min=1e-12)).unsqueeze(0), eyes.variables)[0]
         found = as_stored(made.cpu().numpy(), form.dtype)
+        seen = (hidden == 0).cpu().numpy()
+        if given is not None and seen.any():
+            found = np.where(seen, as_stored(given(), form.dtype), found)
         return found if form.channels is not None else found[0]
     if form.write == "embeddings":
-        return values.cpu().numpy().astype(form.dtype)
+        return values.cpu().numpy().astype(form.dtype, copy=False)
     objective: Any = eyes.objective
     shares = objective.likelihood(values.unsqueeze(0))[0] if hasattr(objective, "likelihood") else values.softmax(dim=0)
     if form.dtype == np.uint8:
-        shares = (shares * 255).round()
-    return shares.cpu().numpy().astype(form.dtype)
+        shares = (shares * 255).round().to(torch.uint8)
+    elif form.dtype == np.float16:
+        shares = shares.half()
+    return shares.cpu().numpy().astype(form.dtype, copy=False)

@@ -24,9 +24,11 @@ from vitrail.errors import UserError
 from vitrail.infer import mutex
 from vitrail.infer.engine import Wishes
 from vitrail.infer.eyes import Form
+from vitrail.infer.files import Tick
 from vitrail.infer.mutex import Blocks, Offsets
-from vitrail.infer.outputs import PARTS, Frame, Result, Stage, Tick
+from vitrail.infer.outputs import PARTS, Result, Stage
 from vitrail.infer.overlaps import Overlaps
+from vitrail.infer.places import Frame
 from vitrail.recipe import kinds
 
 AFFINITIES, FRAGMENTS, PAIRS, SIZES, NUMBERS = "affinities", "fragments", "pairs-{}", "sizes-{}", "numbers"
@@ -60,8 +62,11 @@ class Instances(Result):
         super().check()
         mutex.library()
 
-    def _make_stores(self, settings: dict[str, Any]) -> None:
-        super()._make_stores(settings)
+    def at_once(self, threads: int, memory: int) -> int:
+        return 1  # what is kept of a block is the most that there is memory for
+
+    def _make_stores(self, settings: dict[str, Any], tick: Tick) -> None:
+        super()._make_stores(settings, tick)
         for number, frame in enumerate(self.frames):
             where = self._kept(number)
             where.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +80,22 @@ class Instances(Result):
         return self.work / PARTS / f"{item:06d}-pairs.zarr"
 
     def write(self, row: int, item: int, box: tuple[slice, ...], values: np.ndarray) -> None:
-        self.array(self._kept(item), AFFINITIES)[(slice(None), *box)] = values
+        if values.size:
+            self.array(item, AFFINITIES)[(slice(None), *box)] = values
         self.note(row)
+
+    def kept(self, item: int) -> Any:
+        """Return the arrays of what is kept of an item until it is done."""
+        import zarr
+
+        return zarr.open_group(str(self._kept(item)), mode="r+")
+
+    def array(self, item: int, name: str) -> Any:
+        """Return one of them, of which chunks of zeros are written, too."""
+        import zarr
+
+        with zarr.config.set({"array.write_empty_chunks": True}):  # which is not kept with an array
+            return self.kept(item)[name]
 
     # ------------------------------------------------------------ when all rows are there
 
@@ -108,15 +127,15 @@ class Instances(Result):
         if note in done:
             return
         wide, inside = self.blocks[item].around(box)
-        values = self.array(self._kept(item), AFFINITIES)[(slice(None), *wide)]
+        values = self.array(item, AFFINITIES)[(slice(None), *wide)]
         tick()
         found = mutex.fragments(values, inside, self.offsets, self.wishes.threshold, number)
-        self.array(self._kept(item), FRAGMENTS)[box] = found
+        self.array(item, FRAGMENTS)[box] = found
         self.note(note)
 
     def _add(self, item: int, number: int, box: mutex.Box, tick: Tick) -> None:
         """Add up the voxels of a block's fragments, and the affinities between them and their neighbours."""
-        kept, (wide, inside) = self.store(self._kept(item)), self.blocks[item].around(box)
+        kept, (wide, inside) = self.kept(item), self.blocks[item].around(box)
         found = kept[FRAGMENTS][wide]
         tick()
         pairs = mutex.neighbours(kept[AFFINITIES][(slice(None), *box)], found, inside, self.offsets)
@@ -127,7 +146,7 @@ class Instances(Result):
 
     def _join(self, item: int, tick: Tick) -> None:
         """Say which fragments are one instance."""
-        kept, sizes, pairs = self.store(self._kept(item)), [], list[mutex.Pairs]()
+        kept, sizes, pairs = self.kept(item), [], list[mutex.Pairs]()
         for number in range(len(self.blocks[item].boxes())):
             sizes.append(kept[SIZES.format(number)][:])
             one, other, total, count = kept[PAIRS.format(number)][:]
@@ -142,11 +161,11 @@ class Instances(Result):
     def _name(self, item: int, number: int, box: mutex.Box, tick: Tick) -> None:
         """Write the instances of a block."""
         names, numbers = self._numbers(item)
-        self.level(item, 0)[box] = mutex.renumbered(self.store(self._kept(item))[FRAGMENTS][box], names, numbers)
+        self._put(item, 0, box, mutex.renumbered(self.kept(item)[FRAGMENTS][box], names, numbers))
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - of one result alone, while its last item is numbered
     def _numbers(self, item: int) -> tuple[np.ndarray, np.ndarray]:
-        names, numbers = self.store(self._kept(item))[NUMBERS][:]
+        names, numbers = self.kept(item)[NUMBERS][:]
         return names.astype(np.uint64), numbers.astype(mutex.NUMBERS)
 
 

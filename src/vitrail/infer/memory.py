@@ -9,9 +9,11 @@ import torch
 
 from vitrail.data.dataset import Dataset
 from vitrail.data.source import Item
+from vitrail.data.stored import by
 from vitrail.errors import UserError
 from vitrail.infer.engine import Engine, Wishes
 from vitrail.infer.eyes import Eyes
+from vitrail.infer.padded import padded
 from vitrail.models.model import Model
 
 NAME = "the array"
@@ -50,11 +52,11 @@ class Arrays:
 class Held:
     """An entry of data for what is in memory."""
 
-    source: Arrays
+    source: Any
     path: str = NAME
     weight: float = 1.0
 
-    def open(self) -> Arrays:
+    def open(self) -> Any:
         return self.source
 
 
@@ -84,11 +86,15 @@ def predict_values(
             raise UserError(f"planes: {planes!r} names {name!r}, which is no axis of {', '.join(axes)}")
     if given.dtype.kind not in "biuf":
         raise UserError(f"{NAME} holds {given.dtype}; give whole numbers or floats")
-    entries = [Held(Arrays(arrays, axes, eyes.variables, slices)) for slices in (planes or [None])]
+    sources = [Arrays(arrays, axes, eyes.variables, slices) for slices in (planes or [None])]
+    entries = [Held(s if eyes.recipe.data.fit is not None else padded(s, eyes.crop)[0]) for s in sources]
     form = eyes.form(write, dtype, arrays[0].dtype if arrays[0].dtype.kind != "b" else np.dtype(np.uint8))
     flips = tuple(range(eyes.config.ndim)) if flips is True else tuple(flips or ())
     dataset = Dataset(entries, eyes.crop, where="array", settings=eyes.settings())
     engine = Engine(eyes, form, dataset, Wishes(flips=flips, **wishes), whole=True, name=NAME)
+    cells = [engine.tiling.cut.cells(array.shape[1:]) for array in arrays]
+    if 0 in cells[0]:
+        raise UserError(f"{NAME} is smaller than a patch of the model {by(engine.tiling.cut.cell or ())}; give more")
     looking = eyes.on(model, next(model.parameters()).device, compute)
     training = model.training
     try:
@@ -96,6 +102,9 @@ def predict_values(
         found = [engine.finish(row) for row in engine.rows(looking, range(engine.tiling.rows), workers=1, prefetch=2)]
     finally:
         model.train(training)
+    for place, shape in enumerate(cells):
+        within: Any = (..., *(slice(0, n) for n in shape))  # what was padded is cut off
+        found[place] = found[place][within]
     if form.on == "item":
         found = [each.reshape(-1) for each in found]
     made = found[0] if one else np.stack(found)

@@ -4,21 +4,19 @@
 - a row that has been written is noted in a log of its rank; a call that was killed goes on with the others. A row is
   made of whole chunks, so that no two ranks ever write to one
 - an OME-Zarr is written where it will lie, and its coarser levels last. Volumes in files of one piece are put together
-  in a store of chunks first, and copied from there; images and small volumes of many go through memory
+  in a store of chunks first, and copied from there (files.py); images and small volumes of many go through memory
 """
 
-import contextlib
 import csv
 import fcntl
-import gzip
 import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice, product
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -27,12 +25,19 @@ import numpy as np
 from vitrail import disk
 from vitrail.contents import Layout, check_layout
 from vitrail.data.files.handles import library
-from vitrail.data.formats.ngff import coarser, create_group, create_level, describe_channel, describe_pyramid
-from vitrail.data.stored import unit_ratio
+from vitrail.data.formats.ngff import (
+    coarser,
+    create_group,
+    create_level,
+    describe_channel,
+    describe_pyramid,
+    write_chunks,
+)
 from vitrail.errors import UserError
 from vitrail.foreign import parse_json, read_json, read_plain
 from vitrail.infer.eyes import Form
-from vitrail.infer.folder import ome_metadata
+from vitrail.infer.files import Filling, Tick, write_file
+from vitrail.infer.places import Frame
 
 SUFFIXES = {  # formats by the ending of OUT
     ".ome.zarr": "ome-zarr",
@@ -71,47 +76,13 @@ SETTINGS, RESULT, PARTS, LOG = "settings.json", "result", "parts", re.compile(r"
 LAYOUT = Layout("prediction in the making", (SETTINGS,), (RESULT, PARTS))
 LARGEST = 2**30  # bytes of a log
 MOST_LEVELS, MOST_NAMED = 8, 64
-NIFTI_UNITS = {"meter": ("meter", 1.0), "millimeter": ("mm", 1.0), "micrometer": ("micron", 1.0)}
-NIFTI_OTHERS = {"nanometer": 1e-3, "angstrom": 1e-4, "picometer": 1e-6}  # written in micrometers
-LARGEST_NIFTI = 32767  # voxels along an axis, of the first version
-Tick = Callable[[], None]  # is called whenever work gets on
+MANY_FILES = 1000  # after which publishing says that it gets on
 Stage = Callable[[Tick], None]
 
 
 def ending_of(name: str) -> str | None:
     """Return the ending of a file name that tells a format."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), None)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where the cells of an item lie."""
-
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    spacing: tuple[float, ...]
-    unit: str | None
-    origin: tuple[float, ...] | None  # of the centre of the first cell
-    affine: np.ndarray | None  # of NIfTI: x, y, z of cells to the world
-
-
-def frame_of(source: Any, item: int, shape: tuple[int, ...], cell: Sequence[int]) -> Frame:
-    """Return where the cells of an item lie, of which each is so many voxels large."""
-    found = source.items[item]
-    shift = [(c - 1) / 2 for c in cell]
-    origin = source.origin_of(item) if hasattr(source, "origin_of") else None
-    affine = source.affine_of(item) if hasattr(source, "affine_of") else None
-    if origin is not None:
-        origin = tuple(o + s * size for o, s, size in zip(origin, shift, found.spacing, strict=True))
-    if affine is not None:
-        move = np.eye(4)
-        for name, c, s in zip(source.axes, cell, shift, strict=True):
-            at = "xyz".index(name)
-            move[at, at], move[at, 3] = c, s
-        affine = affine @ move
-    spacing = tuple(size * c for size, c in zip(found.spacing, cell, strict=True))
-    return Frame(found.name, shape, tuple(source.axes), spacing, found.unit, origin, affine)
 
 
 def choose_format(out: Path, kind: str, form: Form, items: int) -> tuple[str, str, bool]:
@@ -129,8 +100,10 @@ def choose_format(out: Path, kind: str, form: Form, items: int) -> tuple[str, st
             "without an ending"
         )
     if told is not None and items > 1:
+        stack = "; or read the images as slices of one volume, by --kind tiff --set slices_are=z"
         raise UserError(
             f"out: {out} is one file, and there are {items} items; give a folder, in which each gets a file of its name"
+            f"{stack if kind == 'image_folder' else ''}"
         )
     suffix = told or USUAL.get(kind, ".ome.zarr")
     if told is None and suffix == ".png" and form.write != "classes":
@@ -158,9 +131,11 @@ def file_names(frames: Sequence[Frame], suffix: str) -> list[str]:
         parts = [part for part in PurePosixPath(frame.name.replace("\\", "/")).parts if part not in ("/", "..", ".")]
         parts = parts[-1:] if PurePosixPath(frame.name).is_absolute() else parts
         last = parts.pop() if parts else f"item{number}"
+        among = re.fullmatch(r"(.+)\[(\d+)\]", last)  # one of several in a file
+        last = among[1] if among else last
         ending = ending_of(last) or PurePosixPath(last).suffix
         stem = last[: -len(ending)] if ending and len(ending) < len(last) else last
-        stem = re.sub(r'[:*?"<>|\x00-\x1f]', "_", stem)
+        stem = re.sub(r'[:*?"<>|\x00-\x1f]', "_", stem) + (f"-{among[2]}" if among else "")
         name = "/".join((*parts, stem + suffix))
         while name.casefold() in taken:
             stem += f"-{number}"
@@ -190,7 +165,11 @@ class Result:
         self.names = file_names(frames, self.suffix) if self.many else [out.name]
         self._lock: int | None = None
         self._log: BinaryIO | None = None
-        self._stores: dict[Path, Any] = {}
+        self._stores: dict[int, Any] = {}
+        self.threads = 1  # that may encode chunks and make coarser ones
+        self.alone = False  # whether this rank writes all rows, and so knows which coarser chunks are complete
+        self._written: Counter[tuple[int, tuple[int, ...]]] = Counter()  # finest chunks of each of the next level
+        self._early: set[tuple[int, tuple[int, ...]]] = set()  # those of the next level that are made already
 
     # ------------------------------------------------------------ before the first row, on rank 0
 
@@ -199,7 +178,7 @@ class Result:
         for frame in self.frames[:1]:
             check_format(self.format, self.form, frame)
 
-    def begin(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, settings: dict[str, Any], tick: Tick = lambda: None) -> dict[str, Any]:
         """Make the place of work, or go on in that of the same prediction; what was done before, and the attempt."""
         self.check()
         settings = json.loads(json.dumps(settings))
@@ -217,7 +196,7 @@ class Result:
                 self.work.mkdir()
                 self._take_lock()
                 (self.work / RESULT).mkdir()
-                self._make_stores(settings)
+                self._make_stores(settings, tick)
                 disk.write_whole(self.work / SETTINGS, json.dumps(settings, indent=1) + "\n")
         attempts = [int(found[1]) for path in self.work.iterdir() if (found := LOG.fullmatch(path.name))]
         return {"attempt": max(attempts, default=-1) + 1, "done": sorted(self.finished())}
@@ -244,7 +223,7 @@ class Result:
                 f"{self.work} to begin anew"
             )
 
-    def _make_stores(self, settings: dict[str, Any]) -> None:
+    def _make_stores(self, settings: dict[str, Any], tick: Tick) -> None:
         """Make the arrays that rows are written to, of all items."""
         if self.chunk is None or self.format == "csv":
             return
@@ -261,6 +240,7 @@ class Result:
             for level, shape in enumerate(self._shapes(frame)):
                 whole = (*([len(channels)] if channels is not None else []), *shape)
                 create_level(group, f"s{level}", whole, self._chunks(shape), self.form.dtype, axes=axes)
+            tick()
 
     def _chunks(self, shape: Sequence[int]) -> tuple[int, ...]:
         assert self.chunk is not None
@@ -333,10 +313,10 @@ class Result:
         if self.format == "csv":
             noted = [round(float(value), 6) for value in values.ravel()]
         elif self.chunk is None:
-            self._write_file(self.work / RESULT / self.names[item], values, self.frames[item])
-        else:
-            every = (slice(None), *box) if self.form.channels is not None else box
-            self.level(item, 0)[every] = values
+            self._write_file(item, values)
+        elif values.size:
+            self._put(item, 0, box, values, self.threads)
+            self._go_on(item, box)
         self.note(row, noted)
 
     def note(self, row: int, values: Any = None) -> None:
@@ -345,27 +325,48 @@ class Result:
         self._log.write(json.dumps([row, values]).encode() + b"\n")
         self._log.flush()
 
+    def _put(self, item: int, number: int, box: Sequence[slice], values: np.ndarray, threads: int = 1) -> None:
+        """Write a box of whole chunks of a level, of all channels."""
+        chunks = self._chunks(self._shapes(self.frames[item])[number])
+        every = (slice(0, len(values)), *box) if self.form.channels is not None else box
+        write_chunks(self._store_path(item) / f"s{number}", chunks, every, values, threads)
+
+    def _go_on(self, item: int, box: Sequence[slice]) -> None:
+        """Make the chunks of the next level that are complete with a box of the finest, while others are computed."""
+        factors = self._factors(self.frames[item])
+        if len(factors) < 2 or self.chunk is None or not self.alone:
+            return
+        side, ripe = self.chunk, []
+        whole, next_whole = self.frames[item].shape, self._shapes(self.frames[item])[1]
+        for at in product(*(range(b.start, b.stop, side) for b in box)):
+            start = tuple(a // f // side * side for a, f in zip(at, factors[1], strict=True))
+            needed = 1
+            for s, f, n, m in zip(start, factors[1], whole, next_whole, strict=True):
+                needed *= -(-min(min(s + side, m) * f, n) // side) - s * f // side
+            self._written[item, start] += 1
+            if self._written[item, start] == needed:
+                del self._written[item, start]
+                ripe.append(start)
+        run_stage([self._coarser_chunk(item, 1, start) for start in ripe], self.threads)
+        self._early |= {(item, start) for start in ripe}
+
     def level(self, item: int, number: int) -> Any:
-        return self.array(self._store_path(item), f"s{number}")
-
-    def array(self, path: Path, name: str) -> Any:
-        """Return an array in the place of work, of which chunks of zeros are written, too."""
         import zarr
 
-        with zarr.config.set({"array.write_empty_chunks": True}):  # which is not kept with an array
-            return self.store(path)[name]
-
-    def store(self, path: Path) -> Any:
-        """Return a group of arrays in the place of work."""
-        import zarr
-
-        if path not in self._stores:
+        if (store := self._stores.get(item)) is None:  # several threads may ask at once
             if len(self._stores) > MOST_NAMED:
                 self._stores.clear()
-            self._stores[path] = zarr.open_group(str(path), mode="r+")
-        return self._stores[path]
+            store = self._stores[item] = zarr.open_group(str(self._store_path(item)), mode="r+")
+        return store[f"s{number}"]
 
     # ------------------------------------------------------------ when all rows are there
+
+    def at_once(self, threads: int, memory: int) -> int:
+        """Return how many calls of a stage may run at once: chunks of levels, which do not tell of what they do."""
+        if self.format != "ome-zarr" or self.chunk is None:
+            return 1
+        finer = (2 * self.chunk) ** len(self.frames[0].axes) * len(self.form.channels or "x")
+        return max(1, min(threads, memory // (4 * finer * self.form.dtype.itemsize)))
 
     def stages(self) -> list[list[Stage]]:
         """Return what is left to do, in stages: the calls of one are for any ranks, after all of those before it."""
@@ -381,47 +382,60 @@ class Result:
 
     def _copying(self, item: int) -> Stage:
         def copy(tick: Tick) -> None:
-            self._write_file(self.work / RESULT / self.names[item], self.level(item, 0), self.frames[item], tick)
+            self._write_file(item, self.level(item, 0), tick)
 
         return copy
 
     def _coarsening(self, item: int, frame: Frame, number: int) -> Iterator[Stage]:
-        """Yield a call for each chunk of a level, which makes it from the level before."""
-        factors, shapes = self._factors(frame), self._shapes(frame)
-        if number >= len(factors):
+        """Yield a call for each chunk of a level that is not there yet."""
+        if number >= len(self._factors(frame)):
             return
-        ratio = tuple(now // before for now, before in zip(factors[number], factors[number - 1], strict=True))
         assert self.chunk is not None
-        side = self.chunk
+        for start in product(*(range(0, n, self.chunk) for n in self._shapes(frame)[number])):
+            if number > 1 or (item, start) not in self._early:
+                yield self._coarser_chunk(item, number, start)
+
+    def _coarser_chunk(self, item: int, number: int, start: tuple[int, ...]) -> Stage:
+        """Return a call that makes a chunk of a level from the level before."""
+        frame, side = self.frames[item], self.chunk
+        factors, shapes = self._factors(frame), self._shapes(frame)
+        ratio = tuple(now // before for now, before in zip(factors[number], factors[number - 1], strict=True))
+        assert side is not None
         labels = self.form.write in ("classes", "instances")
 
-        def make(start: tuple[int, ...], tick: Tick) -> None:
+        def make(_: Tick) -> None:
             box = tuple(slice(s, min(s + side, n)) for s, n in zip(start, shapes[number], strict=True))
             finer = tuple(
                 slice(b.start * r, min(b.stop * r, n)) for b, r, n in zip(box, ratio, shapes[number - 1], strict=True)
             )
             if self.form.channels is None:
                 made = coarser(self.level(item, number - 1)[finer], labels=labels, factors=ratio)
-                self.level(item, number)[box] = made
-                return
-            values = self.level(item, number - 1)[(slice(None), *finer)]
-            made = np.stack([coarser(one, labels=labels, factors=ratio) for one in values])
-            self.level(item, number)[(slice(None), *box)] = made
+            else:
+                values = self.level(item, number - 1)[(slice(None), *finer)]
+                made = np.stack([coarser(one, labels=labels, factors=ratio) for one in values])
+            self._put(item, number, box, made)
 
-        for start in product(*(range(0, n, side) for n in shapes[number])):
-            yield partial(make, start)
+        return make
 
-    def publish(self) -> None:
+    def publish(self, tick: Tick = lambda: None) -> None:
         """Give what is complete its name, on rank 0."""
         with disk.told(self.out):
             if self.format == "csv":
                 self._write_table()
-            every = (self.work / RESULT).rglob("*")
-            for left in [path for path in every if path.suffix == ".partial" or disk.is_draft(path)]:
-                disk.remove(left, inside=self.work)  # a chunk or a file that a kill came upon
+            left = []
+            for number, path in enumerate((self.work / RESULT).rglob("*")):
+                if path.suffix == ".partial" or disk.is_draft(path):
+                    left.append(path)  # a chunk or a file that a kill came upon
+                if number % MANY_FILES == 0:
+                    tick()
+            for path in left:
+                disk.remove(path, inside=self.work)
             made = self.work / RESULT
             disk.publish(made if self.many else made / self.names[0], self.out)
             disk.sync_folder(self.out.parent)
+            for part in sorted(self.work.glob(f"{PARTS}/*/*/*/*")):  # a large store bit by bit, since that takes long
+                disk.remove(part, inside=self.work)
+                tick()
             disk.remove(self.work, inside=self.work.parent)
 
     def _write_table(self) -> None:
@@ -445,114 +459,30 @@ class Result:
             os.close(self._lock)
         self._lock = None
 
-    # ------------------------------------------------------------ files of one piece
-
-    def _write_file(self, path: Path, values: Any, frame: Frame, tick: Tick = lambda: None) -> None:
-        """Write one file of [*S] or [C, *S], in memory or a store of chunks."""
+    def _write_file(self, item: int, values: Any, tick: Tick = lambda: None) -> None:
+        """Write the file of an item of [*S] or [C, *S], in memory or a store of chunks."""
+        path = self.work / RESULT / self.names[item]
         with disk.replacing(path, parents=True) as file:
-            if self.format == "nifti":
-                self._write_nifti(file, values, frame, tick)
-            elif self.format == "tiff":
-                self._write_tiff(file, values, frame, path.name, tick)
-            elif self.format == "npy":
-                header = {"descr": np.lib.format.dtype_to_descr(self.form.dtype), "fortran_order": False}
-                np.lib.format.write_array_header_2_0(file, header | {"shape": tuple(values.shape)})
-                for slab in self._slabs(values, tick):
-                    file.write(slab.tobytes())
-            else:
-                from PIL import Image
+            filling = Filling(values, self.form, self.frames[item], self.chunk, tick)
+            write_file(file, self.format, self.suffix, path.name, filling)
 
-                Image.fromarray(np.ascontiguousarray(values[...])).save(file, format="PNG")
 
-    def _slabs(self, values: Any, tick: Tick) -> Iterator[np.ndarray]:
-        """Yield [C, *S] in the order of the bytes of a file, as thick as chunks."""
-        thick = self.chunk or values.shape[-len(self.frames[0].axes)]
-        channels = [()] if self.form.channels is None else [(number,) for number in range(len(self.form.channels))]
-        for channel in channels:
-            for first in range(0, self._deep(values), thick):
-                yield np.ascontiguousarray(values[(*channel, slice(first, first + thick))])
+def run_stage(calls: Iterable[Stage], threads: int, tick: Tick = lambda: None) -> None:
+    """Make calls that are independent, in threads if there are to be several, and tell whenever one is done."""
+    waiting = iter(calls)
+    if threads == 1:
+        for call in waiting:
+            call(tick)
+            tick()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="vitrail-level") as pool:
+        going = {pool.submit(call, lambda: None) for call in islice(waiting, 2 * threads)}
+        while going:
+            done, going = wait(going, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
                 tick()
-
-    def _deep(self, values: Any) -> int:
-        return int(values.shape[0 if self.form.channels is None else 1])
-
-    def _write_nifti(self, file: BinaryIO, values: Any, frame: Frame, tick: Tick) -> None:
-        import nibabel
-
-        shape = frame.shape[::-1] + (1,) * (3 - len(frame.shape))
-        sizes = (*shape, *([len(self.form.channels)] if self.form.channels is not None else []))
-        header = nibabel.Nifti1Header() if max(sizes) <= LARGEST_NIFTI else nibabel.Nifti2Header()
-        header.set_data_dtype(self.form.dtype)
-        header.set_data_shape(sizes)
-        unit, factor = NIFTI_UNITS.get(frame.unit or "", ("micron", NIFTI_OTHERS.get(frame.unit or "", 1.0)))
-        if frame.unit not in (*NIFTI_UNITS, *NIFTI_OTHERS):
-            unit = "unknown"
-        axes = list(frame.axes[::-1])  # of the file, which need not be those of the world in their order
-        if not set(axes) <= {"x", "y", "z"}:
-            axes = ["x", "y", "z"][: len(axes)]
-        axes += [name for name in "xyz" if name not in axes]
-        order = ["xyz".index(name) for name in axes]
-        affine = frame.affine
-        if affine is not None:
-            unit = _unit_of(affine, frame)
-        if affine is None:
-            affine = np.eye(4)
-            origin = frame.origin or (0.0,) * len(frame.axes)
-            for at, size, start in zip(order, frame.spacing[::-1], origin[::-1], strict=False):
-                affine[at, at], affine[at, 3] = size * factor, start * factor
-        affine = affine[:, [*order, 3]]
-        header.set_sform(affine, code=1)
-        header.set_qform(affine, code=1)
-        header.set_xyzt_units(unit)
-        start = 352 if header["sizeof_hdr"] == 348 else 544
-        header["vox_offset"] = start
-        with contextlib.ExitStack() as stack:
-            target: Any = file
-            if self.suffix.endswith(".gz"):
-                packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=3, mtime=0)
-                target = stack.enter_context(packed)
-            target.write(bytes(header.binaryblock).ljust(start, b"\0"))
-            for slab in self._slabs(values, tick):
-                target.write(slab.astype(header.get_data_dtype(), copy=False).tobytes())
-
-    def _write_tiff(self, file: BinaryIO, values: Any, frame: Frame, name: str, tick: Tick) -> None:
-        import tifffile
-
-        letters, metadata = ome_metadata(frame.spacing, frame.unit, name)
-        if self.form.channels is not None:
-            letters = f"C{letters}"
-            metadata["Channel"] = {"Name": list(self.form.channels)}
-        flat = len(frame.axes) == 2
-
-        def pages() -> Iterator[np.ndarray]:
-            if flat:
-                channels = [()] if self.form.channels is None else [(n,) for n in range(len(self.form.channels))]
-                yield from (np.ascontiguousarray(values[(*channel, slice(None))]) for channel in channels)
-                return
-            for slab in self._slabs(values, tick):
-                yield from slab
-
-        size = int(np.prod(values.shape)) * self.form.dtype.itemsize
-        tifffile.imwrite(
-            file,
-            pages(),
-            shape=tuple(values.shape),
-            dtype=self.form.dtype,
-            ome=True,
-            bigtiff=size > 2**31,
-            photometric="minisblack",
-            metadata={"axes": letters, **metadata},
-        )
-
-
-def _unit_of(affine: np.ndarray, frame: Frame) -> str:
-    """Return the unit of an affine: that in which the voxels' size is what the frame says in its own."""
-    sizes = [float(np.linalg.norm(affine[:3, "xyz".index(name)])) for name in frame.axes]
-    for unit, (written, _) in NIFTI_UNITS.items():
-        ratio = unit_ratio(unit, frame.unit)
-        if ratio is not None and np.allclose(np.array(sizes) * ratio, frame.spacing, rtol=1e-4, atol=0):
-            return written
-    return "unknown"
+            going |= {pool.submit(call, lambda: None) for call in islice(waiting, len(done))}
 
 
 def _read_line(line: bytes, path: Path) -> tuple[int, Any]:

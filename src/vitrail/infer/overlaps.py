@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vitrail.infer.objects import Pairs
+
 LEAST = {"f1_50": 0.5, "f1_75": 0.75}  # intersection over union of instances that are taken for the same
 
 
@@ -98,13 +100,12 @@ def adapted_rand_error(table: Table) -> float:
     table = _scored(table)
     told = table.found != 0
 
-    def number(count: np.ndarray) -> float:
-        return float((count * (count - 1.0)).sum())
+    def number(voxels: np.ndarray) -> int:
+        return int((voxels * (voxels - 1.0)).sum())
 
-    both = number(table.voxels[told])
-    said, true = (_sums(names, count)[1] for names, count in ((table.found[told], table.voxels[told]), table[::2]))
-    whole = number(said) + number(true)
-    return 1 - 2 * both / whole if whole else float("nan")
+    said, true = (_sums(names, voxels)[1] for names, voxels in ((table.found[told], table.voxels[told]), table[::2]))
+    pairs = Pairs(number(table.voxels[told]), number(said), number(true))
+    return 1 - pairs.scores()["rand_f_score"]
 
 
 def instance_f1(table: Table) -> dict[str, float]:

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 import vitrail
+from vitrail import disk
 from vitrail.data.dataset import Dataset
 from vitrail.data.files.fingerprint import data_states
 from vitrail.data.grid import without_labels
 from vitrail.data.look.inspect import entry_of, read_settings
 from vitrail.data.source import Source
 from vitrail.data.sources import guess_kind
-from vitrail.data.stored import TOLERANCE, unit_ratio
+from vitrail.data.stored import TOLERANCE, by, unit_ratio
 from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.infer import shown
@@ -35,7 +36,9 @@ from vitrail.infer.engine import Engine, Wishes, check_variables, in_bytes, take
 from vitrail.infer.eyes import Eyes, Form
 from vitrail.infer.folder import stored_type
 from vitrail.infer.instances import Instances, compare, open_truth
-from vitrail.infer.outputs import Frame, Result, Stage, choose_format, frame_of
+from vitrail.infer.outputs import Result, Stage, choose_format, run_stage
+from vitrail.infer.padded import padded
+from vitrail.infer.places import Frame, frame_of, untold
 from vitrail.parallel.agree import on_chief, on_chief_for_long, together, together_for_long
 from vitrail.recipe import Recipe, kinds
 from vitrail.recipe.load import find_recipe
@@ -47,6 +50,7 @@ from vitrail.training.setup import Place, reading_threads, use_cache
 from vitrail.training.stitch import Blend
 from vitrail.weights.runs import list_or_refuse, read_model, stored_recipe, with_checkpoint
 
+MOST_NOTED = 3  # of what formats do not tell of items
 INHERITED = ("axes", "level", "time", "missing", "nodata", "fill_value")  # keys of data.train for data alike
 
 
@@ -98,7 +102,7 @@ def predict(
         def make(at: Path, manifest: dict[str, Any]) -> dict[str, Any]:
             eyes = Eyes(run, manifest, stored_recipe(manifest))
             opened = partial(
-                Opened, eyes, str(path), write=write, dtype=dtype, planes=planes, kind=kind, settings=settings
+                Opened, eyes, str(path), write=write, dtype=dtype, planes=planes, kind=kind, settings=settings, pad=True
             )
             seen = together(opened, place.control)
             wishes = together(
@@ -159,7 +163,9 @@ class Opened:
         planes: str | None,
         kind: str | None,
         settings: Sequence[str],
+        pad: bool = False,
     ):
+        """`pad`: items that are smaller than a crop go on beyond their ends."""
         self.eyes, self.path, self.notes = eyes, path, list[str]()
         eyes.form(write, dtype, np.dtype(np.float32))  # refused before anything is opened
         self.kind = kind or guess_kind(path)
@@ -170,6 +176,11 @@ class Opened:
             self.configs = [dataclasses.replace(self.config, slices=axis) for axis in across] or [self.config]
             sources = [config.open() for config in self.configs] if across else [source]
         self.form: Form = eyes.form(write, dtype, stored_type(source.dtype))
+        self.plain = sources[0]  # of items as they are
+        if pad and eyes.recipe.data.fit is None:
+            wide = [padded(source, eyes.crop) for source in sources]
+            sources = [source for source, _ in wide]
+            self.notes += dict.fromkeys(note for _, notes in wide for note in notes)
         self.dataset = Dataset(
             [_Ready(c, s) for c, s in zip(self.configs, sources, strict=True)],
             eyes.crop,
@@ -296,15 +307,21 @@ class Work:
         form = in_bytes(seen.form, seen.eyes) if instances else seen.form
         self.engine = Engine(seen.eyes, form, seen.dataset, wishes, whole=kept and not instances, name=seen.path)
         cell = self.engine.tiling.cut.cell or (1,) * len(seen.source.axes)
-        frames: list[Frame] = [
-            frame_of(seen.source, item, self.engine.tiling.cells(item), cell) for item in range(items)
-        ]
+        cells = [self.engine.tiling.cut.cells(item.shape) for item in seen.plain.items]
+        if empty := [item.name for item, shape in zip(seen.plain.items, cells, strict=True) if 0 in shape]:
+            raise UserError(f"{empty[0]} is smaller than a patch of the model {by(cell)}; give larger data")
+        frames: list[Frame] = [frame_of(seen.plain, item, cells[item], cell) for item in range(items)]
         classes = seen.eyes.names
         options: dict[str, Any] = {"chunk": self.engine.chunk, "classes": classes}
         if instances:
             options |= {"affinities": form, "offsets": self.engine.offsets, "wishes": wishes}
             options["rows"] = self.engine.tiling.rows
         self.result = (Instances if instances else Result)(out, seen.form, frames, format, **options)
+        self.result.alone = place.world.size == 1
+        threads = max(1, reading_threads(seen.eyes.recipe, place))
+        self.result.threads = self.result.at_once(threads, wishes.memory)
+        lost = dict.fromkeys(note for frame in frames for note in untold(frame, format[1]))
+        seen.notes += [f"{seen.path}: {note}" for note in list(lost)[:MOST_NOTED]]
 
     def facts(self, tick: Callable[[], None]) -> dict[str, Any]:
         """Return all that decides what is written, but for the network."""
@@ -334,7 +351,7 @@ class Work:
         try:
 
             def begin(tick: Callable[[], None]) -> dict[str, Any]:
-                return result.begin(facts | self.facts(tick))
+                return result.begin(facts | self.facts(tick), tick)
 
             began = on_chief_for_long(begin, place.control, beat)
             result.open_log(began["attempt"], rank)
@@ -345,12 +362,11 @@ class Work:
             for calls in result.stages():
 
                 def some(tick: Callable[[], None], calls: list[Stage] = calls) -> None:
-                    for call in calls[rank::ranks]:
-                        call(tick)
-                        tick()
+                    with disk.told(result.out):
+                        run_stage(calls[rank::ranks], result.threads, tick)
 
                 together_for_long(some, place.control, beat)
-            on_chief(result.publish, place.control)
+            on_chief_for_long(result.publish, place.control, beat)
         finally:
             result.close()
         return {
@@ -364,12 +380,12 @@ class Work:
         }
 
     def check_truth(self, labels: str) -> None:
-        open_truth(self.seen.config, labels, self.seen.form, self.seen.source)
+        open_truth(self.seen.config, labels, self.seen.form, self.seen.plain)
 
     def compare(self, labels: str, tick: Callable[[], None]) -> dict[str, float]:
         """Return scores of the instances that were written beside labels of the input, on rank 0."""
         seen, result = self.seen, self.result
-        truth = open_truth(seen.config, labels, seen.form, seen.source)
+        truth = open_truth(seen.config, labels, seen.form, seen.plain)
         places = [result.out / name if result.many else result.out for name in result.names]
         ignore = getattr(seen.eyes.recipe.objective, "ignore", None)
         return compare(truth, places, ignore, tick)
@@ -383,7 +399,7 @@ class Work:
             title = f"{seen.form.write.capitalize()} of {Path(seen.path).name}"
             try:
                 with without_labels():
-                    shown.draw(picture, written, seen.source, seen.form, seen.eyes.names, title)
+                    shown.draw(picture, written, seen.plain, seen.form, seen.eyes.names, title)
             except Exception as error:  # what was written is there
                 return {"notes": [*made["notes"], f"{picture} could not be drawn: {error}"]}
             return {"picture": str(picture)}
@@ -415,7 +431,10 @@ class Work:
     def _write(self, row: Row) -> None:
         item, box = self.engine.tiling.place(row.number)
         try:
-            self.result.write(row.number, item, box, self.engine.finish(row))
+            shape, values = self.result.frames[item].shape, self.engine.finish(row)
+            box = tuple(slice(min(b.start, n), min(b.stop, n)) for b, n in zip(box, shape, strict=True))
+            within: Any = (..., *(slice(0, b.stop - b.start) for b in box))  # what was padded is cut off
+            self.result.write(row.number, item, box, values[within])
         except OSError as error:
             raise UserError(
                 f"{self.result.out} cannot be written ({error.strerror or error}); free some space and call again, "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.layers.backends import MULTIPLE, Call, choose, chosen, machine
+from vitrail.layers.fused import apart, heads_after, suits
 from vitrail.layers.kernels.attention import (
     OTHERS,
     KeyMask,
@@ -136,13 +137,20 @@ class SelfAttention(_Attention):
         self.proj = nn.Linear(width, width, bias=bias)
         self.norm_qk = QKNorm(self.head_width, eps) if qk_norm else None
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, mask: KeyMask | None = None) -> Tensor:
-        groups = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.head_width))  # B N G (H/G + 2) K
-        # Split at once, not sliced one by one: gradients are then put together in one kernel, not padded and added.
-        q, k, v = groups.split([self.per_group, 1, 1], dim=-2)
-        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)  # B N H K, and twice B N G K
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, mask: KeyMask | None = None, *, without: bool = False
+    ) -> Tensor:
+        """`without`: the last bias is added, but whoever calls gives it its gradient."""
+        if self.per_group == 1 and suits("bias", self.qkv):
+            q, k, v = heads_after(self.qkv, x, self.head_width)
+        else:
+            groups = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.head_width))  # B N G (H/G + 2) K
+            # Split at once, not sliced one by one: gradients are then put together in one kernel, not padded and added.
+            q, k, v = groups.split([self.per_group, 1, 1], dim=-2)
+            q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)  # B N H K, and twice B N G K
         q, k = self.turned(q, k, rope, rope)
-        return self.proj(self.attend(q, k, v, mask=mask).flatten(2))
+        heads = self.attend(q, k, v, mask=mask).flatten(2)
+        return apart(self.proj, heads) if without else self.proj(heads)
 
 
 class CrossAttention(_Attention):

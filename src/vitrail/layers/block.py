@@ -20,7 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.layers.attention import CrossAttention, KeyMask, SelfAttention
+from vitrail.layers.fast import is_fast
 from vitrail.layers.flops import Flops
+from vitrail.layers.fused import (
+    add_gated,
+    add_gated_norm,
+    add_norm,
+    apart,
+    gelu_after,
+    is_bare_norm,
+    is_plain_norm,
+    past_norm,
+    suits,
+)
+from vitrail.layers.gelu import gelu
 from vitrail.layers.init import Constant, Normal, mark
 from vitrail.recipe import config
 
@@ -44,8 +57,15 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(width, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, width, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
+    def forward(self, x: Tensor, *, without: bool = False) -> Tensor:
+        """`without`: the last bias is added, but whoever calls gives it its gradient."""
+        tanh = self.approximate == "tanh"
+        if suits("bias", self.fc1):
+            x = gelu_after(self.fc1, x, tanh=tanh)
+        else:
+            x = self.fc1(x)
+            x = gelu(x, tanh=tanh) if is_fast("gelu", x.device.type) else F.gelu(x, approximate=self.approximate)
+        return apart(self.fc2, x) if without else self.fc2(x)
 
 
 class SwiGLU(nn.Module):
@@ -142,6 +162,11 @@ class _Residual(nn.Module):
         self.ls1 = nn.Identity() if c.layer_scale is None else Scale(c.width, c.layer_scale)
         self.ls2 = nn.Identity() if c.layer_scale is None else Scale(c.width, c.layer_scale)
 
+    def is_plain(self) -> bool:
+        """Tell whether branches are added as they are, after layer norms before them."""
+        scaled = not (isinstance(self.ls1, nn.Identity) and isinstance(self.ls2, nn.Identity))
+        return not self.post and not scaled and is_plain_norm(self.norm1, self.norm2)
+
     def before(self, x: Tensor) -> Tensor:
         """Return the input of attention."""
         return x if self.post else self.norm1(x)
@@ -169,6 +194,11 @@ class Block(_Residual):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, drop_path: Tensor | None = None, mask: KeyMask | None = None
     ) -> Tensor:
+        if suits("norm", self.attn.proj) and drop_path is None and self.is_plain():
+            x, normed = past_norm(self.norm1, x)
+            branch = self.attn(normed, rope, mask, without=True)
+            x, normed = add_norm(self.norm2, x, branch, self.attn.proj.bias)
+            return x + self.mlp(normed)
         return self.residual(x, self.attn(self.before(x), rope, mask), drop_path)
 
 
@@ -363,6 +393,11 @@ class ModulatedBlock(nn.Module):
         self.mlp = c.make_mlp(approximate="tanh")
         self.modulation = zero_linear(c.width, 6 * c.width)
 
+    def is_plain(self) -> bool:
+        """Tell whether gradients of what is gated can add up those of biases."""
+        is_gelu = isinstance(self.mlp, MLP) and "forward" not in vars(self.mlp)
+        return is_gelu and suits("norm", self.attn.proj, self.mlp.fc2) and is_bare_norm(self.norm2)
+
     def forward(
         self, x: Tensor, rope: Tensor | None = None, drop_path: Tensor | None = None, mask: KeyMask | None = None
     ) -> Tensor:
@@ -372,6 +407,11 @@ class ModulatedBlock(nn.Module):
         if drop_path is not None:  # factors of a branch, so of its gate
             factors = drop_path.to(x.dtype)
             gate1, gate2 = gate1 * factors[:, :1], gate2 * factors[:, 1:]
+        if self.is_plain():
+            branch = self.attn(modulate(self.norm1(x), shift1, scale1), rope, mask, without=True)
+            x, y = add_gated_norm(x, branch, self.attn.proj.bias, gate1, scale2, shift2, self.norm2.eps)
+            x = add_gated(x, self.mlp(y, without=True), self.mlp.fc2.bias, gate2)
+            return join_condition(condition, x)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), rope, mask)
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
         return join_condition(condition, x)

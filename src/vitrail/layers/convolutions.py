@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from vitrail.layers.fast import is_fast
 from vitrail.layers.init import Constant, mark
+from vitrail.layers.maps import convolve_small, instance_norm, project, suits_small
 from vitrail.layers.variables import Ids, pick
 
 CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -43,6 +45,11 @@ def convolve(layer: nn.Module, x: Tensor, ids: Ids | None = None) -> Tensor:
     weight: Tensor = pick(layer.weight, ids, dim=1)  # type: ignore[arg-type]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
     x = x.to(weight.dtype)
+    if is_fast("maps", x.device.type):
+        if weight[0, 0].numel() == 1:
+            return project(channels_last(x), weight.flatten(1), bias)
+        if bias is None and suits_small(x, weight):
+            return convolve_small(channels_last(x), weight)
     if x.device.type == "cpu" and weight[0, 0].numel() == 1:  # several times as fast as PyTorch's for such kernels
         return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
     return _FUNCTIONS[x.ndim - 2](channels_last(x), weight, bias, padding=layer.padding)
@@ -50,7 +57,7 @@ def convolve(layer: nn.Module, x: Tensor, ids: Ids | None = None) -> Tensor:
 
 def rise(layer: nn.Module, x: Tensor) -> Tensor:
     """Apply a step up."""
-    if x.device.type != "cpu":
+    if not keeps_last(x):
         return layer(x)
     # Kernels that do not overlap are a linear layer, whose result is laid out channels-last.
     weight: Tensor = layer.weight.movedim(0, -1).movedim(0, -2)  # type: ignore[operator] # *factor, C out, C in
@@ -61,9 +68,14 @@ def rise(layer: nn.Module, x: Tensor) -> Tensor:
     return y.permute(0, *axes, -1).reshape(x.shape[0], *size, -1).movedim(-1, 1)
 
 
+def keeps_last(x: Tensor) -> bool:
+    """Tell whether maps like this one have their channels last in memory."""
+    return x.device.type == "cpu" or is_fast("maps", x.device.type)
+
+
 def channels_last(x: Tensor) -> Tensor:
     """The layout of maps in memory where it pays; elsewhere they are left as they are."""
-    if x.device.type != "cpu" or x.ndim - 2 not in _CHANNELS_LAST:
+    if not keeps_last(x) or x.ndim - 2 not in _CHANNELS_LAST:
         return x
     return x.to(memory_format=_CHANNELS_LAST[x.ndim - 2])  # not contiguous(), which leaves one channel as it is
 
@@ -94,6 +106,8 @@ class InstanceNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_fast("maps", x.device.type):
+            return instance_norm(x, self.weight, self.bias, EPS)
         if x.device.type != "cpu" or x.is_contiguous() or torch.compiler.is_compiling():
             return F.instance_norm(x, weight=self.weight, bias=self.bias, eps=EPS)
         y = _Standardise.apply(x)

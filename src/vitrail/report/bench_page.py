@@ -321,7 +321,9 @@ def write_bench_report(folder: str | Path, *, now: float | None = None) -> Path:
             svg = save_svg(picture.figure).encode()
             write_own(plots / f"{picture.name}.svg", svg, parents=True)
             write_own(plots / f"{picture.name}.png", save_png(picture.figure))
-            pictures.append({"title": picture.title, "caption": picture.caption, "uri": embed_image(svg)})
+            small = None if picture.narrow is None else embed_image(save_svg(picture.narrow).encode())
+            shown = {"title": picture.title, "caption": picture.caption, "uri": embed_image(svg), "narrow": small}
+            pictures.append(shown)
         _clear(plots, {picture.name for picture in drawn})
         found = _gather(facts, time.time() if now is None else now)
         html = load_template("bench.html").render(found, pictures=pictures)

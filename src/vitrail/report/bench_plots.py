@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 
 WIDTH = 9.4  # inches; the page shows a picture at its full width
+NARROW_WIDTH = 4.9  # inches, of a narrow screen
+NARROW: ContextVar[bool] = ContextVar(
+    "NARROW", default=False
+)  # whether panels stand below each other, for such a screen
 COLOURS = (BLUE, ORANGE, GREEN, "#a03e99", INK, "#4aa3df", "#c9a100", RED)
 MARKERS = "os^DvPX*"
 MOST_LINES = len(COLOURS)
@@ -56,12 +61,18 @@ class Picture:
     title: str
     caption: str
     figure: Figure
+    narrow: Figure | None = None  # the same for narrow screens
 
 
 def make_panels(title: str, height: float, widths: Sequence[float] = (1,), rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """Make an empty picture with panels side by side, in rows."""
-    title = shorten_middle(title, 100)
-    figure, axes = make_figure(title, (WIDTH, height), widths=widths, heights=[1] * rows)
+    """Make an empty picture with panels side by side, in rows; for narrow screens all of them below each other."""
+    wide, several = WIDTH, len(widths) * rows
+    if NARROW.get():
+        wide, height = NARROW_WIDTH, height if several == 1 else 0.5 + 0.85 * several * max((height - 0.5) / rows, 1.2)
+        widths, rows = (1,), several
+    figure, axes = make_figure(
+        shorten_middle(title, min(int(14 * wide), 100)), (wide, height), widths=widths, heights=[1] * rows
+    )
     figure.set_dpi(DPI)  # of the PNG, which words beside bars are measured for
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.08, h_pad=0.06)
@@ -88,8 +99,9 @@ def scale_counts(ax: Axes, values: Iterable[float], name: str) -> None:
 
 def name_bars(ax: Axes, names: Sequence[str], *, most: int = 64) -> None:
     """Write names down the left side, the first on top."""
+    most, size = (min(most, 38), 7) if NARROW.get() else (most, 8)
     ax.set_yticks(range(len(names)))
-    ax.set_yticklabels([shorten_middle(name, most) for name in names], fontsize=8, color=INK, parse_math=False)
+    ax.set_yticklabels([shorten_middle(name, most) for name in names], fontsize=size, color=INK, parse_math=False)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)
@@ -183,7 +195,7 @@ class Bar:
 def _draw_bars(title: str, axis: str, bars: Sequence[Bar], each: float = 0.27) -> Figure:
     """Draw bars, the first on top; what was not measured is named in place of its bar."""
     figure, (ax,) = make_panels(title, _height(bars, each))
-    gap = 0.01 * max(max(bar.value, bar.high) for bar in bars if bar.status == "ok")
+    gap = (0.025 if NARROW.get() else 0.01) * max(max(bar.value, bar.high) for bar in bars if bar.status == "ok")
     for row, bar in enumerate(bars):
         x, words, colour = max(bar.value, bar.high) + gap, bar.words, FAINT
         if bar.status == "ok":
@@ -267,7 +279,7 @@ def draw_interactions(found: Sequence[dict[str, Any]]) -> Figure | None:
     shown = list(panels.items())[:_MOST_PANELS]
     if not shown:
         return None
-    columns = 2 if len(shown) in (1, 2, 4) else 3
+    columns = 1 if NARROW.get() else 2 if len(shown) in (1, 2, 4) else 3
     rows = math.ceil(len(shown) / columns)
     figure, axes = make_panels("How one factor's effect depends on another", 0.5 + 2.7 * rows, [1] * columns, rows)
     for ax in axes[len(shown) :]:
@@ -289,7 +301,7 @@ def draw_interactions(found: Sequence[dict[str, Any]]) -> Figure | None:
         shown_names = [name.split()[1] for name in names] if by == "batch" else names  # "batch 16 a rank" is too long
         ax.set_xticklabels(shown_names, fontsize=8, parse_math=False)
         ax.set_xlim(-0.35, len(names) - 0.65)
-        most = 100 // columns  # letters above and below a panel
+        most = 50 if NARROW.get() else 100 // columns  # letters above and below a panel
         name_panel(ax, f"{factor}, by {by}", most=most)
         ax.set_xlabel(shorten_middle(by, most), parse_math=False)
         ax.set_ylabel("samples/s, % change")
@@ -457,8 +469,17 @@ def draw_all(facts: dict[str, Any], studies: Sequence[Study], notes: list[str]) 
         for kind, title, caption, draw in _list_drawings(facts, study):
             figure = try_to_draw(f"picture {kind!r}", draw, notes)
             if figure is not None:
-                pictures.append(Picture(_name_file(f"{kind}{where}", taken), title + where, caption, figure))
+                narrow = try_to_draw(f"picture {kind!r}", partial(_draw_narrow, draw), notes)
+                pictures.append(Picture(_name_file(f"{kind}{where}", taken), title + where, caption, figure, narrow))
     return pictures
+
+
+def _draw_narrow(draw: Callable[[], Figure | None]) -> Figure | None:
+    token = NARROW.set(True)
+    try:
+        return draw()
+    finally:
+        NARROW.reset(token)
 
 
 def _list_drawings(facts: dict[str, Any], study: Study) -> Iterator[Drawing]:

@@ -241,8 +241,8 @@ def _draw_row(sheet: Sheet, row: Row, left: float, top: float, tile: float, heig
         words = shorten(row.words, max(int(height / 0.068), 3))
         sheet.text(left - 0.07, top + height / 2, words, ha="right", rotation=90)
     if row.bar is not None:
-        bar = row.bar
-        sheet.bar(left + bar.left * tile, top + (1 - bar.below) * height, bar.length * tile, bar.words)
+        bar, room = row.bar, (1 - 2 * row.bar.left) * tile
+        sheet.bar(left + bar.left * tile, top + (1 - bar.below) * height, bar.length * tile, bar.words, room)
     for number, scale in enumerate(row.scales):
         _draw_scale(sheet, scale, left + grid + number * _SCALE + 0.04, top, height)
 

@@ -1,7 +1,7 @@
 // Draws the curves of the page anew from their points: values under the pointer, and a stretch of steps by dragging.
 "use strict";
 (() => {
-  const HIGH = 250, LEFT = 66, RIGHT = 12, TOP = 30, BOTTOM = 36, GAP = 14;
+  const HIGH = 250, RIGHT = 12, TOP = 30, BOTTOM = 36, GAP = 14;
   const page = document.createElement("template");
   page.innerHTML = "<svg></svg>"; // so that no address has to stand here
   const NS = page.content.firstChild.namespaceURI;
@@ -63,13 +63,17 @@
     return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
   };
 
-  const chart = (card, data) => {
+  const extent = (data) => {
     const all = data.panels.flatMap((panel) => panel.lines.flatMap((line) => line.x));
     const whole = [Math.min(...all), Math.max(...all)];
     if (whole[0] === whole[1]) { whole[0] -= 0.5; whole[1] += 0.5; }
-    let span = whole, box = null, held = false;
+    return whole;
+  };
+
+  const chart = (card, given) => {
+    let data = given, whole = extent(data), span = whole, box = null, held = false;
     const svg = make("svg", { class: "chart", role: "img", "aria-label": data.title, tabindex: 0 });
-    const tip = word("div"), back = word("button", "all steps");
+    const tip = word("div"), back = word("button", "show all");
     tip.className = "tip"; tip.hidden = true;
     back.className = "back"; back.type = "button"; back.hidden = true;
     const named = data.panels.flatMap((panel) => panel.lines).filter((line) => line.name);
@@ -77,7 +81,7 @@
     if (named.length) {
       const legend = word("div", "", card);
       legend.className = "legend";
-      for (const line of named.slice(0, 10)) {
+      for (const line of named.slice(0, 16)) {
         const entry = word("span", "", legend);
         paint(word("i", "", entry), line).style.opacity = line.pale ? 0.45 : 1;
         entry.append(line.name);
@@ -91,36 +95,57 @@
       span = to; back.hidden = !closer; draw();
     };
 
+    const timed = () => !["step", "samples"].includes(data.over);
+
+    const place = (x) => {
+      const number = timed() ? write(x) : x.toLocaleString("en");
+      return data.over === "step" ? `step ${number}` : `${number} ${data.over}`;
+    };
+
+    const choose = (over) => {
+      if (span !== whole) busy -= 1;
+      data = given.others.find((other) => other.over === over) || given;
+      span = whole = extent(data); back.hidden = true; hide(); draw();
+    };
+
+    const scale = (panel, high) => {
+      const seen = [];
+      for (const line of panel.lines) line.x.forEach((x, i) => { if (x >= span[0] && x <= span[1]) seen.push(line.y[i]); });
+      if (!seen.length) panel.lines.forEach((line) => seen.push(...line.y));
+      let low = Math.min(...seen), most = Math.max(...seen);
+      const log = panel.log && low > 0;
+      if (log) { low /= 1.1; most *= 1.1; }
+      else {
+        const zero = panel.zero && span === whole, pad = (most - low || Math.abs(most) || 1) * 0.06;
+        low = zero ? Math.min(0, low) : low - pad;
+        most += pad;
+      }
+      return { low, most, log, marks: log ? logTicks(low, most) : ticks(low, most, high / 36) };
+    };
+
     const draw = () => {
       const wide = Math.max(card.clientWidth - 24, 260);
       svg.setAttribute("viewBox", `0 0 ${wide} ${HIGH}`);
       svg.replaceChildren();
       make("text", { x: 4, y: 15, class: "title" }, svg, data.title);
-      const width = wide - LEFT - RIGHT, across = (x) => LEFT + ((x - span[0]) / (span[1] - span[0])) * width;
       const shares = data.panels.length > 1 ? [2 / 3, 1 / 3] : [1];
       const room = HIGH - TOP - BOTTOM - GAP * (shares.length - 1);
-      const steps = ticks(span[0], span[1], Math.max(2, width / 80)).filter((step) => Number.isInteger(step));
+      const scales = data.panels.map((panel, number) => scale(panel, room * shares[number]));
+      const longest = Math.max(...scales.flatMap((one) => one.marks.map((mark) => label(mark).length)));
+      const left = Math.max(48, 27 + 6.4 * longest), width = wide - left - RIGHT;
+      const across = (x) => left + ((x - span[0]) / (span[1] - span[0])) * width;
+      const steps = ticks(span[0], span[1], Math.max(2, width / 80)).filter((step) => timed() || Number.isInteger(step));
       let top = TOP;
-      box = { wide, width, across, panels: [] };
+      box = { wide, left, width, across, panels: [] };
       data.panels.forEach((panel, number) => {
-        const high = room * shares[number], seen = [];
-        for (const line of panel.lines) line.x.forEach((x, i) => { if (x >= span[0] && x <= span[1]) seen.push(line.y[i]); });
-        if (!seen.length) panel.lines.forEach((line) => seen.push(...line.y));
-        let low = Math.min(...seen), most = Math.max(...seen);
-        const log = panel.log && low > 0;
-        if (log) { low /= 1.1; most *= 1.1; }
-        else {
-          const zero = panel.zero && span === whole, pad = (most - low || Math.abs(most) || 1) * 0.06;
-          low = zero ? Math.min(0, low) : low - pad;
-          most += pad;
-        }
+        const high = room * shares[number], { low, most, log, marks } = scales[number];
         const begin = top;
         const up = log
           ? (y) => begin + high * (1 - Math.log(y / low) / Math.log(most / low))
           : (y) => begin + high * (1 - (y - low) / (most - low));
-        for (const tick of log ? logTicks(low, most) : ticks(low, most, high / 36)) {
-          make("line", { x1: LEFT, x2: wide - RIGHT, y1: up(tick), y2: up(tick), class: "grid" }, svg);
-          make("text", { x: LEFT - 6, y: up(tick) + 3.5, class: "tick", "text-anchor": "end" }, svg, label(tick));
+        for (const tick of marks) {
+          make("line", { x1: left, x2: wide - RIGHT, y1: up(tick), y2: up(tick), class: "grid" }, svg);
+          make("text", { x: left - 6, y: up(tick) + 3.5, class: "tick", "text-anchor": "end" }, svg, label(tick));
         }
         for (const step of steps) {
           make("line", { x1: across(step), x2: across(step), y1: top, y2: top + high, class: "grid" }, svg);
@@ -129,7 +154,7 @@
         }
         make("text", { x: 11, y: top + high / 2, class: "tick", "text-anchor": "middle",
           transform: `rotate(-90 11 ${top + high / 2})` }, svg, panel.label);
-        const frame = { x: LEFT - 4, y: top - 4, width: width + 8, height: high + 8 };
+        const frame = { x: left - 4, y: top - 4, width: width + 8, height: high + 8 };
         const inner = make("svg", { ...frame, viewBox: Object.values(frame).join(" "), overflow: "hidden" }, svg);
         for (const line of panel.lines) {
           const points = line.x.map((x, i) => `${across(x).toFixed(1)},${up(line.y[i]).toFixed(1)}`);
@@ -145,14 +170,14 @@
         box.panels.push({ panel, up });
         top += high + GAP;
       });
-      make("text", { x: LEFT + width / 2, y: HIGH - 4, class: "tick", "text-anchor": "middle" }, svg, "step");
+      make("text", { x: left + width / 2, y: HIGH - 4, class: "tick", "text-anchor": "middle" }, svg, data.over);
       box.mark = make("g", { class: "mark" }, svg);
       box.drag = make("rect", { y: TOP, height: HIGH - TOP - BOTTOM, class: "drag", width: 0 }, svg);
     };
 
     const step = (event) => {
       const rect = svg.getBoundingClientRect(), x = ((event.clientX - rect.left) / rect.width) * box.wide;
-      return span[0] + (Math.min(Math.max(x - LEFT, 0), box.width) / box.width) * (span[1] - span[0]);
+      return span[0] + (Math.min(Math.max(x - box.left, 0), box.width) / box.width) * (span[1] - span[0]);
     };
 
     const hide = () => { tip.hidden = true; box.mark.replaceChildren(); };
@@ -173,10 +198,10 @@
           rows.push([line, i]);
         }
       tip.replaceChildren();
-      word("b", `step ${at.toLocaleString("en")}`, tip);
-      for (const [line, i] of rows.slice(0, 12)) {
+      word("b", place(at), tip);
+      for (const [line, i] of rows.slice(0, 16)) {
         const row = word("div", "", tip), dot = paint(word("i"), line);
-        const where = line.x[i] === at ? "" : ` (step ${line.x[i].toLocaleString("en")})`;
+        const where = line.x[i] === at ? "" : ` (${place(line.x[i])})`;
         row.append(dot, `${line.name ? `${line.name}: ` : ""}${write(line.y[i])}${where}`);
       }
       tip.hidden = false;
@@ -209,11 +234,26 @@
     back.addEventListener("click", () => zoom(whole));
     new ResizeObserver(draw).observe(card);
     draw();
+    return given.others ? { over: [given, ...given.others].map((data) => data.over), choose } : null;
   };
 
+  const charts = [];
   for (const card of document.querySelectorAll(".curve")) {
     const points = card.querySelector("script");
-    if (points) chart(card, JSON.parse(points.textContent));
+    if (points) charts.push(chart(card, JSON.parse(points.textContent)));
+  }
+
+  const choice = document.querySelector(".choice"), several = charts.filter(Boolean);
+  if (choice && several.length) {
+    const buttons = [...new Set(several.flatMap((one) => one.over))].map((over) => {
+      const button = word("button", over, choice);
+      button.type = "button";
+      button.addEventListener("click", () => { several.forEach((one) => one.choose(over)); press(button); });
+      return button;
+    });
+    const press = (chosen) => buttons.forEach((button) => button.setAttribute("aria-pressed", button === chosen));
+    press(buttons[0]);
+    choice.hidden = false;
   }
 
   const seconds = Number(document.body.dataset.renew);

@@ -35,8 +35,7 @@ def chart_of(figure: Figure) -> dict[str, Any] | None:
     panels = [panel for axes in figure.axes if (panel := _panel(axes))["lines"]]
     if not panels or any(axes.collections and not axes.lines for axes in figure.axes):
         return None
-    suptitle = figure.get_suptitle()
-    return {"title": suptitle, "panels": panels}
+    return {"title": figure.get_suptitle(), "over": figure.axes[-1].get_xlabel(), "panels": panels}
 
 
 def _panel(axes: Axes) -> dict[str, Any]:

@@ -93,7 +93,9 @@ def summarize(
             {k: line.get(k) for k in ("step", "path", "seconds", "bytes", "time")}
             for line in select(lines, "checkpoint")
         ],
-        "pictures": [{k: line.get(k) for k in ("step", "path", "caption")} for line in select(lines, "picture")],
+        "pictures": [
+            {k: line.get(k) for k in ("step", "path", "caption", "samples")} for line in select(lines, "picture")
+        ],
         "profiles": [{k: line.get(k) for k in ("step", "steps", "path")} for line in select(lines, "profile")],
     }
     facts["cost"] = _count_cost(facts, train, start, recipe)

@@ -249,8 +249,11 @@ class Sheet:
         if frame is not None:
             self._ground.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=frame, linewidth=line))
 
-    def bar(self, left: float, bottom: float, length: float, words: str) -> None:
-        """Draw a scale bar over a tile, above its lower left corner: white on black, so that it shows on anything."""
+    def bar(self, left: float, bottom: float, length: float, words: str, room: float) -> None:
+        """Draw a scale bar over a tile, above its lower left corner: white on black, so that it shows on anything.
+
+        Its words become smaller where the tile has no `room`, in inches, for them.
+        """
         from matplotlib.patches import Rectangle
 
         assert self._ground is not None
@@ -259,7 +262,8 @@ class Sheet:
             place = (start - edge, y - edge)
             self._ground.add_patch(Rectangle(place, length + 2 * edge, 0.028 + 2 * edge, color=colour, linewidth=0))
         box = {"boxstyle": "round,pad=0.15", "facecolor": "black", "alpha": 0.6, "edgecolor": "none"}
-        self.text(start + 0.02, y - 0.09, words, size=6.5, color="white", bbox=box)
+        share = (room - 0.14) / (0.056 * len(words))  # of the width that the words have
+        self.text(start + 0.02, y - 0.09, words, size=6.5 * min(1.0, max(0.5, share)), color="white", bbox=box)
 
     def text(self, x: float, y: float, words: str, *, size: float = 8, va: str = "center", **style: Any) -> None:
         """Write at a place."""

@@ -80,7 +80,7 @@ def list_tiles(facts: dict[str, Any]) -> list[Row]:
     else:
         tiles.append(("Model TFLOP/s", compact(speed["tflops"]), "no MFU, see below"))
     tiles.append(("Wall time", duration(facts["seconds"]), f"{compact(cost['samples'])} samples"))
-    tiles.append(("Parameters", compact(facts["parameters"]), _describe_place(facts)))
+    tiles.append(("Parameters", compact(facts["parameters"]), describe_place(facts)))
     return tiles
 
 
@@ -94,7 +94,7 @@ def _describe_best(facts: dict[str, Any], value: Any) -> Row:
     return label[:1].upper() + label[1:], plain(value), remark
 
 
-def _describe_place(facts: dict[str, Any]) -> str:
+def describe_place(facts: dict[str, Any]) -> str:
     ranks = "" if facts["world"] is None else _ranks(facts["world"])
     if ranks and facts["world"] != 1 and facts.get("layout"):
         ranks += f" ({facts['layout']})"
@@ -207,7 +207,7 @@ def list_initial(facts: dict[str, Any]) -> list[Row]:
 def list_made_changes(facts: dict[str, Any]) -> list[Row]:
     """List what was changed on purpose when the run was continued."""
     return [
-        (f"At step {count(one['step'])}", f"{one['key']}: {_show(one['old'])} became {_show(one['new'])}", "")
+        (f"At step {count(one['step'])}", f"{one['key']}: {show(one['old'])} became {show(one['new'])}", "")
         for one in facts["changes"]
     ]
 
@@ -219,7 +219,7 @@ def list_sessions(facts: dict[str, Any]) -> list[Row]:
         last = index == len(facts["sessions"]) - 1
         ended = session["reason"] or (facts["status"] if last else "killed")
         span = f"{count(session['from_step'])} → {count(session['to_step'])}"
-        place = _describe_place({"world": session["world"], "device": session["device"]})
+        place = describe_place({"world": session["world"], "device": session["device"]})
         kind = "resumed" if session["resumed"] else "fresh"
         rows.append((describe_time(session["started"]), kind, span, duration(session["seconds"]), place, str(ended)))
     return rows
@@ -235,7 +235,7 @@ def list_checkpoints(run: Path, facts: dict[str, Any]) -> list[Row]:
             if point["step"] == (facts["best_eval"] or {}).get("step"):
                 kept += ", the best"
             rows.append(
-                (count(point["step"]), _show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
+                (count(point["step"]), show(point["path"]), size(point["bytes"]), duration(point["seconds"]), kept)
             )
     return rows + _leave_out(len(facts["checkpoints"]) - len(rows), 5)
 
@@ -260,12 +260,16 @@ def list_pictures(
         pictures = [pictures[round(i * stride)] for i in range(_MOST_PICTURES)]
     shown = []
     for picture in pictures:
-        uri, complaint = read_picture(run, picture["path"])
-        if complaint:
-            warnings.append(complaint)
-        if uri:
+        if uri := read_shown(run, picture, warnings):
             shown.append({"uri": uri, "step": count(picture["step"]), "caption": str(picture["caption"] or "")})
     return shown
+
+
+def read_shown(run: Path, picture: dict[str, Any], warnings: list[str]) -> str | None:
+    """Return a picture as a data URL; why it cannot be shown becomes a warning."""
+    uri, complaint = read_picture(run, picture["path"])
+    warnings += [complaint] if complaint else []
+    return uri
 
 
 def list_classes(lines: Sequence[Line]) -> dict[str, Any] | None:
@@ -328,7 +332,7 @@ def read_profile(run: Path, facts: dict[str, Any], warnings: list[str]) -> Profi
 def list_skips(facts: dict[str, Any]) -> list[Row]:
     """List the steps whose update was not taken."""
     newest = facts["skipped"][-_MOST_ROWS:]
-    rows = [(count(s["step"]), str(s["reason"] or ""), _show(s["counters"])) for s in newest]
+    rows = [(count(s["step"]), str(s["reason"] or ""), show(s["counters"])) for s in newest]
     return _leave_out(len(facts["skipped"]) - len(newest), 3) + rows
 
 
@@ -341,7 +345,7 @@ def list_environment(tree: Any) -> list[Row]:
             for name, inner in value.items():
                 walk(inner, f"{key}.{name}" if key else str(name))
         elif key:
-            rows.append((key, _show(value)))
+            rows.append((key, show(value)))
 
     walk(tree, "")
     return rows
@@ -362,8 +366,8 @@ def list_data(card: Any) -> list[Row]:
         unit_text = f" {unit}" if unit else " (no unit given)"
         rows.append(("voxel size", " × ".join(plain(s) for s in spacing) + unit_text))
     if dtype is not None:
-        rows.append(("dtype", _show(dtype)))
-    return rows + [(str(key), _show(value)) for key, value in rest.items()]
+        rows.append(("dtype", show(dtype)))
+    return rows + [(str(key), show(value)) for key, value in rest.items()]
 
 
 def list_bad(facts: dict[str, Any]) -> list[Row]:
@@ -372,7 +376,7 @@ def list_bad(facts: dict[str, Any]) -> list[Row]:
     return [("bad data", bad)] if bad else []
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """Return a JSON value as short text."""
     if value is None:
         return MISSING
@@ -381,7 +385,7 @@ def _show(value: Any) -> str:
     if isinstance(value, float):
         return plain(value, 5)
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return ", ".join(map(_show, value)) or MISSING
+        return ", ".join(map(show, value)) or MISSING
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 2000 else text[:2000] + "…"
 

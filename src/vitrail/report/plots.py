@@ -43,17 +43,17 @@ def loss_curve(lines: Sequence[Line]) -> Figure | None:
     eval_steps, eval_losses = series(_unfold(evals), "loss")
     if not steps and not eval_steps:
         return None
-    figure, ax = _make_axes("Loss", lines)
+    figure, ax = make_axes("Loss", lines)
     if steps:
         style = "o" if len(steps) == 1 else "-"
         long = len(steps) >= 20
         colour, width = (PALE, 1.0) if long else (BLUE, 1.5)
-        ax.plot(*_thin(steps, losses), style, color=colour, linewidth=width, markersize=4, label="train")
+        ax.plot(*thin(steps, losses), style, color=colour, linewidth=width, markersize=4, label="train")
         if long:
-            ax.plot(*_thin(steps, _smooth(losses)), color=BLUE, linewidth=1.7, label="train, smoothed")
+            ax.plot(*thin(steps, smooth(losses)), color=BLUE, linewidth=1.7, label="train, smoothed")
     if eval_steps:
-        ax.plot(*_thin(eval_steps, eval_losses), "o", color=ORANGE, markersize=4, label="evaluation", zorder=4)
-    _scale_losses(ax, losses + eval_losses)
+        ax.plot(*thin(eval_steps, eval_losses), "o", color=ORANGE, markersize=4, label="evaluation", zorder=4)
+    scale_losses(ax, losses + eval_losses)
     broken = [number_of(line.get("step")) for line in train if not math.isfinite(number_of(line.get("loss")))]
     for step in broken[:200]:
         ax.plot(step, 0.02, "|", color=RED, transform=ax.get_xaxis_transform(), markersize=7)
@@ -66,11 +66,11 @@ def loss_curve(lines: Sequence[Line]) -> Figure | None:
 def eval_against_mean(lines: Sequence[Line]) -> Figure | None:
     """Draw the squared error on hidden voxels beside their variance, which is the error of predicting the mean."""
     steps, variances = series(_unfold(select(lines, "eval")), "variance")
-    figure, ax = _make_axes("Evaluation: error on hidden voxels", lines)
+    figure, ax = make_axes("Evaluation: error on hidden voxels", lines)
     errors = [value for _, value in _plot_evals(ax, lines, "mse", "mean squared error, {}")]
     if not errors or not steps:
         return None
-    ax.plot(*_thin(steps, variances), "--", color=FAINT, linewidth=1.3, label="predicting the mean (variance)")
+    ax.plot(*thin(steps, variances), "--", color=FAINT, linewidth=1.3, label="predicting the mean (variance)")
     if len(steps) == 1:
         ax.axhline(variances[0], linestyle="--", color=FAINT, linewidth=1.3)
     ax.set_ylim(0, 1.45 * max(errors + variances, default=1.0) or 1.0)
@@ -87,7 +87,7 @@ def score(lines: Sequence[Line]) -> Figure | None:
     if not isinstance(name, str) or name == "loss" or any("mse_over_variance" in row for row in rows):
         return None
     label = name_metric(name)
-    figure, ax = _make_axes(f"Evaluation: {label}", lines)
+    figure, ax = make_axes(f"Evaluation: {label}", lines)
     points = _plot_evals(ax, lines, name, "{}")
     if not points:
         return None
@@ -107,7 +107,7 @@ def _plot_evals(ax: Axes, lines: Sequence[Line], name: str, label: str) -> list[
         steps, values = series(_unfold(evals), name)
         if steps:
             style: Any = {"color": colour, "markersize": 3.5, "linewidth": 1.6, "label": label.format(words)}
-            ax.plot(*_thin(steps, values), "o-", **style)
+            ax.plot(*thin(steps, values), "o-", **style)
             points += zip(steps, values, strict=True)
     return points
 
@@ -120,7 +120,7 @@ def class_scores(lines: Sequence[Line]) -> Figure | None:
     found = {name: points for name in names if (points := series(rows, name))[0]}
     if not found:
         return None
-    figure, ax = _make_axes("Evaluation: Dice of each class", lines)
+    figure, ax = make_axes("Evaluation: Dice of each class", lines)
     lowest = sorted(found, key=lambda name: found[name][1][-1])
     named = list(found) if len(found) <= _MOST_CLASSES else lowest[: _MOST_CLASSES - 2]
     for name in sorted(found, key=lambda name: name in named):  # those with names lie above
@@ -128,7 +128,7 @@ def class_scores(lines: Sequence[Line]) -> Figure | None:
         if name in named:
             shade = named.index(name) / max(len(named) - 1, 1) * 0.85
             style = {"color": _shade("viridis", shade), "label": _tail(name.removeprefix("dice_"))}
-        steps, values = _thin(*found[name])
+        steps, values = thin(*found[name])
         ax.plot(steps, values, "o-" if len(steps) < 30 else "-", markersize=2.5, linewidth=1.1, **style)
     ax.set_ylim(0, 1.02)
     ax.set_ylabel("Dice")
@@ -142,17 +142,69 @@ def throughput(lines: Sequence[Line]) -> Figure | None:
     steps, speeds = series(train, "samples_per_s")
     if not steps:
         return None
-    figure, ax = _make_axes("Throughput and data wait", lines, rows=2)
-    ax.plot(*_thin(steps, speeds), "o" if len(steps) == 1 else "-", color=BLUE, linewidth=1.4, markersize=4)
+    figure, ax = make_axes("Throughput and data wait", lines, rows=2)
+    ax.plot(*thin(steps, speeds), "o" if len(steps) == 1 else "-", color=BLUE, linewidth=1.4, markersize=4)
     ax.set_ylim(0, 1.12 * max(speeds) or 1.0)
     ax.set_ylabel("samples/s")
     low = figure.axes[1]
     wait_steps, waits = series(train, "data_wait")
-    low.fill_between(*_thin(wait_steps, [100 * w for w in waits]), color=ORANGE, alpha=0.35, linewidth=0)
-    low.plot(*_thin(wait_steps, [100 * w for w in waits]), color=ORANGE, linewidth=1)
+    low.fill_between(*thin(wait_steps, [100 * w for w in waits]), color=ORANGE, alpha=0.35, linewidth=0)
+    low.plot(*thin(wait_steps, [100 * w for w in waits]), color=ORANGE, linewidth=1)
     low.set_ylim(0, max(10.0, 112 * max(waits, default=0.0)))
     low.set_ylabel("wait, %")
     return figure
+
+
+def utilisation(lines: Sequence[Line]) -> Figure | None:
+    """Draw the share of the device's peak that the model's operations took, and that of all that were computed."""
+    train = select(lines, "train")
+    found = {words: series(train, name) for words, name in (("MFU", "mfu"), ("HFU, with recomputation", "hfu"))}
+    if not found["MFU"][0]:
+        return None
+    figure, ax = make_axes("Model FLOPs utilisation", lines)
+    _draw_both(ax, {words: (steps, [100 * v for v in values]) for words, (steps, values) in found.items()}, BLUE)
+    ax.set_ylabel("% of the peak")
+    return figure
+
+
+def step_time(lines: Sequence[Line]) -> Figure | None:
+    """Draw the median step of each logged window, and the slowest."""
+    train = select(lines, "train")
+    names = (("median", "step_seconds"), ("slowest", "slowest_step_seconds"))
+    found = {words: series(train, name) for words, name in names}
+    if not found["slowest"][0]:  # of the median alone throughput tells
+        return None
+    figure, ax = make_axes("Time of a step", lines)
+    _draw_both(ax, {words: (steps, [1000 * v for v in values]) for words, (steps, values) in found.items()}, GREEN)
+    ax.set_ylabel("ms")
+    return figure
+
+
+def memory(lines: Sequence[Line]) -> Figure | None:
+    """Draw the largest memory so far: of a GPU what tensors took and what was reserved, else of the process."""
+    train = select(lines, "train")
+    used, reserved = series(train, "memory_gib"), series(train, "reserved_gib")
+    if not used[0]:
+        return None
+    figure, ax = make_axes("GPU memory, most so far" if reserved[0] else "Memory, most so far", lines)
+    names = ("allocated by tensors", "reserved, of the fullest rank") if reserved[0] else ("of the process", "")
+    _draw_both(ax, dict(zip(names, (used, reserved), strict=True)), ORANGE)
+    ax.set_ylabel("GiB")
+    return figure
+
+
+def _draw_both(ax: Axes, found: dict[str, tuple[list[float], list[float]]], colour: str) -> None:
+    """Draw one line, or two that are named where they differ, from 0 on."""
+    (_, first), (name, second) = found.items()
+    if first[1] == second[1]:
+        del found[name]
+    found = {words: points for words, points in found.items() if points[0]}
+    for (words, (steps, values)), shade in zip(found.items(), (colour, FAINT), strict=False):
+        style = "o" if len(steps) == 1 else "-"
+        ax.plot(*thin(steps, values), style, color=shade, linewidth=1.4, markersize=4, label=words)
+    ax.set_ylim(0, 1.25 * max(max(values) for _, values in found.values()) or 1.0)
+    if len(found) > 1:
+        put_legend(ax)
 
 
 def activations(lines: Sequence[Line]) -> Figure | None:
@@ -163,13 +215,13 @@ def activations(lines: Sequence[Line]) -> Figure | None:
         return None
     rows = [{**line["activation_rms"], "step": line.get("step")} for line in train]
     rows = sorted((row for row in rows if math.isfinite(number_of(row["step"]))), key=lambda row: row["step"])
-    figure, ax = _make_axes("Activation size by layer (root mean square)", lines)
+    figure, ax = make_axes("Activation size by layer (root mean square)", lines)
     if len(names) <= 6:
         top = 0.0
         for index, name in enumerate(names):
             steps, values = series(rows, name)
             style: Any = {"color": _shade("viridis", index / max(len(names) - 1, 1) * 0.85), "linewidth": 1.3}
-            ax.plot(*_thin(steps, values), "o-" if len(steps) < 30 else "-", markersize=2.5, label=_tail(name), **style)
+            ax.plot(*thin(steps, values), "o-" if len(steps) < 30 else "-", markersize=2.5, label=_tail(name), **style)
             top = max([top, *values])
         ax.set_ylim(0, 1.5 * top or 1.0)  # the legend stands above the lines
         put_legend(ax, columns=2, size=7)
@@ -191,25 +243,23 @@ CURVES: dict[str, Callable[[Sequence[Line]], Any]] = {
     # Before clipping; on a logarithmic axis, because spikes matter.
     "Gradient norm": lambda lines: _draw_field(lines, "grad_norm", "Gradient norm", GREEN, log=True),
     "Throughput and data wait": throughput,
-    "Memory": lambda lines: _draw_field(lines, "memory_gib", "Memory", ORANGE, unit="GiB"),
+    "Time of a step": step_time,
+    "Memory": memory,
+    "Model FLOPs utilisation": utilisation,
     "Activation size by layer": activations,
 }
 
 
-def _draw_field(
-    lines: Sequence[Line], name: str, title: str, colour: str, *, unit: str = "", log: bool = False
-) -> Figure | None:
-    """Draw a field of the training lines; with a unit from 0 on."""
+def _draw_field(lines: Sequence[Line], name: str, title: str, colour: str, *, log: bool = False) -> Figure | None:
+    """Draw a field of the training lines."""
     steps, values = series(select(lines, "train"), name)
     if not steps:
         return None
-    figure, ax = _make_axes(title, lines)
-    ax.plot(*_thin(steps, values), "o" if len(steps) == 1 else "-", color=colour, linewidth=1.5, markersize=4)
-    ax.set_ylabel(unit or title.lower())
+    figure, ax = make_axes(title, lines)
+    ax.plot(*thin(steps, values), "o" if len(steps) == 1 else "-", color=colour, linewidth=1.5, markersize=4)
+    ax.set_ylabel(title.lower())
     if log:
-        _scale_losses(ax, values)
-    if unit:
-        ax.set_ylim(0, 1.15 * max(values) or 1.0)
+        scale_losses(ax, values)
     return figure
 
 
@@ -242,23 +292,23 @@ def _draw_heat(figure: Figure, ax: Axes, rows: Sequence[Line], names: Sequence[s
         axis_setter(FuncFormatter(tick_label))
 
 
-def _make_axes(title: str, lines: Sequence[Line], rows: int = 1) -> tuple[Figure, Axes]:
+def make_axes(title: str, lines: Sequence[Line], rows: int = 1, *, over: str = "step") -> tuple[Figure, Axes]:
     """Make an empty plot over steps, in one row or two; resumed sessions are thin marks on the step axis."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = make_figure(title, _SIZE, heights=[2, 1][:rows], share=True)
     starts = [number_of(start.get("step")) for start in select(lines, "start") if start.get("resumed")]
     for row, ax in enumerate(axes):
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=ROUND, min_n_ticks=1))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=over == "step", steps=ROUND, min_n_ticks=1))
         ax.yaxis.set_major_locator(MaxNLocator(5 if rows == 1 else 4 - row, steps=ROUND))
         ax.tick_params(labelbottom=row == rows - 1)
         for step in filter(math.isfinite, starts):
             ax.axvline(step, color=FAINT, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
-    axes[-1].set_xlabel("step", labelpad=1)
+    axes[-1].set_xlabel(over, labelpad=1)
     return figure, axes[0]
 
 
-def _scale_losses(ax: Axes, values: Sequence[float]) -> None:
+def scale_losses(ax: Axes, values: Sequence[float]) -> None:
     """Make the axis logarithmic when the values span more than a factor of ten and are all positive."""
     if values and min(values) > 0 and max(values) > 10 * min(values):
         scale_log(ax, values)
@@ -269,7 +319,7 @@ def _unfold(evals: Sequence[Line]) -> list[Line]:
     return [{**line["metrics"], "step": line.get("step")} for line in evals if isinstance(line.get("metrics"), dict)]
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
+def smooth(values: Sequence[float]) -> list[float]:
     """Average over about a twentieth of the curve to either side: no lag, and unbiased at both ends."""
     keep = 1 - 1 / max(2.0, len(values) / 40)
 
@@ -285,7 +335,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [(a + b - value) / (m + n - 1) for value, (a, m), (b, n) in both]
 
 
-def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Keep at most so many points: the smallest and the largest of each stretch, in their order."""
     if len(steps) <= _MOST_POINTS:
         return list(steps), list(values)

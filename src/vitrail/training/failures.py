@@ -245,7 +245,7 @@ SLOW_PHASE = 1800.0
 OPENING = 6 * 3600.0  # large folders are scanned, locks are waited for
 PHASES = {
     **dict.fromkeys(("start", "staging", "validation", "drawing", "sampling", "saving"), SLOW_PHASE),
-    **dict.fromkeys(("measuring", "profiling", "predicting"), SLOW_PHASE),
+    **dict.fromkeys(("measuring", "profiling", "predicting", "embedding"), SLOW_PHASE),
     **dict.fromkeys(("opening the data", "encoding"), OPENING),
 }
 

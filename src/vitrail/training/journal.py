@@ -331,9 +331,13 @@ class Journal:
             self.log("classes", step=step, weights=weights, **evaluator.tables)
         self.scalars("eval", metrics, step)
 
-    def picture(self, name: str, path: Path, *, step: int, caption: str) -> None:
-        """Report a picture that lies in the run folder; its name is that of all pictures of its kind."""
-        self.log("picture", step=step, path=f"{path.parent.name}/{path.name}", caption=caption)
+    def picture(self, name: str, path: Path, *, step: int, caption: str, samples: Sequence[str] = ()) -> None:
+        """Report a picture that lies in the run folder, and which samples it shows.
+
+        Its name is that of all pictures of its kind.
+        """
+        more = {"samples": list(samples)} if samples else {}
+        self.log("picture", step=step, path=f"{path.parent.name}/{path.name}", caption=caption, **more)
         self._tell("picture", name, path, step, caption)
 
     def skip(self, *, step: int, loss: float, counters: list[int]) -> None:

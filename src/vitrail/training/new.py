@@ -249,7 +249,7 @@ def for_task(found: Proposal, source: Source, facts: dict[str, Any], task: Task)
     """Return the proposal without the labels that a task has no use for, and with a value for what is no number."""
     entry = dict(found.entry)
     if task != "segment":
-        entry = {key: value for key, value in entry.items() if key not in ("labels", "label_map")}
+        entry = {key: value for key, value in entry.items() if key not in ("labels", "label_map", "unlabelled")}
     if task == "segment" and found.names is None and not facts.get("label_names"):
         raise UserError(
             f"{facts.get('path')}: its labels have {len(facts.get('label_percent') or {})} values or more, and seem to "

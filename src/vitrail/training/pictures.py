@@ -5,13 +5,14 @@ Data that cannot be read are told so as well: training and evaluation stop at th
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from vitrail.errors import UserError
 from vitrail.parallel.agree import Group, gather_json
 from vitrail.parallel.flow import Flow
+from vitrail.report.blocks import about_rows
 from vitrail.training.evaluate import Evaluator
 from vitrail.training.journal import Journal
 from vitrail.training.runfolder import RunFolder
@@ -40,41 +41,30 @@ class Pictures:
         worst: bool = False,
     ) -> None:
         """Draw a picture into the run folder, which rank 0 has; and one of what did worst in the last measurement."""
-        self._draw(flow, folder, journal, step, beat, self.kind)
-        if worst and self.held_out and self.evaluator.worst:
-            shown = self.evaluator.worst
-            words = f"the worst {len(shown)} of {self.evaluator.samples}"
-            self._draw(flow, folder, journal, step, beat, f"{self.kind}-worst", shown=shown, words=words)
-
-    def _draw(
-        self,
-        flow: Flow,
-        folder: RunFolder | None,
-        journal: Journal,
-        step: int,
-        beat: Callable[[], None],
-        name: str,
-        *,
-        shown: list[int] | None = None,
-        words: str = "",
-    ) -> None:
-        beat()
         evaluator = self.evaluator
-        try:
-            keep = folder is not None
-            rows = evaluator.example(flow, keep=keep, tick=beat, shown=shown, attempt=self._attempt, meet=self._meet)
-        except Undrawn as reason:
-            self._tell(journal, step, str(reason))
-            return
-        try:  # the others are training on already
-            if folder is None or not folder.is_there():  # where it is gone, the next save says so
-                return
-            path = folder.path / "pictures" / f"{name}-{step:08d}.png"
-            path.parent.mkdir(exist_ok=True)
-            caption = evaluator.objective.draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
-            journal.picture(name, path, step=step, caption=f"{words}; {caption}" if words else caption)
-        except Exception as error:
-            self._tell(journal, step, reason_of(error))
+        wanted: list[tuple[str, list[int] | None, str]] = [(self.kind, None, "")]
+        if worst and self.held_out and evaluator.worst:
+            words = f"the worst {len(evaluator.worst)} of {evaluator.samples}; "
+            wanted.append((f"{self.kind}-worst", evaluator.worst, words))
+        made: dict[str, Any] = {"keep": folder is not None, "tick": beat, "attempt": self._attempt, "meet": self._meet}
+        for name, shown, words in wanted:
+            beat()
+            try:
+                rows = evaluator.example(flow, shown=shown, **made)
+            except Undrawn as reason:
+                self._tell(journal, step, str(reason))
+                continue
+            try:  # the others are training on already
+                if folder is None or not folder.is_there():  # where it is gone, the next save says so
+                    continue
+                path = folder.path / "pictures" / f"{name}-{step:08d}.png"
+                path.parent.mkdir(exist_ok=True)
+                caption = evaluator.objective.draw(path, rows, step=step, held_out=self.held_out, slices=self.slices)
+                samples = [about.title for about in about_rows(rows)]
+                known = samples if all(samples) else []
+                journal.picture(name, path, step=step, caption=words + caption, samples=known)
+            except Exception as error:
+                self._tell(journal, step, reason_of(error))
 
     def _attempt(self, action: Callable[[], T]) -> T:
         """Run on every rank; where it fails on one, give up on all, so that nobody waits."""

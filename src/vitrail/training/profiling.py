@@ -113,18 +113,29 @@ class Tracer:
         plan = schedule(wait=0, warmup=1, active=steps, repeat=1) if spare else None
         self.profiler = profile(activities=activities, schedule=plan)
         self.range: AbstractContextManager[Any] | None = None
+        self.error: Exception | None = None  # that ended the marks, amid a step of the training
         self.marking = whole_steps(trainer, self.put)
-        self.profiler.start()
-        self.marking.__enter__()
+        try:
+            self.profiler.start()
+            self.marking.__enter__()
+        except Exception:
+            with suppress(Exception):
+                self.profiler.stop()
+            raise
 
     def put(self, part: str | None) -> None:
-        """Begin a part of a step; None ends the last one."""
-        if self.range is not None:
-            self.range.__exit__(None, None, None)
-        self.range = None
-        if part is not None:
-            self.range = torch.profiler.record_function(f"{PREFIX}{part}")
-            self.range.__enter__()
+        """Begin a part of a step; None ends the last one. An error is kept for the end: the step goes on."""
+        if self.error is not None:
+            return
+        try:
+            if self.range is not None:
+                self.range.__exit__(None, None, None)
+            self.range = None
+            if part is not None:
+                self.range = torch.profiler.record_function(f"{PREFIX}{part}")
+                self.range.__enter__()
+        except Exception as error:
+            self.range, self.error = None, error
 
     def go_on(self) -> None:
         """Let the next step begin."""
@@ -141,6 +152,8 @@ class Tracer:
     def finish(self, target: Path) -> dict[str, Any]:
         """Write the trace and return where the time went."""
         self.stop()
+        if self.error is not None:
+            raise self.error
         replay = self.trainer.flow.replay
         replayed = replay is not None and any(record.graph is not None for record in replay.records.values())
         with disk.scratch("vitrail-profile-") as folder:

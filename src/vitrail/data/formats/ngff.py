@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -448,6 +449,38 @@ def create_level(
     )
 
 
+def write_chunks(folder: Path, chunks: Sequence[int], box: Sequence[slice], values: np.ndarray, threads: int) -> None:
+    """Write whole chunks of a level that `create_level` has made in version 0.5, several at once.
+
+    They are the bytes that zarr writes, at a third of the cost; the box begins and ends where chunks do, or the level.
+    """
+    from numcodecs import Zstd
+
+    codec = Zstd(level=3, checksum=True)
+    values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+    def write(number: tuple[int, ...]) -> None:
+        inside = tuple(slice(n * side, (n + 1) * side) for n, side in zip(number, chunks, strict=True))
+        part = values[inside]
+        if part.shape != tuple(chunks):  # those at the end of an axis go on with the fill value
+            whole = np.zeros(chunks, part.dtype)
+            whole[tuple(slice(0, n) for n in part.shape)] = part
+            part = whole
+        names = (str(b.start // side + n) for b, side, n in zip(box, chunks, number, strict=True))
+        disk.write_whole(
+            folder.joinpath("c", *names), codec.encode(np.ascontiguousarray(part)), durable=False, parents=True
+        )
+
+    every = list(itertools.product(*(range(-(-n // side)) for n, side in zip(values.shape, chunks, strict=True))))
+    if threads == 1 or len(every) == 1:
+        for number in every:
+            write(number)
+        return
+    with ThreadPoolExecutor(min(threads, len(every)), thread_name_prefix="vitrail-chunk") as pool:
+        for _ in pool.map(write, every):
+            pass
+
+
 def _hide_checksum(metadata: Path) -> None:
     """Leave out of zarr 2 metadata what tensorstore and older numcodecs refuse; each frame tells of its checksum."""
     document = json.loads(metadata.read_bytes())
@@ -475,10 +508,25 @@ def _average(blocks: np.ndarray) -> np.ndarray:
 
 def _vote(blocks: np.ndarray) -> np.ndarray:
     """Choose the most frequent label; of equals, the smallest."""
-    winner = np.zeros(blocks.shape[1:], blocks.dtype)
-    most = np.zeros(blocks.shape[1:], np.uint8)
-    for value in np.unique(blocks):
-        votes = (blocks == value).sum(axis=0, dtype=np.uint8)
-        winner[votes > most] = value
+    values = _values_in(blocks)
+    winner = np.full(blocks.shape[1:], values[0])
+    most = _count(blocks, values[0])
+    for value in values[1:]:
+        votes = _count(blocks, value)
+        np.copyto(winner, value, where=votes > most)
         np.maximum(most, votes, out=most)
     return winner
+
+
+def _values_in(labels: np.ndarray) -> np.ndarray:
+    """Return the different labels, rising. A table of all that a small type has is much faster than sorting."""
+    if labels.dtype not in (np.uint8, np.uint16):
+        return np.unique(labels)
+    there = np.zeros(np.iinfo(labels.dtype).max + 1, bool)
+    there[labels] = True
+    return np.flatnonzero(there).astype(labels.dtype)
+
+
+def _count(blocks: np.ndarray, value: Any) -> np.ndarray:
+    """Count in how many of the blocks each voxel has a label."""
+    return np.add.reduce((blocks == value).view(np.uint8), axis=0, dtype=np.uint8)

@@ -1,6 +1,7 @@
 """What a look at data finds beside what the path alone says: a table of classes, and axes that sizes speak for.
 
 - a CSV or TSV in the folder of images, or beside it, gives their classes where it has a row for each
+- a folder of a folder of images and one of their labels is read as these
 - arrays whose file names no axes are looked at as their sizes suggest, and the recipe that is proposed says so
 """
 
@@ -8,15 +9,45 @@ import dataclasses
 from typing import Any
 
 from vitrail.data.axes import likely_axes, note_of_axes
-from vitrail.data.files.paths import file_type, is_url, join, list_files, parent
+from vitrail.data.files.paths import base_name, file_type, is_url, join, list_files, list_folders, parent
 from vitrail.data.files.patterns import has_stars
 from vitrail.data.source import Source, class_names
+from vitrail.data.sources import guess_kind, is_image
 from vitrail.data.sources.classes import TABLES, guess_columns
+from vitrail.data.sources.image_folder import IMAGES, MASKS, ImageFolderConfig
 from vitrail.errors import UserError
 
 PARTS = {"train", "training", "valid", "validation", "val", "test", "testing", "images", "image", "imgs", "img", "data"}
 MOST_TABLES = 8  # that are tried
 SURELY = 10  # times as many as pixels on a side: then slices are images, and no volume
+
+
+def pair_of_folders(path: str) -> tuple[str, str] | None:
+    """Return the folder of images and that of labels in a folder that holds just these; None where it does not."""
+    if is_url(path) or has_stars(path) or file_type(path) != "folder":
+        return None
+    folders = list_folders(path)
+    images, masks = ([name for name in folders if name.lower() in words] for words in (IMAGES, MASKS))
+    if len(images) != 1 or len(masks) != 1 or any(is_image(name) for name in list_files(path)):
+        return None
+    return join(path, images[0]), join(path, masks[0])
+
+
+def with_folders(path: str, kind: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the path of the images, where a folder holds these and their labels in two folders, and what that says."""
+    pair = None if {"labels", "classes"} & set(given) else pair_of_folders(path)
+    if pair is None:
+        return path, given, []
+    note = f"{path} holds {base_name(pair[0])}/ and {base_name(pair[1])}/: images, and labels of their voxels by name"
+    more: dict[str, Any] = {"labels": pair[1]}
+    if (kind or guess_kind(pair[0])) == "image_folder" and "unlabelled" not in given:
+        stems = [{name.rpartition(".")[0] for name in list_files(folder)} for folder in pair]
+        if not stems[0] <= stems[1]:  # another pattern of names may pair them all: the source tells
+            try:
+                ImageFolderConfig(path=pair[0], labels=pair[1]).open()
+            except UserError:
+                more["unlabelled"] = "leave_out"
+    return pair[0], {**given, **more}, [note]
 
 
 def with_table(config: Any, source: Source) -> tuple[Any, Source]:
@@ -50,9 +81,9 @@ def with_table(config: Any, source: Source) -> tuple[Any, Source]:
             continue
         columns = made.class_columns
         which = "" if columns is None else f", column {columns[1]} of the images in column {columns[0]},"
-        _note(opened, [f"{table}{which} tells the {classes} classes of the images: `class_table: {name}`"])
+        add_notes(opened, [f"{table}{which} tells the {classes} classes of the images: `class_table: {name}`"])
         return made, opened
-    _note(source, said)
+    add_notes(source, said)
     return config, source
 
 
@@ -85,11 +116,11 @@ def with_axes(config: Any, source: Source) -> tuple[Any, Source]:
         opened: Source = made.open()
     except UserError:
         return config, source
-    _note(opened, [f"{note}; here it is looked at as {likely}" for note in note_of_axes(first)])
+    add_notes(opened, [f"{note}; here it is looked at as {likely}" for note in note_of_axes(first)])
     return made, opened
 
 
-def _note(source: Any, notes: list[str]) -> None:
+def add_notes(source: Any, notes: list[str]) -> None:
     """Put notes before those of a source."""
     if notes:
         source.notes = [*notes, *getattr(source, "notes", ())]

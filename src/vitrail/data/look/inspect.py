@@ -17,7 +17,7 @@ import numpy as np
 
 from vitrail.data.chunks.nodes import checksums_of
 from vitrail.data.files.paths import unpacking
-from vitrail.data.look.found import with_axes, with_table
+from vitrail.data.look.found import add_notes, with_axes, with_folders, with_table
 from vitrail.data.look.picture import by, has_labels, picture, spread
 from vitrail.data.look.propose import (
     CROP,
@@ -240,11 +240,12 @@ def open_source(path: str, *, kind: str | None, settings: dict[str, Any] | None)
     """Open an entry `{path, kind, **settings}`, with its first labels, where it names some; returns its config, too."""
     from vitrail.data.sources import guess_kind
 
-    given = dict(settings or {})
+    path, given, said = with_folders(path, kind, dict(settings or {}))
     cls: Any = kinds.find("source", kind or guess_kind(path), key="--kind")
     config = entry_of(cls, {"path": path, **given})
     with unpacking():
         source: Source = config.open()
+    add_notes(source, said)
     config, source = with_axes(*with_table(config, source))
     found = source.describe().get("labels")
     if "labels" not in given and not has_labels(source) and isinstance(found, list) and found:

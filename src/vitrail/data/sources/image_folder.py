@@ -315,6 +315,7 @@ class ImageFolderConfig(ImagesConfig):
     class_table: str | None = None  # or a CSV or TSV file with a row for each image, in the folder or elsewhere
     class_columns: tuple[str, str] | None = None  # of the table: that of the images, and that of their classes
     labels: str | None = None  # a folder of images of labels, which go by name, or a path with stars
+    unlabelled: Literal["error", "leave_out"] = "error"  # what images without labels are, where `labels` names some
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -366,7 +367,14 @@ class ImageFolderConfig(ImagesConfig):
         classes = sorted(set(found or ()), key=natural_key)
         numbers = {name: number for number, name in enumerate(classes)}
         if self.labels is not None and beside is None:
-            beside = self._list_labels(self.labels, names, stars)
+            beside, lost = self._list_labels(self.labels, names, stars)
+            if lost:
+                notes.append(
+                    f"{len(lost)} of {len(names)} images have no labels in {self.labels} and are left out, such as "
+                    f"{names[lost[0]]}"
+                )
+                names, found = ([v for n, v in enumerate(each) if n not in {*lost}] if each else each
+                                for each in (names, found))  # fmt: skip
         masks = beside or []
         opened = open_images(
             self,
@@ -451,11 +459,37 @@ class ImageFolderConfig(ImagesConfig):
         by_folder = self.classes is not False and self.class_pattern is None and self.class_table is None
         return [name for names in groups.values() for name in names], by_folder, tables
 
-    def _list_labels(self, labels: str, names: list[str], stars: list[tuple[str, ...]] | None) -> list[str]:
-        """List the image of labels of each image."""
+    def _list_labels(
+        self, labels: str, names: list[str], stars: list[tuple[str, ...]] | None
+    ) -> tuple[list[str], list[int]]:
+        """List the image of labels of each image that has one, and the numbers of those that have none."""
+        found: list[str | None]
         if has_stars(labels):
-            every = stars or [(name.rpartition(".")[0],) for name in names]
-            return [named_labels(labels, each, name) for name, each in zip(names, every, strict=True)]
+            found = [
+                self._named_labels(labels, each, name)
+                for name, each in zip(names, stars or [(name.rpartition(".")[0],) for name in names], strict=True)
+            ]
+        else:
+            found = self._labels_by_name(labels, names)
+        lost = [number for number, place in enumerate(found) if place is None]
+        if lost and (self.unlabelled == "error" or len(lost) == len(names)):
+            some = "" if len(lost) == len(names) else ", leave those without out by unlabelled: leave_out"
+            raise UserError(
+                f"{labels} holds no labels for the image {names[lost[0]]}; give every image one of the same name{some}"
+                ", say what they are called with stars (labels: masks/*_drawn.png), or leave `labels` out"
+            )
+        return [place for place in found if place is not None], lost
+
+    def _named_labels(self, labels: str, stars: tuple[str, ...], name: str) -> str | None:
+        """Return the labels of an image by a path with stars; None where none are there and that is allowed."""
+        try:
+            return named_labels(labels, stars, name)
+        except UserError:
+            if self.unlabelled == "error":
+                raise
+            return None
+
+    def _labels_by_name(self, labels: str, names: list[str]) -> list[str | None]:
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(name.rpartition("/")[0], []).append(name)
@@ -465,14 +499,8 @@ class ImageFolderConfig(ImagesConfig):
             inside = {n.rpartition(".")[0]: n for n in list_files(place) if is_image(n) or n.endswith(".npy")}
             stems = {name: base_name(name).rpartition(".")[0] for name in members}
             pairs = pair_names(list(stems.values()), list(inside))
-            lost = next((name for name in members if stems[name] not in pairs), None)
-            if lost is not None:
-                raise UserError(
-                    f"{labels} holds no labels for the image {lost}; give every image one of the same name, say what "
-                    "they are called with stars (labels: masks/*_drawn.png), or leave `labels` out"
-                )
-            found |= {name: join(place, inside[pairs[stems[name]]]) for name in members}
-        return [found[name] for name in names]
+            found |= {name: join(place, inside[pairs[stems[name]]]) for name in members if stems[name] in pairs}
+        return [found.get(name) for name in names]
 
     def _state(self, names: list[str]) -> str:
         """Return what changes when images come, go or are renamed; a read notices one that is written over."""
