@@ -127,7 +127,8 @@ def shortened(words: list[str]) -> list[str]:
         return words
     more = {
         "train": ["--quiet", *keys_of(words[1:2], words)],
-        "data generate": [] if "digits" in words else ["--shape", "32,36,160"],
+        "data generate": [] if "digits" in words else ["--shape", "30,64,64" if "slices" in words else "32,36,160"],
+        "view": ["--no-browser", "--port", "0"],
         "data bench": ["--seconds", "0.1"],
         "sample": ["--steps", "2", "--number", "20", "--quiet"],
         "probe": ["--steps", "2", "--number", "40", "--quiet"],
@@ -140,7 +141,7 @@ def shortened(words: list[str]) -> list[str]:
             "1",
             *(["--ranks", "2"] if "--ranks" in words else []),
         ],
-        "tune": ["--most", "2"],
+        "tune": ["--most", "8" if "--multiple" in words else "2"],
     }
     smaller = os.environ.get("PASTED_SMALLER", "").split() if verb in ("train", "bench", "tune") else []
     return [*words, *more.get(verb, []), *smaller]
@@ -257,10 +258,20 @@ def _carry_out(link: socket.socket, size: int, streams: list[int]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def _interrupt(*_: Any) -> None:
+    """Press Ctrl-C where a command that shows something waits for it."""
+    if "_wait" in getattr(signal.getsignal(signal.SIGINT), "__qualname__", ""):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.raise_signal(signal.SIGINT)
+
+
 def _vitrail(words: list[str]) -> None:
     import vitrail.cli
 
     sys.argv = ["vitrail", *shortened(words)]
+    if words[:1] == ["view"]:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     sys.executable = os.environ["PYTHON_EXEC"]  # what it starts itself is forked, too
     vitrail.cli.console()
 

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,13 @@ import pytest
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+from browsing import find_browser
 from support import LONG, environment
 from test_bench_report import H200, ablation, result, scaling, write_bench
 from test_report import START, end_line, eval_line, make_run, train_line
 
 from vitrail.report import write_bench_report, write_comparison, write_report
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (500, 1400)
 SCHEMES = {"dark": 0, "light": 1}  # as the browser counts them
 LEAST_CONTRAST = 3.0  # of words against what they stand on
@@ -29,10 +28,7 @@ HARNESS = Path(__file__).with_name("browser_pages.js")
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"there is no browser here: none of {', '.join(BROWSERS)} is on PATH")
-    return found
+    return find_browser()
 
 
 def write_run(folder: Path, name: str, factor: float) -> Path:

@@ -43,6 +43,12 @@ GIVEN: dict[str, Callable[[Path], Any] | tuple[str, ...]] = {
     "runs/demo-unetr3d": ("data/em.zarr", "vitrail train configs/demo/unetr3d.yaml"),
     "runs/digits-vit": ("data/digits", "vitrail train configs/digits/vit.yaml"),
     "runs/my-autoencoder": ("data/digits", "vitrail train configs/digits/autoencoder.yaml run.name=my-autoencoder"),
+    "em-classes.ome.zarr": (
+        "runs/demo-unetr3d",
+        "vitrail predict runs/demo-unetr3d data/em.zarr --out em-classes.ome.zarr",
+    ),
+    "data/isbi2012": lambda place: write_sections(place / "data/isbi2012", (30, 144, 144)),
+    "scan.h5": lambda place: write_scan_with_labels(place),
     "train_configs/demo.toml": lambda place: seed(place, "torchtitan-mae/demo.toml", "train_configs/demo.toml"),
     "train_demo.sh": lambda place: (place / "train_demo.sh").write_text(f"{TITAN} --training.mask_ratio=0.95\n"),
     "train_configs/llama3_latent_diffusion.toml": lambda place: latent_seed(place, "llama3_latent_diffusion"),
@@ -69,6 +75,7 @@ BESIDE = {  # what else belongs to them
     "run.yaml": ("my/volume.zarr",),
     "recipe.yaml": ("my/volume.zarr",),
     "isbi.yaml": ("image.tif", "label.tif"),
+    "scan.h5": ("drawn.tif",),
     "train_configs/llama3_latent_diffusion.toml": ("latents.safetensors",),
 }
 
@@ -80,13 +87,15 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
     "docs/evaluation.md": ("data/em.zarr", "runs/demo-unetr3d"),
     "docs/formats.md": ("data/ct.nii.gz",),
     "docs/install.md": (),
-    "docs/latents.md": ("runs/my-autoencoder", "data/digits", "recipe.yaml"),
+    "docs/latents.md": ("runs/my-autoencoder", "recipe.yaml"),
     "docs/launch.md": ("my.yaml",),
     "docs/parallel.md": ("run.yaml",),
     "docs/plan.md": ("run.yaml",),
     "docs/plugins.md": ("my_lab", "scan.cube", "beamline.yaml", "images.yaml"),
     "docs/probe.md": ("data/em.zarr", "runs/demo-mae3d"),
     "docs/resume.md": ("data/em.zarr", "runs/demo-mae3d"),
+    "docs/tutorials/isbi2012.md": ("data/isbi2012",),
+    "docs/view.md": ("runs/demo-unetr3d", "em-classes.ome.zarr", "scan.h5"),
     "docs/coming-from/torchditan.md": (
         "train_configs/llama3_latent_diffusion.toml",
         "train_configs/llama3_latent_diffusion_ablate.toml",
@@ -98,8 +107,8 @@ PRESUPPOSED: dict[str, tuple[str, ...]] = {
 
 # Keys for commands that train what a page has too large for two cores; the page's own words stay before them.
 SMALLER = {
-    "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2",
-    "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2",
+    "docs/tune.md": "model.size=null model.width=32 model.depth=2 model.heads=2 model.patch=2 parallel.compile=false",
+    "docs/coming-from/torchditan.md": "model.width=32 model.depth=2 model.heads=2 parallel.compile=false",
 }
 
 NETWORK, GPUS, SLURM = "needs the network", "needs GPUs", "needs Slurm, and test_launchers.py starts one where it can"
@@ -107,6 +116,7 @@ NETWORK, GPUS, SLURM = "needs the network", "needs GPUs", "needs Slurm, and test
 NOT_RUN: dict[str, dict[str, str]] = {
     "README.md": {
         "make demo": "test_demo.py runs it, and an installation needs the network",
+        "make docs": "test_site.py builds the site",
         "make test": "it would run these tests in these tests",
         'pip install -c constraints.txt -e ".[formats]"': NETWORK,
         "srun vitrail train my.yaml parallel.context=4": SLURM,
@@ -139,6 +149,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "torchfrtrace runs/demo-mae3d/flight-recorder --prefix nccl_rank_": "needs what a hang on GPUs has left",
     },
+    "docs/view.md": {'pip install -c constraints.txt -e ".[view]"': NETWORK},
     "docs/coming-from/torchditan.md": {
         "vitrail bench dit.yaml --sweep model.patch=8,4,2 --sweep data.batch=16/rank,64/rank,256/rank "
         "--sweep parallel.compile=true,false --sweep parallel.recompute=none,full": "36 measurements, some compiled",
@@ -150,7 +161,19 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "vitrail launch slurm study.yaml --machine frontier --nodes 4 --time 25m --account abc123 --submit": SLURM,
     },
 }
-QUICK = ("docs/augment.md", "docs/models.md", "docs/weights.md")  # seconds; all others are run by make test-slow
+ENDLESS = "goes on until Ctrl-C; tests of the view run it"
+NOT_RUN["docs/tutorials/own_slices.md"] = {"vitrail view runs/tissue-segment tissue-classes.ome.zarr": ENDLESS}
+NOT_RUN["docs/view.md"] = {
+    'pip install -c constraints.txt -e ".[view]"': NETWORK,
+    "vitrail view data/em.zarr": ENDLESS,
+    "vitrail view data/em.zarr em-classes.ome.zarr": ENDLESS,
+    "vitrail view runs/demo-unetr3d em-classes.ome.zarr": ENDLESS,
+    "vitrail view scan.h5 --set key=raw --labels drawn.tif": ENDLESS,
+    "vitrail view data/em.zarr --port 8765 --no-browser --json": ENDLESS,
+}
+# Pages that take a few seconds of the processor; all others are run by make test-slow.
+QUICK = [f"docs/{name}.md" for name in ("augment", "formats", "install", "launch", "logging", "models", "plugins")]
+QUICK += ["docs/resume.md", "docs/tutorials/first-run.md", "docs/weights.md"]
 
 
 def own_recipe(path: Path, **changes: Any) -> Path:
@@ -178,15 +201,33 @@ def write_lab(folder: Path) -> None:
             (folder / f"{registered[1]}.py").write_text(block.text)
 
 
-def write_stack(place: Path) -> None:
-    """A stack of sections with labels of 0 and 255, and a recipe for it."""
+def write_sections(place: Path, shape: tuple[int, ...]) -> None:
+    """A stack as ISBI-2012 has it, with labels of 0 and 255 beside."""
     import tifffile
 
-    values = np.random.default_rng(0).integers(0, 255, (4, 64, 64), np.uint8)
+    place.mkdir(parents=True, exist_ok=True)
+    values = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
     for name, array in (("image", values), ("label", np.where(values > 99, np.uint8(255), np.uint8(0)))):
         tifffile.imwrite(place / f"{name}.tif", array, photometric="minisblack")
+
+
+def write_scan_with_labels(place: Path) -> None:
+    import h5py
+    import tifffile
+
+    values = np.random.default_rng(0).integers(0, 255, (16, 32, 32), np.uint8)
+    with h5py.File(place / "scan.h5", "w") as file:
+        file["raw"] = values
+    tifffile.imwrite(place / "drawn.tif", values // 128, photometric="minisblack")
+
+
+def write_stack(place: Path) -> None:
+    """A stack of sections with labels of 0 and 255, and a recipe for it."""
+    write_sections(place, (4, 64, 64))
     entry = [{"path": "image.tif", "labels": "label.tif"}]
-    own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective={"kind": "segment"}, data__train=entry)
+    both = {"data__train": entry, "data__valid": [entry[0] | {"slices": "z", "label_map": {"255": 1}}]}
+    objective = {"kind": "segment", "names": ["membrane", "inside"]}
+    own_recipe(place / "isbi.yaml", model=MODELS["unetr"][0], objective=objective, **both)
 
 
 def seed(place: Path, name: str, target: str, **changes: str) -> None:
@@ -206,8 +247,8 @@ def latent_seed(place: Path, name: str) -> None:
     draws = np.random.default_rng(0)
     latents = {"latents": draws.integers(0, 255, (16, 16, 32, 32), np.uint8), "labels": np.arange(16)}
     save_file(latents, place / "latents.safetensors")
-    path = {"/data/imagenet_ci8x8.safetensors": "latents.safetensors"}
-    seed(place, "torchditan/llama3_latent_diffusion.toml", f"train_configs/{name}.toml", **path)
+    changes = {"/data/imagenet_ci8x8.safetensors": "latents.safetensors", "num_classes = 1000": "num_classes = 16"}
+    seed(place, "torchditan/llama3_latent_diffusion.toml", f"train_configs/{name}.toml", **changes)
 
 
 def ucf_seed(place: Path, target: str) -> None:
@@ -303,7 +344,31 @@ def test_what_a_page_says_works_when_it_is_pasted(page: str, shell: Shell, works
     )
 
 
+def test_the_first_command_that_fails_is_named_and_is_the_last(shell: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    steps = [("one", "export WHERE=nowhere"), ("two", "vitrail train $WHERE.yaml | cat"), ("three", "touch three")]
+    failed = shell.paste(steps, folder)
+    assert failed is not None
+    assert failed[0] == "two"
+    assert failed[1].startswith("ended with 2:\nerror: nowhere.yaml")
+    assert not list(folder.iterdir())
+
+
 # ---------------------------------------------------------------- without running
+
+
+def test_commands_are_read_as_the_shell_reads_them() -> None:
+    text = "# words\na \\\n  b  # why\ncat <<'END'\nc d\n\nEND\nfor x in 1 2; do\n  e\ndone\n"
+    block = pasting.Block("page", 10, "sh", text)
+    assert commands_of(block) == [
+        (11, "a \\\n  b  # why"),
+        (13, "cat <<'END'\nc d\n\nEND"),
+        (17, "for x in 1 2; do\n  e\ndone"),
+    ]
+    assert bare("a \\\n  b  # why") == "a b"
+    console = pasting.Block("page", 1, "console", "$ a\nshown\n$ b\n")
+    assert commands_of(console) == [(1, "a"), (3, "b")]
 
 
 @pytest.fixture

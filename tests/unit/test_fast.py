@@ -177,10 +177,11 @@ def test_joins_and_the_last_layer_are_the_same(ways: tuple[str, ...]) -> None:
     decoder, x = marked(Decoder()), torch.randn(2, 8, 2, 2, 2, generator=torch.Generator().manual_seed(1))
     expected = gradients(decoder, x)
     with use_fast(*ways):
-        found = gradients(decoder, x)
-        torch._dynamo.reset()
-        compiled = gradients(torch.compile(decoder, backend="aot_eager", fullgraph=True), x)  # type: ignore[arg-type]
+        call: Any = decoder
+        if "conv" in ways:  # compiled as a whole, too
+            torch._dynamo.reset()
+            call = torch.compile(decoder, backend="aot_eager", fullgraph=True)
+        found = gradients(call, x)
     torch._dynamo.reset()
-    for a, b, c in zip(found, expected, compiled, strict=True):
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(c, b, atol=1e-4, rtol=1e-4)

@@ -209,7 +209,8 @@ def test_a_map_stays_one(place: Path, flat: Path, values: np.ndarray, tmp_path: 
     region: dict[str, Any] = {"settings": ["region={y: [4, 28], x: [8, 40]}"]}
     for write in ("classes", "probabilities"):
         out = tmp_path / f"{write}.tif"
-        made = vitrail.predict(flat, tmp_path / "map.tif", out=out, write=write, **region)
+        made = vitrail.predict(flat, tmp_path / "map.tif", out=out, write=write, picture=f"{out}.png", **region)
+        assert made["picture"] == f"{out}.png", made["notes"]
         assert not any("map (" in note or "first voxel" in note for note in made["notes"])
         vitrail.predict(flat, tmp_path / "map.tif", out=tmp_path / f"{write}.npy", write=write, **region)
         with rasterio.open(out) as found:
@@ -221,6 +222,9 @@ def test_a_map_stays_one(place: Path, flat: Path, values: np.ndarray, tmp_path: 
     vitrail.predict(flat, tmp_path / "map.tif", out=tmp_path / "f.tif", write="embeddings", **region)
     with rasterio.open(tmp_path / "f.tif") as found:
         assert found.transform.almost_equals(transform @ corner @ rasterio.Affine.scale(4))
+    vitrail.predict(flat, tmp_path / "map.tif", out=tmp_path / "c.ome.tif", **region)
+    with rasterio.open(tmp_path / "c.ome.tif") as found:
+        np.testing.assert_array_equal(found.read(1), np.load(tmp_path / "classes.npy"))
     made = vitrail.predict(flat, tmp_path / "map.tif", out=tmp_path / "c.zarr")
     assert any("does not keep the place on the map (EPSG:32633); .tif does" in note for note in made["notes"])
 
@@ -372,3 +376,28 @@ def test_others_hear_of_rank_0_while_it_makes_many_stores_and_tidies(tmp_path: P
     result.close()
     assert len(heard) > 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_rows_of_a_long_item_are_sums_of_their_own_tiles() -> None:
+    import torch
+
+    from vitrail.data.order.sampler import Extent
+    from vitrail.infer.blend import Band
+    from vitrail.infer.tiling import Cut, Tiling
+    from vitrail.training.stitch import blend_weights
+
+    shape, window = (60, 12, 8), (8, 8, 8)
+    views = [[Extent(0, 0, shape, shape, (0, 0, 0), 1.0, window=window)]]
+    tiling = Tiling(views, Cut(0.25, (1, 1, 1), 4, 10**6))  # tiles begin within rows
+    (run,) = tiling.runs(range(tiling.rows))
+    band, weights = Band(run, 1, "gaussian", torch.device("cpu")), blend_weights(window, "gaussian")
+    total, weight, rows = torch.zeros(shape), torch.zeros(shape), []
+    for number in run.tiles:
+        tile, values = tiling.tile(number), torch.rand(1, *window) + number
+        total[tile.box] += values[0] * weights
+        weight[tile.box] += weights
+        rows += list(band.add(tile, values))
+    rows += list(band.rest())
+    assert [row.number for row in rows] == list(range(15))
+    found = torch.cat([row.values[0] for row in rows])
+    torch.testing.assert_close(found, total / weight, rtol=1e-5, atol=0)

@@ -49,9 +49,7 @@ class Remembering(Verb):
 def report(
     run: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN [RUN ...]", help="A run folder, or several; or that of a bench.", show_default=False
-        ),
+        typer.Argument(metavar="RUN", help="A run folder, or several; or that of a bench.", show_default=False),
     ],
     out: Annotated[
         Path | None,
@@ -65,7 +63,7 @@ def report(
     \b
     vitrail report runs/demo-mae3d
     vitrail report runs/demo-mae3d --json
-    vitrail report runs/scratch runs/finetuned    runs/compare-scratch+finetuned.html
+    vitrail report runs/scratch runs/finetuned    several side by side: their curves, scores and keys that differ
     vitrail report runs/seed-* --out seeds.html
     vitrail report runs/bench-demo-mae3d          what a sweep of `vitrail bench` has measured so far
 

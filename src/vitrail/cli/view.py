@@ -19,7 +19,7 @@ def add(app: typer.Typer) -> None:
 def view(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_OR_PATH ...", help="Run folders, and data of any kind.", show_default=False),
+        typer.Argument(metavar="RUN_OR_PATH", help="Run folders, and data of any kind.", show_default=False),
     ],
     labels: Annotated[
         list[str] | None,

@@ -13,7 +13,7 @@ Shapes: B batch, N tokens, D width.
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -195,9 +195,10 @@ class Block(_Residual):
         self, x: Tensor, rope: Tensor | None = None, drop_path: Tensor | None = None, mask: KeyMask | None = None
     ) -> Tensor:
         if suits("norm", self.attn.proj) and drop_path is None and self.is_plain():
-            x, normed = past_norm(self.norm1, x)
+            norms: Any = (self.norm1, self.norm2)
+            x, normed = past_norm(norms[0], x)
             branch = self.attn(normed, rope, mask, without=True)
-            x, normed = add_norm(self.norm2, x, branch, self.attn.proj.bias)
+            x, normed = add_norm(norms[1], x, branch, self.attn.proj.bias)
             return x + self.mlp(normed)
         return self.residual(x, self.attn(self.before(x), rope, mask), drop_path)
 
@@ -395,8 +396,10 @@ class ModulatedBlock(nn.Module):
 
     def is_plain(self) -> bool:
         """Tell whether gradients of what is gated can add up those of biases."""
-        is_gelu = isinstance(self.mlp, MLP) and "forward" not in vars(self.mlp)
-        return is_gelu and suits("norm", self.attn.proj, self.mlp.fc2) and is_bare_norm(self.norm2)
+        mlp = self.mlp
+        if not isinstance(mlp, MLP) or "forward" in vars(mlp):
+            return False
+        return suits("norm", self.attn.proj, mlp.fc2) and is_bare_norm(self.norm2)
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, drop_path: Tensor | None = None, mask: KeyMask | None = None
@@ -409,8 +412,10 @@ class ModulatedBlock(nn.Module):
             gate1, gate2 = gate1 * factors[:, :1], gate2 * factors[:, 1:]
         if self.is_plain():
             branch = self.attn(modulate(self.norm1(x), shift1, scale1), rope, mask, without=True)
-            x, y = add_gated_norm(x, branch, self.attn.proj.bias, gate1, scale2, shift2, self.norm2.eps)
-            x = add_gated(x, self.mlp(y, without=True), self.mlp.fc2.bias, gate2)
+            norm: Any = self.norm2
+            mlp: Any = self.mlp
+            x, y = add_gated_norm(x, branch, self.attn.proj.bias, gate1, scale2, shift2, norm.eps)
+            x = add_gated(x, mlp(y, without=True), mlp.fc2.bias, gate2)
             return join_condition(condition, x)
         x = x + gate1.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift1, scale1), rope, mask)
         x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))

@@ -24,6 +24,12 @@
     return node;
   };
 
+  const dot = (line, parent) => {
+    const node = paint(word("i", "", parent), line);
+    if (line.dashed) node.className = "ring";
+    return node;
+  };
+
   const write = (value) => {
     const size = Math.abs(value);
     if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(2).replace("e+", "e");
@@ -83,7 +89,7 @@
       legend.className = "legend";
       for (const line of named.slice(0, 16)) {
         const entry = word("span", "", legend);
-        paint(word("i", "", entry), line).style.opacity = line.pale ? 0.45 : 1;
+        dot(line, entry).style.opacity = line.pale ? 0.45 : 1;
         entry.append(line.name);
       }
     }
@@ -200,9 +206,10 @@
       tip.replaceChildren();
       word("b", place(at), tip);
       for (const [line, i] of rows.slice(0, 16)) {
-        const row = word("div", "", tip), dot = paint(word("i"), line);
+        const row = word("div", "", tip);
         const where = line.x[i] === at ? "" : ` (${place(line.x[i])})`;
-        row.append(dot, `${line.name ? `${line.name}: ` : ""}${write(line.y[i])}${where}`);
+        dot(line, row);
+        row.append(`${line.name ? `${line.name}: ` : ""}${write(line.y[i])}${where}`);
       }
       tip.hidden = false;
       const rect = svg.getBoundingClientRect(), around = card.getBoundingClientRect();

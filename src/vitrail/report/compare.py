@@ -425,7 +425,7 @@ def _list_tiles(facts: dict[str, Any], chosen: dict[str, Any] | None) -> list[Ro
     """List the score of each run, where there are few enough to see at once."""
     if chosen is None or len(facts["runs"]) > 6:
         return []
-    tiles = []
+    tiles: list[Row] = []
     for run, value in zip(facts["runs"], chosen["values"], strict=True):
         sure = f"95 %: {plain(value['low'])} to {plain(value['high'])}" if value["low"] is not None else ""
         remark = "; ".join(filter(None, (chosen["label"], sure)))
@@ -461,7 +461,7 @@ def _list_score_rows(facts: dict[str, Any]) -> list[tuple[str, list[Row]]]:
     steps: list[Row] = []
     best: list[Row] = []
     for run in facts["runs"]:
-        weights = {"ema": ", averaged weights"}.get((run["eval"] or {}).get("weights"), "")
+        weights = ", averaged weights" if (run["eval"] or {}).get("weights") == "ema" else ""
         steps.append((f"{count(run['eval']['step'])}{weights}" if run["eval"] else MISSING, ""))
         top = run["best_eval"]
         name = top["metric"] if top else ""

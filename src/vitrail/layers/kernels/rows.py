@@ -4,6 +4,8 @@ The torch code in layers/fused.py is the reference. A program goes through some 
 in fp32; the sums of all programs are added up by PyTorch. Rows are tokens, columns are channels.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,8 @@ from torch import Tensor
 
 __all__ = ["gate_back", "gelu_back", "norm_back", "pack_back", "probe"]
 
-_PROGRAMS = 2048  # at most about so many, so that each has enough rows to make its sums cheap
+# Programs for each multiprocessor: whole waves of those that fit on one, and few enough that their sums are cheap.
+_BUSY, _WIDE, _WIDEST = 12, 4, 2
 
 
 def probe(device: torch.device) -> bool:
@@ -21,11 +24,21 @@ def probe(device: torch.device) -> bool:
     return bool(out[0, 0] == 0.5) and bool(total[0] == 0.5)
 
 
-def shares(rows: int, columns: int, step: int) -> tuple[int, int]:
-    """Return into how many shares rows are cut for so many blocks of columns, and the rows of a share."""
-    number = max(1, min(triton.cdiv(rows, step), _PROGRAMS // columns))
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def shares(rows: int, blocks: int, step: int, most: int) -> tuple[int, int]:
+    """Return into how many shares rows are cut, for at most so many programs with all blocks; and a share's rows."""
+    number = max(1, min(triton.cdiv(rows, step), most // blocks))
     each = triton.cdiv(triton.cdiv(rows, number), step) * step
     return triton.cdiv(rows, each), each
+
+
+def warps_for(numbers: int) -> int:
+    """Return the warps of a program that holds so many numbers of each tensor: 8 numbers a thread."""
+    return min(16, max(1, numbers // 256))
 
 
 def gelu_back(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
@@ -34,7 +47,7 @@ def gelu_back(grad: Tensor, x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     columns = x.shape[-1]
     rows, out = x.numel() // columns, torch.empty_like(x)
     blocks = triton.cdiv(columns, 128)
-    number, each = shares(rows, blocks, 32)
+    number, each = shares(rows, blocks, 32, _BUSY * processors(x.device))
     sums = torch.empty(number, columns, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _gelu_back[(blocks, number)](grad, x, out, sums, rows, columns, each, tanh, BR=32, BC=128, num_warps=8)
@@ -47,7 +60,7 @@ def pack_back(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = batch * tokens, heads * width
     out = torch.empty(batch, tokens, 3 * columns, dtype=q.dtype, device=q.device)
     blocks = triton.cdiv(columns, 128)
-    number, each = shares(rows, 3 * blocks, 32)
+    number, each = shares(rows, 3 * blocks, 32, _BUSY * processors(q.device))
     sums = torch.empty(number, 3 * columns, dtype=torch.float32, device=q.device)
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     strides = [step for t in (q, k, v) for step in t.stride()[:3]]
@@ -68,13 +81,12 @@ def norm_back(
     columns = x.shape[-1]
     rows, out = x.numel() // columns, torch.empty_like(x)
     block = triton.next_power_of_2(columns)
-    step = max(1, 4096 // block)
-    number, each = shares(rows, 2, step)
+    step = max(1, 1024 // block)
+    number, each = shares(rows, 1, step, _WIDE * processors(x.device))
     sums = torch.empty(number, 3, columns, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _norm_back[(number,)](
-            grad, x, past, weight, out, sums, rows, columns, each, eps, BR=step, BC=block, num_warps=8
-        )
+        sizes, warps = (rows, columns, each, eps), warps_for(step * block)
+        _norm_back[(number,)](grad, x, past, weight, out, sums, *sizes, BR=step, BC=block, num_warps=warps)
     # One by one: what an operator gives back must not share memory.
     of_weight, of_bias, of_input = (sums[:, i].sum(dim=0).to(weight.dtype) for i in range(3))
     return out, of_weight, of_bias, of_input
@@ -93,8 +105,8 @@ def gate_back(
     grad, x, scale, eps = (past, past, gate, 0.0) if normed is None else normed
     past, grad, x, branch = (t if t.stride()[1:] == (columns, 1) else t.contiguous() for t in (past, grad, x, branch))
     block = triton.next_power_of_2(columns)
-    step = max(1, 4096 // block)
-    number, each = shares(tokens, batch, step)
+    step = max(1, 1024 // block)
+    number, each = shares(tokens, batch, step, _WIDEST * processors(x.device))
     out = past if normed is None else torch.empty_like(branch, memory_format=torch.contiguous_format)
     of_branch = torch.empty_like(branch, memory_format=torch.contiguous_format)
     kinds = 2 if normed is None else 4
@@ -103,7 +115,7 @@ def gate_back(
         _gate_back[(batch, number)](
             past, branch, gate.contiguous(), grad, x, scale.contiguous(), out, of_branch, sums, tokens, columns, each,
             past.stride(0), branch.stride(0), grad.stride(0), x.stride(0), eps, normed is not None, BR=step, BC=block,
-            num_warps=8,
+            num_warps=warps_for(step * block),
         )  # fmt: skip
     return out, of_branch, [sums[:, :, i].sum(dim=1) for i in range(kinds)]
 
@@ -179,7 +191,7 @@ def _norm_back(
     of_weight = tl.zeros([BR, BC], tl.float32)
     of_bias = tl.zeros([BR, BC], tl.float32)
     of_input = tl.zeros([BR, BC], tl.float32)
-    for start in range(0, each, BR):
+    for start in tl.range(0, each, BR, num_stages=3):
         row = share * each + start + tl.arange(0, BR)
         mask = (row < rows)[:, None] & inside[None, :]
         place = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -220,7 +232,7 @@ def _gate_back(
     of_gate = tl.zeros([BR, BC], tl.float32)
     of_shift = tl.zeros([BR, BC], tl.float32)
     of_scale = tl.zeros([BR, BC], tl.float32)
-    for start in range(0, each, BR):
+    for start in tl.range(0, each, BR, num_stages=3):
         row = share * each + start + tl.arange(0, BR)
         mask = (row < tokens)[:, None] & inside[None, :]
         place = row[:, None] * columns + column[None, :]
