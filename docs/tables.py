@@ -120,7 +120,8 @@ def phrases(part: dict[str, Any], places: dict[str, str]) -> list[str]:
     if part.get("type") == "array":
         each = part.get("prefixItems") or [part.get("items", {})]
         said = type_of({"anyOf": each}, places)
-        return [f"list of {said.replace('number', 'numbers')}" if said else "list"]
+        many = re.sub(r"\b(list|number)\b", r"\1s", said)
+        return [f"list of {many}" if said else "list"]
     return [WORDS[part["type"]]] if "type" in part else []
 
 

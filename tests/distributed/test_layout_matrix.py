@@ -80,6 +80,17 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "unetr-plain": {"model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "skips": False}, **SEGMENTED},
     "sap": {"model": {"kind": "sap", "ndim": 3, "encoder": ENCODER | {"tokens": ADAPTIVE}, "features": 4}, **SEGMENTED},
+    "affinities": {
+        "model": {"kind": "unetr", "ndim": 3, "encoder": ENCODER, "features": 4},
+        **SEGMENTED,
+        "objective": {"kind": "affinities", "descriptors": 2.0},
+        "data.crop": 8,
+    },
+    "affinities-sap": {
+        "model": {"kind": "sap", "ndim": 3, "encoder": ENCODER | {"tokens": ADAPTIVE}, "features": 4},
+        **SEGMENTED,
+        "objective": {"kind": "affinities"},
+    },
     "diffusion": {
         "model": {
             "kind": "diffusion_vit",
@@ -150,7 +161,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 SMALL = ("tensor2", "ulysses2", "pipeline2", "tensor2-context2")
 CASES = [("mae", layout) for layout in LAYOUTS if layout not in ("ring2-compiled", "pipeline2-compiled")]
-CASES += [(model, layout) for model in ("vit", "unetr", "sap", "diffusion", "dit") for layout in SMALL]
+CASES += [(model, layout) for model in ("vit", "unetr", "sap", "affinities", "diffusion", "dit") for layout in SMALL]
+CASES += [("affinities-sap", layout) for layout in ("ulysses2", "shard2")]
 CASES += [(model, layout) for model in ("mae-adaptive", "mae-adaptive-self") for layout in ("ring2", "ulysses2-ring2")]
 CASES += [("mae-self", layout) for layout in ("ring2", "pipeline2", "ulysses2-ring2", "shard2-context2-tensor2")]
 CASES += [("mae-turned", "pipeline2-tensor2"), ("mae-stratified", "ulysses4"), ("vit-pooled", "tensor2-context2")]

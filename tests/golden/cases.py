@@ -95,6 +95,11 @@ RECIPES: dict[str, list[str]] = {
         *("model.features=4", "init=null", "data.train.0.region={x: [0, 0.8]}"),
         *_VOLUME,
     ],
+    "demo/affinities3d": [
+        *_model("width=32", "heads=4", inside="model.encoder"),
+        *("model.features=4", "data.train.0.labels=structures", "data.train.0.path=data/em.zarr"),
+        *_VOLUME,
+    ],
     "demo/unetr3d": [*_model("width=32", "heads=4", inside="model.encoder"), "model.features=4", *_VOLUME],
     "digits/autoencoder": ["model.width=8", *_DIGITS],
     "digits/dit": [*_model(*_WIDTHS, "classes=3"), *_DIGITS, *_FEW],

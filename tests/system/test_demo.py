@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -100,3 +101,28 @@ def test_the_recipe_on_the_tutorial_is_that_of_the_demo() -> None:
     for section, keys in yaml.parse(block).items():
         for key, value in keys.items():
             assert recipe[section][key] == value
+
+
+@pytest.mark.slow
+def test_the_page_of_instances_works_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an empty folder, as it stands, but for fewer voxels and steps; its recipe is that of configs/demo."""
+    from vitrail import cli
+
+    page = (ROOT / "docs/tutorials/instances.md").read_text(encoding="utf-8")
+    text = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S))
+    monkeypatch.chdir(tmp_path)
+    for name, written in re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", text, re.M | re.S):
+        Path(name).write_text(written)
+        shipped = yaml.read(ROOT / "configs/demo/affinities3d.yaml")
+        shipped["run"]["name"] = "cells"
+        shipped.pop("log")
+        assert yaml.read(Path(name)) == shipped
+    shorter = {"generate": ["--shape", "32,36,160"], "train": [*KEYS, "--quiet"], "predict": ["--quiet"]}
+    for line in re.sub(r"^cat .*?^EOF\n", "", text, flags=re.M | re.S).splitlines():
+        name, *words = shlex.split(line)
+        assert name == "vitrail"
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words + [word for verb, more in shorter.items() if verb in words[:2] for word in more])
+        assert not ended.value.code, line
+    for path in ("look.png", "held-out.png", "held-out.ome.zarr", "runs/cells/report.html"):
+        assert Path(path).exists()

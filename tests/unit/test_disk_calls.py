@@ -43,6 +43,8 @@ ALLOWED = {
         "Image.fromarray(np.ascontiguousarray(values[...])).save",
     ): "into a file of disk.replacing",
     ("infer/files.py", "tifffile.imwrite"): "into a file of disk.replacing",
+    ("infer/instances.py", "kept.create_array"): "in a hidden folder, of what is made anew after a kill",
+    ("infer/instances.py", "zarr.open_group"): "of a hidden folder that is removed when all is done",
     ("infer/outputs.py", "zarr.open_group"): "of a hidden folder that is published when it is whole",
     ("report/figures.py", "candidate.save"): "into memory",
     ("training/checkpoint.py", "dcp.save"): "into a draft of a checkpoint, which is published when it is whole",

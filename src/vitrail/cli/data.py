@@ -48,6 +48,7 @@ def generate(
     ] = 3,
     ome_version: Annotated[Literal["0.4", "0.5"], typer.Option(help="Version of OME-Zarr.")] = "0.5",
     chunk: Annotated[int, typer.Option(metavar="N", min=1, help="Voxels along each side of a chunk.")] = 64,
+    cells: Annotated[bool, typer.Option("--cells", help="Also write which cell each voxel is of.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a volume at OUT that vitrail wrote.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -56,13 +57,14 @@ def generate(
     \b
     vitrail data generate data/em.zarr
     vitrail data generate data/big.zarr --shape 256,512,512 --seed 1 --ome-version 0.4
+    vitrail data generate data/cells.zarr --cells
     vitrail data generate tissue --kind slices
     vitrail data generate data/digits --kind digits
 
     The volume is written to OUT (8 nm voxels; membranes, mitochondria and vesicles under labels/structures), and its
-    path is printed. The same shape and seed give the same voxels. Slices are TIFF files in images/, and labels of every
-    sixth in labels/. Digits are an image folder, train/ and valid/ with a folder for each class; the other options are
-    of volumes.
+    path is printed. With --cells, labels/cells numbers the neurites; membranes and glia are 0 there. The same shape and
+    seed give the same voxels. Slices are TIFF files in images/, and labels of every sixth in labels/. Digits are an
+    image folder, train/ and valid/ with a folder for each class; the other options are of volumes.
     """
     if kind == "digits":
         from vitrail.data.generate import write_digits
@@ -91,7 +93,7 @@ def generate(
         written = write_slices(out, sizes, seed)
         print_found({"path": str(written), "kind": kind, "shape": list(sizes), "seed": seed}, written, as_json)
         return
-    volume = generate_em(sizes, seed)
+    volume = generate_em(sizes, seed, cells=cells)
     write_ome_zarr(out, volume, levels=levels, version=ome_version, chunk=chunk, name="em", force=force, tell=note)
     made = {
         "path": str(out),

@@ -43,7 +43,7 @@ def predict(
         ),
     ],
     write: Annotated[
-        Literal["classes", "probabilities", "embeddings", "reconstructions"] | None,
+        Literal["classes", "probabilities", "embeddings", "reconstructions", "affinities", "instances"] | None,
         typer.Option(help="What of it; what the run was trained for if not given."),
     ] = None,
     checkpoint: Step = None,
@@ -64,12 +64,21 @@ def predict(
     ] = None,
     dtype: Annotated[
         Literal["float32", "float16", "uint8"] | None,
-        typer.Option(help="Of probabilities and embeddings; float32. In uint8 a probability of 1 is 255."),
+        typer.Option(help="Of probabilities, affinities and embeddings; float32. In uint8 1 becomes 255."),
     ] = None,
     batch: AtOnce = None,
     memory: Annotated[float, typer.Option(metavar="GIB", help="For sums of tiles, on each device.")] = 2.0,
     chunk: Annotated[
         int | None, typer.Option(metavar="N", min=4, help="Voxels of a chunk's side in OUT; 64, of images 512.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(metavar="SHARE", help="Instances: affinity above which two voxels are held together.")
+    ] = 0.5,
+    smallest: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Instances of fewer voxels become background, 0.")
+    ] = 1,
+    truth: Annotated[
+        str | None, typer.Option(metavar="LABELS", help="Instances: also compare them with these labels of INPUT.")
     ] = None,
     compute: Compute = None,
     kind: SourceKind = None,
@@ -90,6 +99,7 @@ def predict(
     vitrail predict runs/em-unetr scan.nii.gz --out scan-classes.nii.gz --flips all --checkpoint best
     vitrail predict runs/em-unetr data/em.zarr --out p.ome.zarr --write probabilities --dtype uint8 --picture p.png
     vitrail predict runs/digits-vit data/digits/valid --out digits.csv
+    vitrail predict runs/em-cells data/em.zarr --out em-cells.ome.zarr --write instances --smallest 500
     torchrun --nproc-per-node 4 -m vitrail predict runs/em-unetr data/em.zarr --out em-classes.ome.zarr
 
     Tiles overlap and are blended; memory does not grow with the volume, and ranks share the rows of chunks that are
@@ -116,6 +126,9 @@ def predict(
         batch=batch,
         memory=memory,
         chunk=chunk,
+        threshold=threshold,
+        smallest=smallest,
+        truth=truth,
         compute=compute,
         kind=kind,
         settings=settings or (),
@@ -127,4 +140,6 @@ def predict(
         return
     for line in made["notes"]:
         note(f"note: {line}")
+    for name, score in made.get("scores", {}).items():
+        note(f"{name} {score:.4f}")
     print_found(made, made["out"], as_json)

@@ -57,10 +57,12 @@ def complete(recipe: Recipe) -> Recipe:
         channels = model.channels or _needed("model.channels", entry.channels(), entry) - len(condition)
     if hasattr(objective, "fit"):  # of the variables their number alone matters here
         names = (*condition, *(f"variable{number}" for number in range(channels)))
-        objective, model = dataclasses.replace(objective, variables=None).fit(model, names, recipe.data)
+        if hasattr(objective, "variables"):
+            objective = dataclasses.replace(objective, variables=None)
+        objective, model = objective.fit(model, names, recipe.data)
     update: dict[str, Any] = {"channels": channels, "shape": crop}
     labels = labels_wanted(objective, model)
-    if labels is not None and hasattr(model, "classes"):
+    if labels is not None and hasattr(model, "classes") and hasattr(objective, "names"):
         names = objective.names or ()
         classes = model.classes or len(names) or _needed("model.classes", entry.classes(labels), entry)
         update["classes"] = classes

@@ -43,7 +43,7 @@ class Labelling:
     """The meaning of labels, and what they belong to."""
 
     of: Literal["item", "voxel"]
-    names: tuple[str, ...]  # of the classes: label 0 is the first
+    names: tuple[str, ...]  # of the classes: label 0 is the first; none where labels are numbers of instances
     ignore: int | None = None  # a value of voxels that have no class
 
 

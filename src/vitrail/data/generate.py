@@ -261,12 +261,21 @@ class Volume:
     image: np.ndarray
     labels: np.ndarray
     label_names: tuple[str, ...] = LABEL_NAMES
+    cells: np.ndarray | None = None  # number of the neurite of each voxel; 0 in membranes and in the glia
 
 
 def generate_em(
-    shape: int | tuple[int, int, int] = (128, 128, 192), seed: int = 0, *, noise: float = 0.11, slab: int | None = None
+    shape: int | tuple[int, int, int] = (128, 128, 192),
+    seed: int = 0,
+    *,
+    noise: float = 0.11,
+    slab: int | None = None,
+    cells: bool = False,
 ) -> Volume:
-    """Make tissue of the given shape (z, y, x); `noise` is the share of white noise in the image's variance."""
+    """Make tissue of the given shape (z, y, x); `noise` is the share of white noise in the image's variance.
+
+    With `cells`, which cell each voxel is of is kept, too.
+    """
     size = (shape,) * 3 if isinstance(shape, int) else tuple(shape)
     if len(size) != 3 or min(size) < 8:
         raise UserError(
@@ -280,12 +289,15 @@ def generate_em(
     rng = np.random.default_rng([seed, 2])
     fields = {name: SmoothField(size, period, rng) for name, period in (("light", 90), ("texture", 4), ("wobble", 10))}
     image, labels = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    kept = np.empty(size, np.uint16 if len(scene.shade) <= 2**16 else np.uint32) if cells else None
     step = slab or max(8, SLAB // (size[1] * size[2]))
     for lo in range(0, size[0], step):
         hi = min(lo + step, size[0])
-        image[lo:hi], labels[lo:hi] = render(scene, fields, size, lo, hi)
+        image[lo:hi], labels[lo:hi], owner = render(scene, fields, size, lo, hi)
+        if kept is not None:
+            kept[lo:hi] = np.where(labels[lo:hi] == 1, 0, owner)
     add_noise(image, noise, seed)
-    return Volume(image, labels)
+    return Volume(image, labels, cells=kept)
 
 
 def add_noise(image: np.ndarray, share: float, seed: int) -> None:
@@ -301,8 +313,11 @@ def add_noise(image: np.ndarray, share: float, seed: int) -> None:
 
 def render(
     scene: Scene, fields: dict[str, "SmoothField"], size: tuple[int, ...], lo: int, hi: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the planes lo to hi and their labels; one more on each side is drawn for the slope of the distances."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw the planes lo to hi, their labels and whose they are.
+
+    One more on each side is drawn for the slope of the distances.
+    """
     first, last = max(lo - 1, 0), min(hi + 1, size[0])
     wobble = fields["wobble"](first, last)
     owner, membrane = partition(scene.neurites, ((first, 0, 0), (last, size[1], size[2])), wobble)
@@ -330,7 +345,7 @@ def render(
     labels[vesicle < 0.4] = 3
     labels[mito < 0] = 2
     labels[membrane < half] = 1
-    return np.clip(np.rint(image), 0, 255).astype(np.uint8), labels
+    return np.clip(np.rint(image), 0, 255).astype(np.uint8), labels, owner
 
 
 def ramp(distance: np.ndarray, soft: float) -> np.ndarray:

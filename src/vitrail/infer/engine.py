@@ -8,8 +8,9 @@ import math
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +23,7 @@ from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.infer.blend import Band, Row
 from vitrail.infer.eyes import Eyes, Form, Looking, finish
+from vitrail.infer.mutex import Offsets, segment
 from vitrail.infer.tiling import Cut, Tile, TilesInOrder, Tiling
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of, known_variables
@@ -30,6 +32,7 @@ from vitrail.training.stitch import Blend, in_window
 SIDES = {2: 512, 3: 64}  # voxels of a chunk of what is written, by the axes of an item
 UNNAMED = re.compile(r"image|channel\d+")  # what variables are called whose file has no names
 MOST_VOXELS, MOST_SAMPLES = 2**22, 16  # of a batch, where no size was asked for
+PAIRS = ("affinities", "instances")  # what is said of voxels and their neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class Wishes:
     batch: int | None = None  # tiles computed at once; None: as many as suit their size
     memory: int = 2 << 30  # bytes for the sums of rows in the making
     chunk: int | None = None  # voxels along each side of a chunk of what is written; None: as suits the axes
+    threshold: float = 0.5  # affinity above which two voxels are likelier of one instance than not
+    smallest: int = 1  # voxels of an instance; smaller ones become background
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < 1:
@@ -50,6 +55,10 @@ class Wishes:
             raise UserError(f"batch: {self.batch} must be at least 1")
         if self.chunk is not None and self.chunk < 4:
             raise UserError(f"chunk: {self.chunk} must be at least 4 voxels, such as 64")
+        if not 0 < self.threshold < 1:
+            raise UserError(f"threshold: {self.threshold} must be an affinity between 0 and 1, such as 0.5")
+        if self.smallest < 1:
+            raise UserError(f"smallest: {self.smallest} must be at least 1 voxel")
 
     def batch_of(self, crop: Sequence[int]) -> int:
         """Return a number that depends on the tiles alone, so that all machines compute the same ones together."""
@@ -73,6 +82,7 @@ class Engine:
         self.eyes, self.form, self.dataset, self.wishes, self.name = eyes, form, dataset, wishes, name
         self.views = self._extents()
         first = self.views[0][0]
+        self.offsets = self._offsets(first) if form.write in PAIRS else ()
         cell = self._cell(first)
         ndim = len(first.shape)
         side = wishes.chunk or SIDES.get(ndim, 64)
@@ -112,6 +122,24 @@ class Engine:
         if first.slices is not None:
             patch.insert(first.slices, 1)
         return tuple(patch)
+
+    def _offsets(self, first: Extent) -> Offsets:
+        """Return the offsets of affinities, in voxels of the items; refused where a neighbour there is another."""
+        if self.wishes.flips:
+            raise UserError(
+                "flips: a neighbour on one side is one on the other when flipped, so affinities are not averaged over "
+                "flips; leave it out"
+            )
+        if len(self.views) > 1:
+            raise UserError("planes: affinities of slices have neighbours of their own; give one axis, such as z")
+        if any(set(self.dataset.sources[0].items[e.item].scale) != {1.0} for e in self.views[0]):
+            raise UserError(
+                f"{self.name}: affinities are of voxels as large as those of the training, and these are resampled; "
+                "choose a level of that voxel size, or set spacing to null"
+            )
+        told: Any = self.eyes.objective
+        across = first.slices
+        return tuple(offset if across is None else (*offset[:across], 0, *offset[across:]) for offset in told.offsets)
 
     def rows(
         self,
@@ -201,6 +229,9 @@ class Engine:
 
     def finish(self, row: Row) -> np.ndarray:
         """Return what is written of a row: [*cells], or [channels, *cells]."""
+        if self.form.write == "instances":
+            found = finish(in_bytes(self.form, self.eyes), self.eyes, row.values, self.values)
+            return segment(found, self.offsets, self.wishes.threshold, self.wishes.smallest)
 
         def given() -> np.ndarray:
             source, (item, box) = self.dataset.sources[0], self.tiling.place(row.number)
@@ -208,6 +239,11 @@ class Engine:
             return read_again(read, lambda: source.items[item].name, retries=self.dataset.settings.retries)
 
         return finish(self.form, self.eyes, row.values, self.values, given)
+
+
+def in_bytes(form: Form, eyes: Eyes) -> Form:
+    """Return the form of the affinities that instances are made of."""
+    return replace(form, write="affinities", channels=eyes.names, dtype=np.dtype(np.uint8))
 
 
 def taken_for(names: Sequence[str], wanted: Sequence[str]) -> str | None:

@@ -3,6 +3,7 @@
 What it says of samples is on their voxels, on their grid of patches (features), or one for the whole (a class):
 
 - classes and probabilities of a segmentation come from logits, of which tiles and flips are averaged
+- affinities come from logits in the same way; instances are made of them (mutex.py)
 - reconstructions of a masked autoencoder hide tokens of each tile by a draw of its place; a voxel is what those tiles
   say in which it was hidden, and as it was where none hides it
 - features are the last tokens of the encoder; leaves of adaptive tokens are spread over their voxels and averaged over
@@ -31,6 +32,7 @@ from vitrail.draws import Draws
 from vitrail.errors import UserError
 from vitrail.infer.features import encode, pooled
 from vitrail.infer.folder import as_stored, read_facts
+from vitrail.infer.mutex import NUMBERS
 from vitrail.layers.patches import num_voxels, per_axis
 from vitrail.layers.tokens import Tokens
 from vitrail.models.model import Model, encoder_of, known_variables, make_inputs
@@ -41,7 +43,7 @@ from vitrail.recipe import Recipe
 from vitrail.recipe.sections import Augment
 from vitrail.weights.runs import read_model, stored_recipe, with_checkpoint
 
-Write = Literal["classes", "probabilities", "embeddings", "reconstructions"]
+Write = Literal["classes", "probabilities", "embeddings", "reconstructions", "affinities", "instances"]
 On = Literal["voxels", "patches", "item"]
 FEW = 16  # features of adaptive tokens that are spread over voxels at once
 
@@ -126,8 +128,10 @@ class Eyes:
         chosen: Any = write or offers[0]
         if chosen not in offers:
             raise UserError(f"write: {chosen!r} is nothing that objective {kind!r} gives; choose {' or '.join(offers)}")
-        if chosen in ("classes", "reconstructions") and dtype is not None:
-            raise UserError(f"dtype: {dtype!r} is of probabilities and embeddings; leave it out of {chosen}")
+        if chosen in ("classes", "reconstructions", "instances") and dtype is not None:
+            raise UserError(
+                f"dtype: {dtype!r} is of probabilities, affinities and embeddings; leave it out of {chosen}"
+            )
         if chosen == "embeddings" and dtype == "uint8":
             raise UserError("dtype: 'uint8' holds no features; choose float32 or float16")
         if dtype not in (None, "float32", "float16", "uint8"):
@@ -140,6 +144,10 @@ class Eyes:
         if chosen == "reconstructions":
             names = self.variables
             return Form(chosen, "voxels", names if len(names) > 1 else None, stored, 2 * len(names))
+        if chosen == "instances":
+            return Form(chosen, "voxels", None, NUMBERS, number)
+        if chosen == "affinities":
+            return Form(chosen, "voxels", self.names, given, number)
         if not isinstance(self.objective, VoxelObjective):
             return Form(chosen, "item", self.names, np.dtype(np.float32), number)
         if chosen == "probabilities":
@@ -227,8 +235,8 @@ class Looking:
             return self._reconstructed(batch, output, targets)
         if form.on == "item":
             return output.float()[(..., *[None] * len(size))]
-        assert isinstance(objective, VoxelObjective)
-        return objective.logits(output, targets).float()
+        told: Any = objective
+        return told.logits(output, targets).float()
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         def run(inputs: dict[str, Any], _: Any) -> Tensor:

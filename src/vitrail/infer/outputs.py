@@ -280,6 +280,8 @@ class Result:
         if form.write == "classes":
             properties = [{"label-value": number, "name": name} for number, name in enumerate(self.classes)]
             block["image-label"] = {"properties": properties}
+        if form.write == "instances":
+            block["image-label"] = {}
         if form.channels is not None and len(form.channels) <= MOST_NAMED:
             block["omero"] = {"channels": [describe_channel(name, form.dtype) for name in form.channels]}
         return block
@@ -315,8 +317,12 @@ class Result:
         elif values.size:
             self._put(item, 0, box, values, self.threads)
             self._go_on(item, box)
+        self.note(row, noted)
+
+    def note(self, row: int, values: Any = None) -> None:
+        """Note that a row is there, so that no later call makes it again."""
         assert self._log is not None
-        self._log.write(json.dumps([row, noted]).encode() + b"\n")
+        self._log.write(json.dumps([row, values]).encode() + b"\n")
         self._log.flush()
 
     def _put(self, item: int, number: int, box: Sequence[slice], values: np.ndarray, threads: int = 1) -> None:
@@ -395,7 +401,7 @@ class Result:
         factors, shapes = self._factors(frame), self._shapes(frame)
         ratio = tuple(now // before for now, before in zip(factors[number], factors[number - 1], strict=True))
         assert side is not None
-        labels = self.form.write == "classes"
+        labels = self.form.write in ("classes", "instances")
 
         def make(_: Tick) -> None:
             box = tuple(slice(s, min(s + side, n)) for s, n in zip(start, shapes[number], strict=True))

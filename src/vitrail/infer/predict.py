@@ -32,9 +32,10 @@ from vitrail.errors import UserError
 from vitrail.foreign import trusted
 from vitrail.infer import shown
 from vitrail.infer.blend import Row
-from vitrail.infer.engine import Engine, Wishes, check_variables, taken_for
+from vitrail.infer.engine import Engine, Wishes, check_variables, in_bytes, taken_for
 from vitrail.infer.eyes import Eyes, Form
 from vitrail.infer.folder import stored_type
+from vitrail.infer.instances import Instances, compare, open_truth
 from vitrail.infer.outputs import Result, Stage, choose_format, run_stage
 from vitrail.infer.padded import padded
 from vitrail.infer.places import Frame, frame_of, untold
@@ -69,6 +70,9 @@ def predict(
     batch: int | None = None,
     memory: float = 2.0,
     chunk: int | None = None,
+    threshold: float = 0.5,
+    smallest: int = 1,
+    truth: str | None = None,
     compute: str | None = None,
     kind: str | None = None,
     settings: Sequence[str] = (),
@@ -90,6 +94,7 @@ def predict(
     asked: dict[str, Any] = {"path": str(path), "out": str(out), "write": write}
     asked |= {"checkpoint": checkpoint, "weights": weights}
     asked |= {"overlap": overlap, "blend": blend, "flips": flips, "planes": planes, "dtype": dtype, "batch": batch}
+    asked |= {"threshold": threshold, "smallest": smallest, "truth": truth}
     asked |= {"memory": memory, "chunk": chunk, "compute": compute, "kind": kind, "settings": list(settings)}
     with trusted(trust), joined(whole(recipe), trust=trust, **asked) as (place, watchdog):
         use_cache(min(recipe.data.cache_mib << 20, room))
@@ -108,15 +113,25 @@ def predict(
                     batch=batch,
                     memory=room,
                     chunk=chunk,
+                    threshold=threshold,
+                    smallest=smallest,
                 ),
                 place.control,
             )
             work = together(lambda: Work(seen, wishes, target, place, compute), place.control)
+            if truth is not None:
+                together(lambda: work.check_truth(truth), place.control)
             if picture is not None:
                 on_chief(lambda: shown.check(picture, seen.form), place.control)
             model = read_model(at, manifest, weights)
             facts = {"run": recipe.run.name, "step": manifest["step"], "checkpoint": digest(manifest)}
+
+            def beat() -> None:
+                watchdog.beat(manifest["step"], "comparing")
+
             made = work.run(model, facts | {"weights": weights}, watchdog, quiet=quiet)
+            if truth is not None:
+                made |= {"scores": on_chief_for_long(partial(work.compare, truth), place.control, beat)}
             return made | ({} if picture is None else work.show(Path(picture), made))
 
         found = with_checkpoint(run, checkpoint, make, place.control)
@@ -288,14 +303,20 @@ class Work:
         format = choose_format(out, seen.kind, seen.form, items)
         largest = max(int(np.prod(item.shape)) for item in seen.source.items)
         kept = format[0] != "ome-zarr" and items > 1 and largest * 8 * (seen.form.values + 1) <= wishes.memory
-        self.engine = Engine(seen.eyes, seen.form, seen.dataset, wishes, whole=kept, name=seen.path)
+        instances = seen.form.write == "instances"  # which are made when all affinities are there
+        form = in_bytes(seen.form, seen.eyes) if instances else seen.form
+        self.engine = Engine(seen.eyes, form, seen.dataset, wishes, whole=kept and not instances, name=seen.path)
         cell = self.engine.tiling.cut.cell or (1,) * len(seen.source.axes)
         cells = [self.engine.tiling.cut.cells(item.shape) for item in seen.plain.items]
         if empty := [item.name for item, shape in zip(seen.plain.items, cells, strict=True) if 0 in shape]:
             raise UserError(f"{empty[0]} is smaller than a patch of the model {by(cell)}; give larger data")
         frames: list[Frame] = [frame_of(seen.plain, item, cells[item], cell) for item in range(items)]
         classes = seen.eyes.names
-        self.result = Result(out, seen.form, frames, format, chunk=self.engine.chunk, classes=classes)
+        options: dict[str, Any] = {"chunk": self.engine.chunk, "classes": classes}
+        if instances:
+            options |= {"affinities": form, "offsets": self.engine.offsets, "wishes": wishes}
+            options["rows"] = self.engine.tiling.rows
+        self.result = (Instances if instances else Result)(out, seen.form, frames, format, **options)
         self.result.alone = place.world.size == 1
         threads = max(1, reading_threads(seen.eyes.recipe, place))
         self.result.threads = self.result.at_once(threads, wishes.memory)
@@ -357,6 +378,17 @@ class Work:
             "made": len(todo),
             "notes": self.seen.notes,
         }
+
+    def check_truth(self, labels: str) -> None:
+        open_truth(self.seen.config, labels, self.seen.form, self.seen.plain)
+
+    def compare(self, labels: str, tick: Callable[[], None]) -> dict[str, float]:
+        """Return scores of the instances that were written beside labels of the input, on rank 0."""
+        seen, result = self.seen, self.result
+        truth = open_truth(seen.config, labels, seen.form, seen.plain)
+        places = [result.out / name if result.many else result.out for name in result.names]
+        ignore = getattr(seen.eyes.recipe.objective, "ignore", None)
+        return compare(truth, places, ignore, tick)
 
     def show(self, picture: Path, made: dict[str, Any]) -> dict[str, Any]:
         """Draw a picture of what was written, on rank 0; a picture that cannot be drawn is a note."""

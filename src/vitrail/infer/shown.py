@@ -15,12 +15,15 @@ from vitrail.report.figures import check_picture
 
 MOST = {2: 512, 3: 128}  # voxels along an axis, by the number of axes
 SLICES = 4  # of volumes
+MOST_COLOURS = 250
 
 
 def check(path: str | Path, form: Form) -> None:
     """Refuse what cannot be drawn, before the work."""
     if form.on != "voxels":
         raise UserError(f"picture: {form.write} are not drawn here; ask for classes, probabilities or reconstructions")
+    if form.write == "affinities":
+        raise UserError("picture: affinities are not drawn here; ask for instances")
     check_picture(path)
 
 
@@ -43,7 +46,9 @@ def draw(path: str | Path, written: Path, source: Source, form: Form, classes: S
     if form.write == "reconstructions":
         pair = (image.astype(np.float32), found.astype(np.float32))
         return pairs_panel(path, [pair], abouts=[about], title=title, caption=caption, slices=SLICES)
-    labels = found[0] if form.write == "classes" else found.argmax(axis=0)
-    caption += "" if form.write == "classes" else "; the likeliest class of each"
+    labels = found.argmax(axis=0) if form.write == "probabilities" else found[0]
+    caption += "; the likeliest class of each" if form.write == "probabilities" else ""
+    if form.write == "instances":  # which share colours, as none has a name
+        labels, classes = np.where(labels > 0, (labels.astype(np.int64) - 1) % MOST_COLOURS + 1, 0), [""] * MOST_COLOURS
     row: dict[str, Any] = {"image": image, "prediction": labels.astype(np.int64), "about": about}
     return segmentation_panel(path, [row], names=classes, title=title, caption=caption, slices=SLICES)

@@ -10,7 +10,8 @@ output that they are compared with.
 An objective that learns from labels says so in its config: `labels: ClassVar` is "item" (the class of each item) or
 "voxel" (of each voxel). Then the batch carries them, `names` (the classes, label 0 first; filled in from the data where
 it is None) and, for voxels, `ignore` (a value that is not scored) are fields of that config, and model.classes follows.
-Where that depends on the model, the config has `labels_with(model)` instead.
+Where that depends on the model, the config has `labels_with(model)` instead. A config without `names` takes labels of
+voxels as they are, as numbers of instances, and says itself how many outputs the model has (`fit`).
 """
 
 import inspect

@@ -32,6 +32,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "reconstruct": "vitrail.objectives.reconstruct:ReconstructConfig",
         "classify": "vitrail.objectives.classify:ClassifyConfig",
         "segment": "vitrail.objectives.segment:SegmentConfig",
+        "affinities": "vitrail.objectives.affinities:AffinitiesConfig",
         "autoencode": "vitrail.objectives.autoencode:AutoencodeConfig",
         "denoise": "vitrail.objectives.denoise:DenoiseConfig",
         "flow": "vitrail.objectives.flow:FlowConfig",

@@ -190,7 +190,7 @@ def segmentation_panel(
     kinds = [*(group.name or "image" for group in groups), *(["true labels"] if known else []), "prediction"]
     whole = Group("", groups[0].channels, "")
     look = lay_out(painted, abouts, [whole], kinds, cuts)
-    shown = [number for number in range(1, len(names)) if number in seen][:_MOST_KEYS]
+    shown = [number for number in range(1, len(names)) if number in seen and names[number]][:_MOST_KEYS]
     keys: list[tuple[str, Colour]] = [(shorten(names[number], 24), tuple(colours[number])) for number in shown]
     if ignore is not None and ignore in seen:
         keys.append(("not scored", NOT_SCORED))

@@ -240,7 +240,7 @@ def complete(recipe: Recipe, data: DataParts) -> Recipe:
     if model.shape is not None and per_axis(model.shape, model.ndim) != crop:
         raise UserError(f"model.shape: {model.shape} differs from data.crop {list(crop)}; leave it out")
     update: dict[str, Any] = {"channels": channels, "shape": crop}
-    if data.train.labels is not None:
+    if data.train.labels is not None and hasattr(objective, "names"):
         names = find_classes(recipe, data)
         update["classes"] = len(names)
         objective = dataclasses.replace(objective, names=names)
@@ -352,7 +352,8 @@ def labelling_of(recipe: Recipe, dataset: Dataset) -> Labelling | None:
     """Return what the labels of a recipe's data mean; None where its objective needs none."""
     if dataset.labels is None:
         return None
-    return Labelling(dataset.labels, recipe.objective.names, getattr(recipe.objective, "ignore", None))
+    names = getattr(recipe.objective, "names", ())  # none of instances
+    return Labelling(dataset.labels, names, getattr(recipe.objective, "ignore", None))
 
 
 def make_augmenter(recipe: Recipe, data: DataParts) -> Augmenter:

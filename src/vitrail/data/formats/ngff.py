@@ -338,14 +338,19 @@ def write_ome_zarr(
         if version == "0.4":  # from 0.5 on the block's own version counts
             image_block["omero"]["version"] = version
         _write_pyramid(draft, volume.image, image_block, levels, version, chunk, _average)
-        if volume.labels is not None:
-            label_block = describe_pyramid(labels_name, spacing, unit, levels, version)
-            properties = [{"label-value": i, "name": text} for i, text in enumerate(volume.label_names)]
-            label_block["image-label"] = {"properties": properties, "source": {"image": "../../"}}
+        named = {labels_name: volume.labels, "cells": getattr(volume, "cells", None)}
+        given = {name: labels for name, labels in named.items() if labels is not None}
+        if given:
+            create_group(draft / "labels", {"labels": list(given)}, version)
+        for name, labels in given.items():
+            label_block = describe_pyramid(name, spacing, unit, levels, version)
+            label_block["image-label"] = {"source": {"image": "../../"}}
+            if name == labels_name:
+                properties = [{"label-value": i, "name": text} for i, text in enumerate(volume.label_names)]
+                label_block["image-label"]["properties"] = properties
             if version == "0.4":
                 label_block["image-label"]["version"] = version
-            create_group(draft / "labels", {"labels": [labels_name]}, version)
-            _write_pyramid(draft / "labels" / labels_name, volume.labels, label_block, levels, version, chunk, _vote)
+            _write_pyramid(draft / "labels" / name, labels, label_block, levels, version, chunk, _vote)
     return target
 
 

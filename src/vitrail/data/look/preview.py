@@ -105,7 +105,7 @@ def preview(
         words += f"; {one['tokens']:,} tokens"
         words += f", of which the model is shown {one['visible']:,}" if hidden else ""
     key: list[tuple[str, tuple[float, ...]]] = [("hidden from the model", HIDDEN)] if hidden else []
-    if part.labels is not None and part.labels.ndim > 1:
+    if part.labels is not None and part.labels.ndim > 1 and hasattr(objective.config, "names"):
         key += label_key(dict(enumerate(objective.names)))
     drawn = draw_page(path, rows, title=title, caption=words, key=key, tile=2.4)
     return {"picture": str(drawn), "samples": facts}

@@ -442,6 +442,8 @@ class Reader:
         """Find labels of no class, nor to be ignored: return a place for each, or one for all where none is wrong."""
         assert self.labelling is not None
         names, ignore = self.labelling.names, self.labelling.ignore
+        if not names:  # instances may have any number
+            return np.zeros((), bool)
         if labels.min() >= 0 and labels.max() < len(names):
             return np.zeros((), bool)
         wrong = (labels < 0) | (labels >= len(names))
