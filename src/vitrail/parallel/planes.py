@@ -54,9 +54,10 @@ def rows_of(number: int, part: Part) -> range:
 
 def share(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Let the maps of a model lie in slabs on the ranks of a group, where they can."""
-    if not in_slabs(model.config, dist.get_world_size(group)):
+    config: Any = model.config
+    if not in_slabs(config, dist.get_world_size(group)):
         return
-    planes = SharedPlanes(group, model.config.grid()[0])
+    planes = SharedPlanes(group, config.grid()[0])
     for module in model.modules():
         if getattr(module, "planes", None) is ALL:
             module.planes = planes  # type: ignore[assignment]
