@@ -316,6 +316,20 @@ def test_ranks_write_the_same(place: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(*(np.asarray(store[level]) for store in stores))
 
 
+def test_what_lies_beyond_a_small_volume_joins_nothing(place: Path, tmp_path: Path) -> None:
+    """Items that are smaller than a crop are padded for the model: instances are made of their own voxels alone."""
+    shape = (10, 12, 16)
+    values = OmeZarrConfig(path=str(place / "em.zarr")).open().read(0, tuple(slice(0, n) for n in shape))[0]
+    np.save(tmp_path / "small.npy", values)
+    options: dict[str, Any] = {"write": "instances", "smallest": 4}
+    vitrail.predict(place / "run", tmp_path / "small.npy", out=tmp_path / "out.npy", **options)
+    expected = np.load(tmp_path / "out.npy")
+    model = vitrail.load(place / "run")
+    np.testing.assert_array_equal(model.predict(values, **options), expected)
+    affinities = model.predict(values, write="affinities", dtype="uint8")
+    np.testing.assert_array_equal(mutex.segment(affinities, usual_offsets((16, 16, 16)), 0.5, 4), expected)
+
+
 def test_many_volumes_become_many_files(place: Path, tmp_path: Path) -> None:
     values = OmeZarrConfig(path=str(place / "em.zarr")).open().read(0, tuple(slice(0, n) for n in (24, 28, 40)))[0]
     (tmp_path / "in").mkdir()
