@@ -161,10 +161,10 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         compare(classes, labels, settings=[MAP, region], border="glia")
     with pytest.raises(UserError, match="--border 2: expected one of the classes 0, 1, or its number"):
         compare(classes, labels, settings=[MAP, region], border="2")
-    with pytest.raises(UserError, match="label_map = {0: 300} of .* maps to 300, which is no uint8"):
+    with pytest.raises(UserError, match=r"label_map = {0: 300} of .* maps to 300, which is no uint8"):
         compare(classes, labels, settings=["label_map={0: 300}", region])
     shares = write(tmp_path / "s.ome.tif", np.zeros((4, 2, 64, 64), np.float32), metadata={"axes": "ZCYX"})
-    with pytest.raises(UserError, match="--names a, b, c: .* has channels for 2 classes alone"):
+    with pytest.raises(UserError, match=r"--names a, b, c: .* has channels for 2 classes alone"):
         compare(shares, labels, settings=[MAP, region], border="c", names=["a", "b", "c"])
     with pytest.raises(UserError, match="--slices w: the labels have the axes z, y, x"):
         compare(classes, labels, settings=[MAP, region], border="1", slices="w")

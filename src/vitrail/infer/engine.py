@@ -228,6 +228,7 @@ class Engine:
 
     def finish(self, row: Row) -> np.ndarray:
         """Return what is written of a row: [*cells], or [channels, *cells]."""
+
         def given() -> np.ndarray:
             source, (item, box) = self.dataset.sources[0], self.tiling.place(row.number)
             read = partial(source.read, item, box)

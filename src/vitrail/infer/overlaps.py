@@ -7,7 +7,7 @@ A table of overlaps is added up box by box, so that volumes may be larger than m
 - `adapted_rand_error` is 1 less the F-score of pairs of different voxels that are in one instance (Arganda-Carreras et
   al. 2015); a voxel of the prediction's background is alone; 0 is best
 - `f1_50` and `f1_75`: of instances whose intersection with one of the other side is so much of their union
-- voxels that are background in the truth, 0 here, are left out of the first two. For the first, background of the prediction
+- voxels that are background in the truth are left out of the first two. For the first, background of the prediction
   is one more instance; the last looks at instances alone, with all their voxels
 """
 
@@ -36,9 +36,7 @@ class Overlaps:
 
     parts: list[Table] = field(default_factory=list)
 
-    def add(
-        self, truth: np.ndarray, found: np.ndarray, ignore: int | None = None, background: int | None = 0
-    ) -> None:
+    def add(self, truth: np.ndarray, found: np.ndarray, ignore: int | None = None, background: int | None = 0) -> None:
         """Count the voxels of two label arrays of one shape; those whose true label is `ignore` do not count.
 
         `background` is the true label of voxels of no instance; where it is another than 0, 0 is an instance.
