@@ -124,6 +124,9 @@ def test_blocks_fit_into_memory() -> None:
     assert blocks.reach == (9, 9, 9)
     assert 9 * mutex.BYTES * 82 * 146 * 210 < 2 << 30 < 9 * mutex.BYTES * 146 * 146 * 210
     assert Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 2 << 30).side == (50, 70, 90)
+    # Ranks are taken for dead that are silent for a minute, and the watershed lets no thread speak.
+    wide = [n + 18 for n in Blocks.of((4000, 4000, 4000), (64, 64, 64), OFFSETS, 1 << 40).side]
+    assert 2**24 < len(OFFSETS) * np.prod(wide) <= 2**25
     covered = np.zeros((50, 70, 90), int)
     for box in Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 0).boxes():
         covered[box] += 1
