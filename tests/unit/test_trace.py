@@ -382,7 +382,10 @@ def test_a_large_model_is_traced_block_by_block() -> None:
     assert 8 * 56 * work.segments[1].parameters == pytest.approx(101.5e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "cut"), [("mae 3-D cross", True), ("ditan", True), ("unetr", False)])
+LOADED = [("mae 3-D cross", True), ("ditan", True), ("unetr", True), ("unetr adaptive", False)]
+
+
+@pytest.mark.parametrize(("name", "cut"), LOADED)
 def test_ranks_that_share_a_sample_hold_what_the_loader_gives_them(name: str, cut: bool) -> None:
     """A slab of the values where the objective can do with one, else the whole; a divided trace says the same."""
     config, objective = CASES[name]
