@@ -1,6 +1,7 @@
 """The page of several runs: where it goes, what it refuses, and that it says what the runs have logged."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -178,8 +179,39 @@ def test_other_runs_of_the_same_names_have_another_page(tmp_path: Path) -> None:
     apart = {default_page([tmp_path / "p" / "a", tmp_path / other / "b"]) for other in "pqr"}
     assert len(apart) == 3
     assert {path.parent for path in apart} == {tmp_path / "p"}
-    long = default_page([tmp_path / ("n" * 100 + str(place)) for place in range(9)])
-    assert len(long.name) < 150
+    joined = {default_page([tmp_path / a, tmp_path / b]) for a, b in (("a+b", "c"), ("a", "b+c"))}
+    assert len(joined) == 2
+    for letter in "n字":
+        long = default_page([tmp_path / (letter * 80 + str(place)) for place in range(9)])
+        assert len(os.fsencode(long.name)) < 150
+
+
+def test_a_run_whose_score_is_not_finite_is_compared(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, dice, spread=None) for name, dice in (("a", 0.8), ("b", 0.9), ("c", 0.7))]
+    lost = [write_run(tmp_path / f"lost{n}", float("nan"), spread=None) for n in range(3)]
+    facts = compare_summary([lost[0], *runs[:2]])
+    assert facts["headline"] == "Mean Dice: b 0.9, a 0.8, lost0 not finite"
+    assert facts["verdict"].startswith("Higher is better, and b is best")
+    assert [value["best"] for value in facts["scores"][0]["values"]] == [False, False, True]
+    assert "to 0.7 (c)" in compare_summary([*runs, *lost])["headline"]
+    facts = compare_summary([*lost, runs[0]])
+    assert (facts["headline"], facts["verdict"]) == ("Mean Dice of 4 runs: lost0, lost1 and lost2 not finite", "")
+    assert "not finite" in page_of(*lost, out=tmp_path / "x.html").text
+
+
+def test_of_runs_with_the_best_score_none_is_said_to_be_it(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, dice) for name, dice in (("a", 0.9), ("b", 0.5), ("c", 0.9))]
+    verdict = compare_summary(runs)["verdict"]
+    assert verdict == "Higher is better, and a and c are best, with the same score."
+
+
+def test_legends_name_every_run_in_a_few_letters(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name=long) for name, long in (("a", "_a"), ("b", "b" * 300))]
+    text = write_comparison(runs, tmp_path / "x.html").read_text()
+    chart = json.loads(re.findall(r"json\">(.*?)</script>", text, re.DOTALL)[0])
+    names = [line["name"] for line in chart["panels"][0]["lines"]]
+    assert names[0].strip() == "_a"
+    assert 20 < len(names[1]) < 50
 
 
 def test_the_page_of_one_run_takes_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,7 @@ _SCORES = ("dice_", "iou_", "mean_dice", "mean_iou", "accuracy", "top5")  # and 
 _HELD_OUT = ("data.valid", "data.crop", "data.fit", "data.tiles", "eval.tiles", "run.seed")  # choose held-out samples
 _LOSS_OF = ("objective.", "data.normalize", "model.mask")  # keys that give a loss another meaning
 _MACHINE = ("vitrail", "commit", "modified", "python", "packages", "cuda", "hip", "host", "platform", "cpu", "devices")
-_LONGEST = 120  # characters of the name of a page
+_LONGEST = 120  # bytes of the name of a page, of the 255 that a system allows
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ def default_page(runs: Sequence[Path]) -> Path:
     first, places = runs[0], [run.resolve() for run in runs]
     folder = first.parent if first.name not in ("", "..") else places[0].parent
     name = "compare-" + "+".join(place.name for place in places)
-    if len(name) > _LONGEST or len({place.parent for place in places}) > 1:  # other runs may have the same names
+    short = os.fsdecode(os.fsencode(name)[:_LONGEST])
+    # Other runs may have the same names, or ones that are the same when they are put together.
+    if short != name or name.count("+") >= len(runs) or len({place.parent for place in places}) > 1:
         digest = hashlib.blake2b("\0".join(map(str, places)).encode(errors="replace"), digest_size=4).hexdigest()
-        name = f"{name[:_LONGEST]}-{digest}"
+        name = f"{short}-{digest}"
     return folder / f"{name}.html"
 
 
@@ -279,18 +282,23 @@ def judge(names: Sequence[str], scores: Sequence[dict[str, Any]]) -> tuple[str, 
     if chosen is None:
         return f"{len(names)} runs, which have no score in common", ""
     label = chosen["label"][:1].upper() + chosen["label"][1:]
+    pairs = list(zip(names, chosen["values"], strict=True))
+    without = [pair for pair in pairs if pair[1]["value"] is None]  # what is not finite, as after a divergence
     ranked = sorted(
-        zip(names, chosen["values"], strict=True),
+        (pair for pair in pairs if pair[1]["value"] is not None),
         key=lambda pair: pair[1]["value"] * (-1 if chosen["larger_is_better"] else 1),
     )
     if len(names) <= 3:
-        headline = f"{label}: " + ", ".join(f"{name} {plain(value['value'])}" for name, value in ranked)
+        shown = [f"{name} {plain(value['value'])}" for name, value in ranked]
+        headline = f"{label}: {', '.join(shown + [f'{name} not finite' for name, _ in without])}"
+    elif len(ranked) < 2:
+        headline = f"{label} of {len(names)} runs: {_some([name for name, _ in without])} not finite"
     else:
         (best, top), (last, least) = ranked[0], ranked[-1]
         headline = (
             f"{label} of {len(names)} runs: from {plain(top['value'])} ({best}) to {plain(least['value'])} ({last})"
         )
-    if chosen["larger_is_better"] is None:
+    if chosen["larger_is_better"] is None or len(ranked) < 2:
         return headline, ""
     return headline, _tell_sure(ranked, "Higher" if chosen["larger_is_better"] else "Lower")
 
@@ -300,6 +308,9 @@ def _tell_sure(ranked: Sequence[tuple[str, dict[str, Any]]], better: str) -> str
     (name, best), *others = ranked
     if all(value["value"] == best["value"] for _, value in others):
         return "All have the same score."
+    equal = [other for other, value in others if value["value"] == best["value"]]
+    if equal:
+        return f"{better} is better, and {_some([name, *equal])} are best, with the same score."
     words = f"{better} is better, and {name} is best"
     if best["low"] is None or any(value["low"] is None for _, value in others):
         return f"{words}; how sure that is cannot be told, since not all runs have an interval."
