@@ -161,16 +161,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
         "vitrail launch slurm study.yaml --machine frontier --nodes 4 --time 25m --account abc123 --submit": SLURM,
     },
 }
-ENDLESS = "goes on until Ctrl-C; tests of the view run it"
-NOT_RUN["docs/tutorials/own_slices.md"] = {"vitrail view runs/tissue-segment tissue-classes.ome.zarr": ENDLESS}
-NOT_RUN["docs/view.md"] = {
-    'pip install -c constraints.txt -e ".[view]"': NETWORK,
-    "vitrail view data/em.zarr": ENDLESS,
-    "vitrail view data/em.zarr em-classes.ome.zarr": ENDLESS,
-    "vitrail view runs/demo-unetr3d em-classes.ome.zarr": ENDLESS,
-    "vitrail view scan.h5 --set key=raw --labels drawn.tif": ENDLESS,
-    "vitrail view data/em.zarr --port 8765 --no-browser --json": ENDLESS,
-}
 # Pages that take a few seconds of the processor; all others are run by make test-slow.
 QUICK = [f"docs/{name}.md" for name in ("augment", "formats", "install", "launch", "logging", "models", "plugins")]
 QUICK += ["docs/resume.md", "docs/tutorials/first-run.md", "docs/weights.md"]
