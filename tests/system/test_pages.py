@@ -149,6 +149,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "torchfrtrace runs/demo-mae3d/flight-recorder --prefix nccl_rank_": "needs what a hang on GPUs has left",
     },
+    "docs/tutorials/instances.md": {'pip install -c constraints.txt -e ".[instances]"': NETWORK},
     "docs/view.md": {'pip install -c constraints.txt -e ".[view]"': NETWORK},
     "docs/coming-from/torchditan.md": {
         "vitrail bench dit.yaml --sweep model.patch=8,4,2 --sweep data.batch=16/rank,64/rank,256/rank "

@@ -20,7 +20,8 @@ from vitrail.report.compare import default_page, find_differences, name_runs
 from vitrail.report.compare_plots import MOST_RUNS, Track, axes_of, seen
 from vitrail.report.metrics import merge_lines
 
-RECIPE = "run: {{name: {name}, steps: {steps}}}\ndata: {{batch: {batch}}}\noptimizer: {{kind: adamw, lr: {lr}}}\n"
+RECIPE = "run: {{name: {name}, steps: {steps}}}\noptimizer: {{kind: adamw, lr: {lr}}}\n"
+RECIPE += "data: {{batch: {batch}, valid: [{{path: x}}]}}\n"
 
 
 def dice_line(step: int, dice: float, spread: float | None = 0.02) -> dict[str, Any]:
@@ -170,6 +171,8 @@ def test_a_page_replaces_only_its_own(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"not replaced|the page of .* itself"):
             write_comparison(runs, runs[0] / name)
         assert (runs[0] / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="File name too long"):
+        write_comparison(runs, tmp_path / ("x" * 300))
     assert write_comparison(runs, tmp_path / "new" / "x.html").is_file()
 
 
@@ -237,6 +240,29 @@ def test_what_does_not_compare_is_said(tmp_path: Path) -> None:
     )
     loss = next(score for score in facts["scores"] if score["metric"] == "loss")
     assert not any(value["best"] for value in loss["values"])
+
+
+def test_pictures_of_training_samples_are_called_so(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, picture=["x"]) for name in ("a", "b")]
+    for run in runs:
+        recipe = (run / "recipe.yaml").read_text()
+        (run / "recipe.yaml").write_text(recipe.replace("valid:", "train:"))
+    assert "All show the same training samples." in page_of(*runs, out=tmp_path / "x.html").text
+    (runs[0] / "recipe.yaml").write_text(recipe.replace("valid: [{path: x}]", "train: [{path: y}]"))
+    assert compare_summary(runs)["same_samples"] is False
+
+
+def test_errors_of_what_was_hidden_otherwise_are_not_ranked(tmp_path: Path) -> None:
+    runs = []
+    for name, ratio in (("a", 0.5), ("b", 0.75)):
+        text = f"run: {{name: {name}}}\nmodel: {{mask: {{ratio: {ratio}}}}}\n"
+        lines = [START, train_line(10), eval_line(10, mse=10 + 10 * ratio), end_line(10)]
+        runs.append(make_run(tmp_path / name, lines, text))
+    facts = compare_summary(runs)
+    assert facts["scores"][0]["metric"] == "mse_over_variance"
+    assert facts["verdict"] == ""
+    assert not any(value["best"] for score in facts["scores"] for value in score["values"])
+    assert "Errors of what is hidden do not compare: the runs differ in model.mask.ratio." in facts["notes"]
 
 
 def test_runs_without_a_score_in_common_have_curves(tmp_path: Path) -> None:
