@@ -65,6 +65,13 @@ class Browser:
         self.out, self.into = mine[1], theirs[0]
         self.number, self.rest = 0, b""
         self.messages: list[dict[str, Any]] = []
+        try:
+            self._begin(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, size: tuple[int, int]) -> None:
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(each for each in targets if each["type"] == "page")
         self.session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]

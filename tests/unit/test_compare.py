@@ -15,7 +15,7 @@ from test_report import LINES, START, VALUES, end_line, eval_line, make_run, tra
 
 from vitrail.cli import main
 from vitrail.errors import UserError
-from vitrail.report import compare, compare_summary, write_comparison
+from vitrail.report import compare, compare_summary, write_comparison, write_report
 from vitrail.report.compare import default_page, find_differences, name_runs
 from vitrail.report.compare_plots import MOST_RUNS, Track, axes_of, seen
 from vitrail.report.metrics import merge_lines
@@ -319,6 +319,18 @@ def test_any_values_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     theirs = make_run(tmp_path / "b", [*lines, train_line(10)])
     (theirs / "environment.json").write_text(json.dumps(environment))
     json.dumps(compare_summary([ours, theirs]), allow_nan=False)
+    assert write_comparison([ours, theirs]).is_file()
+
+
+def test_values_nested_deep_are_left_out_of_both_pages(tmp_path: Path) -> None:
+    ours, theirs = (write_run(tmp_path / name) for name in ("a", "b"))
+    nested = "[" * 700 + "]" * 700
+    with (theirs / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"event": "picture", "step": 40, "path": "pictures/a.png", "samples": {nested}}}\n')
+    (theirs / "environment.json").write_text(f'{{"packages": {nested}}}')
+    page = Page(write_report(theirs).read_text()).text
+    assert "environment.json cannot be read: it is nested too deep." in page
+    assert "holds 1 line" in page
     assert write_comparison([ours, theirs]).is_file()
 
 
