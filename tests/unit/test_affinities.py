@@ -84,6 +84,7 @@ def test_usual_offsets_fit_the_axes_and_the_crop() -> None:
         *((-1, 0, 0), (0, -1, 0), (0, 0, -1)),
         *((0, -3, 0), (0, 0, -3), (0, 0, -9)),
     )
+    assert usual_offsets((1, 8, 8)) == ((0, -1, 0), (0, 0, -1), (0, -3, 0), (0, 0, -3))
     assert [name_of(offset) for offset in ((-1, 0, 0), (0, -4, 9), (0, 3))] == ["z-1", "y-4 x+9", "x+3"]
 
 
@@ -220,6 +221,16 @@ def test_descriptors_are_moments_within_a_window(shape: tuple[int, ...]) -> None
         told += [spread[i, j] / (width[i] * width[j]) / 2 + 0.5 for i, j in itertools.combinations(range(ndim), 2)]
         expected = np.clip([*told, weight.sum()], 0, 1)
         assert found[(0, slice(None), *at)].tolist() == pytest.approx(expected.tolist(), abs=2e-3)
+
+
+@pytest.mark.parametrize("ignore", [-1, 300])
+def test_labels_of_eight_bits_are_no_others(ignore: int) -> None:
+    objective, _ = built(models()[1], offsets=((-1, 0, 0),), ignore=ignore, background=ignore, descriptors=2.0)
+    labels = torch.full((1, 8, 8, 8), ignore % 256, dtype=torch.uint8)
+    _, targets = objective.prepare(batch_of(labels), Draws(0, [0]))
+    assert targets.together[:, :, 1:].all()
+    assert targets.scored[:, :, 1:].all()
+    assert targets.inside.all()
 
 
 def test_descriptors_are_learned_beside_affinities() -> None:

@@ -21,7 +21,7 @@ from vitrail.errors import UserError
 from vitrail.infer import mutex
 from vitrail.infer.engine import Wishes
 from vitrail.infer.eyes import Form
-from vitrail.infer.instances import Instances
+from vitrail.infer.instances import Instances, compare
 from vitrail.infer.mutex import Blocks
 from vitrail.infer.outputs import choose_format
 from vitrail.infer.overlaps import Overlaps
@@ -124,6 +124,9 @@ def test_blocks_fit_into_memory() -> None:
     assert blocks.reach == (9, 9, 9)
     assert 9 * mutex.BYTES * 82 * 146 * 210 < 2 << 30 < 9 * mutex.BYTES * 146 * 146 * 210
     assert Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 2 << 30).side == (50, 70, 90)
+    # Ranks are taken for dead that are silent for a minute, and the watershed lets no thread speak.
+    wide = [n + 18 for n in Blocks.of((4000, 4000, 4000), (64, 64, 64), OFFSETS, 1 << 40).side]
+    assert 2**24 < len(OFFSETS) * np.prod(wide) <= 2**25
     covered = np.zeros((50, 70, 90), int)
     for box in Blocks.of((50, 70, 90), (64, 64, 64), OFFSETS, 0).boxes():
         covered[box] += 1
@@ -316,6 +319,20 @@ def test_ranks_write_the_same(place: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(*(np.asarray(store[level]) for store in stores))
 
 
+def test_what_lies_beyond_a_small_volume_joins_nothing(place: Path, tmp_path: Path) -> None:
+    """Items that are smaller than a crop are padded for the model: instances are made of their own voxels alone."""
+    shape = (10, 12, 16)
+    values = OmeZarrConfig(path=str(place / "em.zarr")).open().read(0, tuple(slice(0, n) for n in shape))[0]
+    np.save(tmp_path / "small.npy", values)
+    options: dict[str, Any] = {"write": "instances", "smallest": 4}
+    vitrail.predict(place / "run", tmp_path / "small.npy", out=tmp_path / "out.npy", **options)
+    expected = np.load(tmp_path / "out.npy")
+    model = vitrail.load(place / "run")
+    np.testing.assert_array_equal(model.predict(values, **options), expected)
+    affinities = model.predict(values, write="affinities", dtype="uint8")
+    np.testing.assert_array_equal(mutex.segment(affinities, usual_offsets((16, 16, 16)), 0.5, 4), expected)
+
+
 def test_many_volumes_become_many_files(place: Path, tmp_path: Path) -> None:
     values = OmeZarrConfig(path=str(place / "em.zarr")).open().read(0, tuple(slice(0, n) for n in (24, 28, 40)))[0]
     (tmp_path / "in").mkdir()
@@ -381,6 +398,29 @@ def test_background_and_what_nobody_has_looked_at() -> None:
     alone = scores_of([1, 1, 1, 1], [1, 1, 0, 0])
     assert alone["adapted_rand_error"] == pytest.approx(1 - 2 * 2 / (2 + 12))
     assert np.isnan(scores_of([0, 0], [1, 1])["vi_split"])
+
+
+def test_background_may_be_any_label() -> None:
+    plain, found = np.array([0, 0, 0, 1, 1, 1, 2, 2]), np.array([0, 5, 5, 1, 1, 2, 2, 2])
+    expected = scores_of(plain, found)
+    for nobody in (7, -1):
+        truth = np.where(plain == 0, nobody, np.where(plain == 1, 0, plain))  # an instance has the number 0
+        assert scores_of(truth, found, background=nobody) == pytest.approx(expected)
+    assert scores_of(plain, found, background=None) == pytest.approx(scores_of(plain + 1, found))
+    last = 2**64 - 1  # as CREMI has it, in 64 bits without a sign; training reads it as -1
+    truth = np.where(plain == 0, last, plain.astype(np.uint64)).astype(np.uint64)
+    for same_label in (last, -1):
+        assert scores_of(truth, found, background=same_label) == pytest.approx(expected)
+        looked_at = scores_of(plain[3:], found[3:])
+        assert scores_of(truth, found, ignore=same_label, background=None) == pytest.approx(looked_at)
+
+
+def test_a_few_slices_in_a_plain_array_are_slices(place: Path, tmp_path: Path) -> None:
+    truth = OmeZarrConfig(path=str(place / "em.zarr"), labels="cells", region={"z": (0, 3)}).open()
+    cells = truth.read_labels(0, tuple(slice(0, n) for n in truth.items[0].shape))
+    np.save(tmp_path / "found.npy", cells.astype(np.uint32))  # which alone is taken for three channels
+    scores = compare(truth, [tmp_path / "found.npy"], None, 0, lambda: None)
+    assert (scores["f1_75"], scores["adapted_rand_error"]) == (1, 0)
 
 
 def test_tables_add_up_box_by_box() -> None:

@@ -157,8 +157,15 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     region = "region={z: [0, 4]}"
     with pytest.raises(UserError, match="255 is not the number of a class"):
         compare(write(tmp_path / "p.ome.tif", np.zeros((5, 2, 64, 64), np.uint8), metadata={"axes": "ZCYX"}), labels)
-    with pytest.raises(UserError, match="--border glia: expected one of the classes 0, 1"):
+    with pytest.raises(UserError, match="--border glia: expected the number of a class"):
         compare(classes, labels, settings=[MAP, region], border="glia")
+    with pytest.raises(UserError, match="--border 2: expected one of the classes 0, 1, or its number"):
+        compare(classes, labels, settings=[MAP, region], border="2")
+    with pytest.raises(UserError, match=r"label_map = {0: 300} of .* maps to 300, which is no uint8"):
+        compare(classes, labels, settings=["label_map={0: 300}", region])
+    shares = write(tmp_path / "s.ome.tif", np.zeros((4, 2, 64, 64), np.float32), metadata={"axes": "ZCYX"})
+    with pytest.raises(UserError, match=r"--names a, b, c: .* has channels for 2 classes alone"):
+        compare(shares, labels, settings=[MAP, region], border="c", names=["a", "b", "c"])
     with pytest.raises(UserError, match="--slices w: the labels have the axes z, y, x"):
         compare(classes, labels, settings=[MAP, region], border="1", slices="w")
     with pytest.raises(UserError, match="classes are whole numbers, not float32"):
@@ -167,6 +174,28 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         compare(classes, write(tmp_path / "grey.tif", np.zeros((4, 64, 64), np.float32)))
     with pytest.raises(UserError, match="expected stored values and classes"):
         compare(classes, labels, settings=["label_map=3", region])
+
+
+def test_classes_of_any_whole_type(tmp_path: Path) -> None:
+    labels = (cells(6, 20, 20) == 0).astype(np.uint8)
+    paths = [str(tmp_path / f"{name}.npy") for name in ("classes", "label")]
+    np.save(paths[1], labels)
+    for dtype in (np.uint64, np.int16, bool):
+        np.save(paths[0], labels.astype(dtype))
+        assert compare(*paths, border="1")["metrics"]["rand_f_score"] == 1
+
+
+def test_items_of_folders(tmp_path: Path) -> None:
+    """A class that the first item lacks may be the border; items of other names are not compared in silence."""
+    with_border = cells(1, 20, 20)[0] == 0
+    for folder, names in (("found", "ab"), ("true", "ab"), ("others", "ac")):
+        (tmp_path / folder).mkdir()
+        for name, values in zip(names, (0 * with_border, 2 * with_border), strict=True):
+            write(tmp_path / folder / f"{name}.tif", values.astype(np.uint8))
+    folders = [str(tmp_path / folder) for folder in ("found", "true", "others")]
+    assert compare(folders[0], folders[1], border="2")["metrics"]["rand_f_score"] == 1
+    with pytest.raises(UserError, match="b would be compared with c; give folders of the same items"):
+        compare(folders[0], folders[2], border="2")
 
 
 def test_the_verb(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
   the challenge ISBI-2012 has it, and stands beside the one without any choice, that of the likeliest classes
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from vitrail.data.look.inspect import open_source, read_settings
 from vitrail.data.look.picture import by
-from vitrail.data.source import Source, fits, map_labels
+from vitrail.data.source import Source, check_label_map, fits, map_labels
 from vitrail.errors import UserError, some
 from vitrail.infer.objects import Pairs, count_pairs, find_objects, thin
 
@@ -50,18 +51,21 @@ def compare(
             f"{prediction}: classes are whole numbers, not {found.dtype}, and probabilities have a channel for each "
             "class; write them with `vitrail predict --write classes` or `--write probabilities`"
         )
+    if shares and len(names) > len(found.variables):
+        raise UserError(f"--names {some(names)}: {prediction} has channels for {len(found.variables)} classes alone")
     names = list(names) or (list(found.variables) if shares else [])
-    across = _axis(slices, true.axes)
+    across, mapping = _axis(slices, true.axes), _mapping(mapping)
+    check_label_map(mapping, true.dtype, labels)
+    which = None if border is None else _class(border, names)
     table: np.ndarray = np.zeros((0, 0), np.int64)
     pairs: dict[float | None, Pairs] = {}
     for number, item in enumerate(found.items):
         window = tuple(slice(0, size) for size in item.shape)
-        read, truth = found.read(number, window), map_labels(true.read(number, window)[0], _mapping(mapping))
+        read, truth = found.read(number, window), map_labels(true.read(number, window)[0], mapping)
         guess = read.argmax(axis=0) if shares else read[0]
         table = _add(table, _confusion(guess, truth, labels, len(read) if shares else 0))
-        if border is None:
+        if which is None:
             continue
-        which = _class(border, names or [str(number) for number in range(len(table))])
         for part in range(item.shape[across] if across is not None else 1):
             cut: tuple[Any, ...] = () if across is None else (*[slice(None)] * across, part)
             objects = find_objects(truth[cut] == which)
@@ -72,7 +76,9 @@ def compare(
             for threshold, there in borders.items():
                 counted = count_pairs(objects, thin(find_objects(there)))
                 pairs[threshold] = pairs.get(threshold, Pairs()).plus(counted)
-    metrics = _of_classes(table, names) | (_of_objects(pairs) if border is not None else {})
+    if which is not None and which >= max(len(names), len(table), 2):
+        raise _no_class(str(border), names or [str(number) for number in range(len(table))])
+    metrics = _of_classes(table, names) | (_of_objects(pairs) if which is not None else {})
     of = {"prediction": prediction, "labels": labels, "items": len(found.items), "voxels": int(table.sum())}
     each = {str(threshold): pair.scores()["rand_f_score"] for threshold, pair in pairs.items() if threshold is not None}
     return of | {"metrics": metrics} | ({"rand_f_scores": each} if each else {})
@@ -93,6 +99,13 @@ def _check_alike(prediction: str, found: Source, labels: str, true: Source) -> N
             f"{prediction} has {some(shapes[0])} voxels, but {labels} has {some(shapes[1])}; cut the labels to what "
             "was predicted, as in --set 'region={z: [24, 30]}'"
         )
+    stems = [[os.path.splitext(item.name)[0] for item in source.items] for source in (found, true)]
+    if len(found.items) > 1 and {*stems[0]} & {*stems[1]} and stems[0] != stems[1]:
+        one, other = next(pair for pair in zip(*stems, strict=True) if pair[0] != pair[1])
+        raise UserError(
+            f"{prediction} and {labels} have items of the same names, but {one} would be compared with {other}; give "
+            "folders of the same items"
+        )
 
 
 def _axis(name: str | None, axes: Sequence[str]) -> int | None:
@@ -112,9 +125,15 @@ def _class(border: str, names: Sequence[str]) -> int:
     """Return the number of a class, by its name or number."""
     if border in names:
         return names.index(border)
-    if border.isdecimal() and int(border) < max(len(names), 2):
+    # Without names any item may have the highest class.
+    if border.isdecimal() and int(border) < (max(len(names), 2) if names else MOST_CLASSES):
         return int(border)
-    raise UserError(f"--border {border}: expected one of the classes {some(names)}, or its number from 0")
+    raise _no_class(border, names)
+
+
+def _no_class(border: str, names: Sequence[str]) -> UserError:
+    known = f"one of the classes {some(names)}, or its number" if names else "the number of a class,"
+    return UserError(f"--border {border}: expected {known} from 0")
 
 
 def _confusion(guess: np.ndarray, truth: np.ndarray, labels: str, least: int) -> np.ndarray:
@@ -126,7 +145,7 @@ def _confusion(guess: np.ndarray, truth: np.ndarray, labels: str, least: int) ->
             f"{least or f'up to {MOST_CLASSES}'}, from 0; renumber labels with --set 'label_map={{255: 1}}'"
         )
     classes = max(least, high + 1)
-    joint = truth.astype(np.int64) * classes + guess
+    joint = truth.astype(np.int64) * classes + guess.astype(np.int64)
     return np.bincount(joint.ravel(), minlength=classes**2).reshape(classes, classes)
 
 

@@ -23,7 +23,7 @@ from vitrail.draws import key
 from vitrail.errors import UserError
 from vitrail.infer.blend import Band, Row
 from vitrail.infer.eyes import Eyes, Form, Looking, finish
-from vitrail.infer.mutex import Offsets, segment
+from vitrail.infer.mutex import Offsets
 from vitrail.infer.tiling import Cut, Tile, TilesInOrder, Tiling
 from vitrail.layers.patches import per_axis
 from vitrail.models.model import encoder_of, known_variables
@@ -32,7 +32,6 @@ from vitrail.training.stitch import Blend, in_window
 SIDES = {2: 512, 3: 64}  # voxels of a chunk of what is written, by the axes of an item
 UNNAMED = re.compile(r"image|channel\d+")  # what variables are called whose file has no names
 MOST_VOXELS, MOST_SAMPLES = 2**22, 16  # of a batch, where no size was asked for
-PAIRS = ("affinities", "instances")  # what is said of voxels and their neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,7 @@ class Engine:
         self.eyes, self.form, self.dataset, self.wishes, self.name = eyes, form, dataset, wishes, name
         self.views = self._extents()
         first = self.views[0][0]
-        self.offsets = self._offsets(first) if form.write in PAIRS else ()
+        self.offsets = self._offsets(first) if form.write == "affinities" else ()  # instances are made of these
         cell = self._cell(first)
         ndim = len(first.shape)
         side = wishes.chunk or SIDES.get(ndim, 64)
@@ -229,9 +228,6 @@ class Engine:
 
     def finish(self, row: Row) -> np.ndarray:
         """Return what is written of a row: [*cells], or [channels, *cells]."""
-        if self.form.write == "instances":
-            found = finish(in_bytes(self.form, self.eyes), self.eyes, row.values, self.values)
-            return segment(found, self.offsets, self.wishes.threshold, self.wishes.smallest)
 
         def given() -> np.ndarray:
             source, (item, box) = self.dataset.sources[0], self.tiling.place(row.number)

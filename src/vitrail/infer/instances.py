@@ -189,13 +189,17 @@ def open_truth(config: Any, labels: str, form: Form, read: Source) -> Any:
     return source
 
 
-def compare(truth: Any, written: Sequence[Path], ignore: int | None, tick: Tick) -> dict[str, float]:
+def compare(
+    truth: Any, written: Sequence[Path], ignore: int | None, background: int | None, tick: Tick
+) -> dict[str, float]:
     """Return the scores of instances in files beside the labels of a source, of all items together, box by box."""
     overlaps = Overlaps()
     for number, (item, path) in enumerate(zip(truth.items, written, strict=True)):
-        made = kinds.find("source", guess_kind(str(path)))(path=str(path)).open()
+        kind = guess_kind(str(path))
+        told = {"axes": ",".join(truth.axes)} if kind == "numpy" else {}  # which a few slices do not tell by themselves
+        made = kinds.find("source", kind)(path=str(path), **told).open()
         for start in product(*(range(0, n, SIDE) for n in item.shape)):
             box = tuple(slice(at, min(at + SIDE, n)) for at, n in zip(start, item.shape, strict=True))
-            overlaps.add(truth.read_labels(number, box), made.read(0, box)[0], ignore)
+            overlaps.add(truth.read_labels(number, box), made.read(0, box)[0], ignore, background)
             tick()
     return overlaps.scores()

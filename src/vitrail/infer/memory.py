@@ -11,8 +11,9 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.source import Item
 from vitrail.data.stored import by
 from vitrail.errors import UserError
-from vitrail.infer.engine import Engine, Wishes
+from vitrail.infer.engine import Engine, Wishes, in_bytes
 from vitrail.infer.eyes import Eyes
+from vitrail.infer.mutex import segment
 from vitrail.infer.padded import padded
 from vitrail.models.model import Model
 
@@ -91,7 +92,9 @@ def predict_values(
     form = eyes.form(write, dtype, arrays[0].dtype if arrays[0].dtype.kind != "b" else np.dtype(np.uint8))
     flips = tuple(range(eyes.config.ndim)) if flips is True else tuple(flips or ())
     dataset = Dataset(entries, eyes.crop, where="array", settings=eyes.settings())
-    engine = Engine(eyes, form, dataset, Wishes(flips=flips, **wishes), whole=True, name=NAME)
+    instances = form.write == "instances"  # which are made of affinities, of the voxels that are there
+    asked = Wishes(flips=flips, **wishes)
+    engine = Engine(eyes, in_bytes(form, eyes) if instances else form, dataset, asked, whole=True, name=NAME)
     cells = [engine.tiling.cut.cells(array.shape[1:]) for array in arrays]
     if 0 in cells[0]:
         raise UserError(f"{NAME} is smaller than a patch of the model {by(engine.tiling.cut.cell or ())}; give more")
@@ -105,6 +108,8 @@ def predict_values(
     for place, shape in enumerate(cells):
         within: Any = (..., *(slice(0, n) for n in shape))  # what was padded is cut off
         found[place] = found[place][within]
+        if instances:
+            found[place] = segment(found[place], engine.offsets, asked.threshold, asked.smallest)
     if form.on == "item":
         found = [each.reshape(-1) for each in found]
     made = found[0] if one else np.stack(found)

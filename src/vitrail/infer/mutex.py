@@ -25,6 +25,7 @@ Offsets = Sequence[tuple[int, ...]]
 
 FULL = 255  # an affinity of 1, in bytes
 BYTES = 80  # of memory that the watershed takes for each affinity
+MOST = 2**25  # affinities of a block: while the library works, which takes seconds, no thread of the process gets on
 LEAST = 1e-9  # of a repulsion that comes last
 BLOCK = np.uint64(32)  # bits of a fragment's number that are its own; those above are of its block
 NUMBERS = np.dtype(np.uint32)  # of instances
@@ -49,13 +50,12 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: Sequence[int], chunk: Sequence[int], offsets: Offsets, memory: int) -> "Blocks":
-        """Choose blocks so large that the watershed of one fits into so many bytes, but at least a chunk."""
+        """Choose blocks so large that the watershed of one fits into so many bytes, and MOST, but at least a chunk."""
         reach = tuple(max(abs(n) for n in each) for each in zip(*offsets, strict=True))
 
         def fits(side: Sequence[int]) -> bool:
-            return (
-                float(np.prod([n + 2 * r for n, r in zip(side, reach, strict=True)])) * len(offsets) * BYTES <= memory
-            )
+            voxels = float(np.prod([n + 2 * r for n, r in zip(side, reach, strict=True)]))
+            return voxels * len(offsets) <= min(MOST, memory // BYTES)
 
         side = [min(c, n) for c, n in zip(chunk, shape, strict=True)]
         growing = True

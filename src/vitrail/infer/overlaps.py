@@ -7,7 +7,7 @@ A table of overlaps is added up box by box, so that volumes may be larger than m
 - `adapted_rand_error` is 1 less the F-score of pairs of different voxels that are in one instance (Arganda-Carreras et
   al. 2015); a voxel of the prediction's background is alone; 0 is best
 - `f1_50` and `f1_75`: of instances whose intersection with one of the other side is so much of their union
-- voxels that are background in the truth, 0, are left out of the first two. For the first, background of the prediction
+- voxels that are background in the truth are left out of the first two. For the first, background of the prediction
   is one more instance; the last looks at instances alone, with all their voxels
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from vitrail.infer.objects import Pairs
 
+SPARE = np.iinfo(np.int64).min + 1  # stands for an instance whose number is 0
 LEAST = {"f1_50": 0.5, "f1_75": 0.75}  # intersection over union of instances that are taken for the same
 
 
@@ -35,15 +36,21 @@ class Overlaps:
 
     parts: list[Table] = field(default_factory=list)
 
-    def add(self, truth: np.ndarray, found: np.ndarray, ignore: int | None = None) -> None:
-        """Count the voxels of two label arrays of one shape; those whose true label is `ignore` do not count."""
-        truth, found = (np.asarray(each).ravel() for each in (truth, found))
+    def add(self, truth: np.ndarray, found: np.ndarray, ignore: int | None = None, background: int | None = 0) -> None:
+        """Count the voxels of two label arrays of one shape; those whose true label is `ignore` do not count.
+
+        `background` is the true label of voxels of no instance; where it is another than 0, 0 is an instance.
+        """
+        truth, found = (np.asarray(each).ravel().astype(np.int64) for each in (truth, found))
         if truth.shape != found.shape:
             raise ValueError(f"{truth.size} voxels of the truth are compared with {found.size}")
         if ignore is not None:
-            scored = truth != ignore
+            scored = truth != _signed(ignore)
             truth, found = truth[scored], found[scored]
-        self.parts.append(_added(truth.astype(np.int64), found.astype(np.int64), np.ones(len(truth), np.int64)))
+        if background != 0:
+            nobody = np.zeros(len(truth), bool) if background is None else truth == _signed(background)
+            truth = np.where(nobody, 0, np.where(truth == 0, SPARE, truth))
+        self.parts.append(_added(truth, found, np.ones(len(truth), np.int64)))
         if len(self.parts) > 16:
             self.parts = [self.table()]
 
@@ -56,6 +63,11 @@ class Overlaps:
         """Return the scores of all that was added."""
         table = self.table()
         return variation_of_information(table) | {"adapted_rand_error": adapted_rand_error(table)} | instance_f1(table)
+
+
+def _signed(label: int) -> int:
+    """Return a label as labels of 64 bits without a sign are read, in training as here."""
+    return (label + 2**63) % 2**64 - 2**63
 
 
 def _added(truth: np.ndarray, found: np.ndarray, count: np.ndarray) -> Table:

@@ -387,8 +387,9 @@ class Work:
         seen, result = self.seen, self.result
         truth = open_truth(seen.config, labels, seen.form, seen.plain)
         places = [result.out / name if result.many else result.out for name in result.names]
-        ignore = getattr(seen.eyes.recipe.objective, "ignore", None)
-        return compare(truth, places, ignore, tick)
+        objective: Any = seen.eyes.recipe.objective
+        ignore, background = getattr(objective, "ignore", None), getattr(objective, "background", 0)
+        return compare(truth, places, ignore, background, tick)
 
     def show(self, picture: Path, made: dict[str, Any]) -> dict[str, Any]:
         """Draw a picture of what was written, on rank 0; a picture that cannot be drawn is a note."""

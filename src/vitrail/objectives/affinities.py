@@ -118,7 +118,7 @@ def usual_offsets(crop: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         return [
             tuple(-distance if other == axis else 0 for other in lengths)
             for axis in lengths
-            if distance == NEAR or 2 * distance <= crop[axis]
+            if crop[axis] > 1 and (distance == NEAR or 2 * distance <= crop[axis])
         ]
 
     return tuple(offset for distance in (NEAR, *FAR) for offset in along(distance))
@@ -153,11 +153,12 @@ class Affinities(Objective):
         inputs, tokens = inputs_of(self.model, batch, self.statistics, None if evaluating else draws)
         if batch.labels is None:
             raise ValueError("the batch has no labels; give it labels, or read them with a loader that knows of them")
-        c = self.config
-        targets = Targets(*pairs(batch.labels, self.offsets, c.background, c.ignore), tokens)
+        # In 64 bits background and ignore are no other labels, as -1 would be 255 in eight.
+        c, labels = self.config, batch.labels.long()
+        targets = Targets(*pairs(labels, self.offsets, c.background, c.ignore), tokens)
         if c.descriptors is None:
             return inputs, targets
-        shapes, inside = describe(batch.labels, c.descriptors, c.background, c.ignore)
+        shapes, inside = describe(labels, c.descriptors, c.background, c.ignore)
         return inputs, dataclasses.replace(targets, shapes=shapes, inside=inside)
 
     def logits(self, output: Tensor, targets: Targets) -> Tensor:
@@ -318,9 +319,12 @@ def _blurred(values: Tensor, sigma: float) -> Tensor:
     reach = max(1, round(3 * sigma))
     at = torch.arange(-reach, reach + 1, dtype=values.dtype, device=values.device) / sigma
     kernel = torch.exp(-at.square() / 2)
-    kernel = (kernel / kernel.sum()).view(1, 1, -1)
+    kernel = kernel / kernel.sum()
+    # Variances are small differences of large sums: GPUs convolve in less than 32 bits, unless they are told otherwise,
+    # but do not multiply matrices so.
     for axis in range(1, values.ndim):
-        along = values.movedim(axis, -1)
-        blurred = functional.conv1d(along.reshape(-1, 1, along.shape[-1]), kernel, padding=reach)
-        values = blurred.view(along.shape).movedim(-1, axis)
+        place = torch.arange(values.shape[axis], device=values.device)
+        away = place[:, None] - place + reach
+        band = torch.where((away >= 0) & (away <= 2 * reach), kernel[away.clamp(0, 2 * reach)], 0)
+        values = (values.movedim(axis, -1) @ band).movedim(-1, axis)
     return values
