@@ -197,6 +197,7 @@ FAST = [
     and (model != "mae" or layout not in LATER)
     and (model in ONCE or layout in ("pipeline2", "tensor2-context2", "ulysses2-ring2"))
 ]
+FAST += [("unetr", "ulysses2", "sgd")]  # slabs of maps that are equal, and so are read apart
 FAST += [("mae", layout, "adamw") for layout in ADAMW]
 FAST += [("mae", layout, "muon") for layout in MUON]
 ALREADY = {(model, layout) for model, layout, _ in FAST}

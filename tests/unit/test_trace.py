@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import recomputed
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.cost import trace as tracing
@@ -382,7 +383,10 @@ def test_a_large_model_is_traced_block_by_block() -> None:
     assert 8 * 56 * work.segments[1].parameters == pytest.approx(101.5e9, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "cut"), [("mae 3-D cross", True), ("ditan", True), ("unetr", False)])
+LOADED = [("mae 3-D cross", True), ("ditan", True), ("unetr", True), ("unetr adaptive", False)]
+
+
+@pytest.mark.parametrize(("name", "cut"), LOADED)
 def test_ranks_that_share_a_sample_hold_what_the_loader_gives_them(name: str, cut: bool) -> None:
     """A slab of the values where the objective can do with one, else the whole; a divided trace says the same."""
     config, objective = CASES[name]
@@ -393,6 +397,33 @@ def test_ranks_that_share_a_sample_hold_what_the_loader_gives_them(name: str, cu
     assert (rough.raw, rough.slabs) == (part.raw, part.slabs)
     assert rough.inputs == pytest.approx(part.inputs, rel=0.5)
     assert divided(one, samples=4, tensor=1, context=1).raw == one.raw / 2
+
+
+def test_ranks_share_the_maps_of_a_decoder_of_convolutions() -> None:
+    """Nearly all that is kept are maps; 6 planes of patches are 2 or 1 for each of four ranks."""
+    encoder = replace(ENCODER, patch=8)
+    config = UNETRConfig(encoder=encoder, ndim=2, channels=3, classes=3, shape=(48, 96), features=16)
+
+    def kept(**ranks: int) -> float:
+        work = trace(config, SegmentConfig(), samples=1, compute="fp32", **ranks)
+        return sum(one.count * one.saved for one in work.segments)
+
+    whole = kept()
+    assert kept(context=2) < 0.6 * whole
+    assert kept(context=4) < 0.45 * whole
+
+
+def test_what_others_call_planes_is_left_alone() -> None:
+    class Own(nn.Module):
+        planes = 3
+
+    config, _ = CASES["unetr"]
+    with torch.device("meta"):
+        model = config.build()
+    model.own = Own()
+    tracing._prepare(model, tracing._Options(context=2))
+    assert model.own.planes == 3
+    assert model.planes.parts == 2
 
 
 # ---------------------------------------------------------------- inputs, and what is refused

@@ -31,7 +31,7 @@ from vitrail.layers.flops import Flops
 from vitrail.layers.patches import Part, per_axis
 from vitrail.layers.tokens import AdaptiveTokens
 from vitrail.models.model import encoder_of, known_variables
-from vitrail.parallel.planes import in_slabs
+from vitrail.parallel import planes
 from vitrail.parallel.replay import map_tensors
 from vitrail.parallel.split import Split, Whole
 from vitrail.recipe.sections import Chunk
@@ -305,8 +305,8 @@ def _prepare(model: Any, c: _Options) -> dict[nn.Module, Any]:
             module.attend = attend_with(c.context, plain=c.compute == "fp32")
         if hasattr(module, "sequence"):
             module.sequence = sequence
-        if hasattr(module, "planes") and in_slabs(model.config, sequence.parts):
-            module.planes = TracedPlanes(sequence.parts)
+    if planes.in_slabs(model.config, sequence.parts):
+        planes.put(model, TracedPlanes(sequence.parts))
     if c.tensor > 1:
         for block in blocks:
             split_block(block, c.tensor)

@@ -57,7 +57,11 @@ def share(model: nn.Module, group: dist.ProcessGroup) -> None:
     config: Any = model.config
     if not in_slabs(config, dist.get_world_size(group)):
         return
-    planes = SharedPlanes(group, config.grid()[0])
+    put(model, SharedPlanes(group, config.grid()[0]))
+
+
+def put(model: nn.Module, planes: Planes) -> None:
+    """Let the parts of a model that ask for planes ask these; what others call so is left alone."""
     for module in model.modules():
         if getattr(module, "planes", None) is ALL:
             module.planes = planes  # type: ignore[assignment]
