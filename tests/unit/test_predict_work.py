@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 from predicting import SHAPE, UNETR, train_run, train_segmentation, write_em
 
 import vitrail
@@ -256,6 +257,24 @@ def test_data_smaller_than_a_crop_are_mirrored_and_cut(place: Path, values: np.n
     np.save(tmp_path / "tiny.npy", small[:3])
     with pytest.raises(UserError, match=r"tiny.npy is smaller than a patch of the model 4 x 4 x 4"):
         vitrail.predict(place / "seg", tmp_path / "tiny.npy", out=tmp_path / "f.zarr", write="embeddings")
+
+
+@pytest.mark.parametrize("part", [np.s_[:9], np.s_[:, :10], np.s_[:9, :10, :11]])
+def test_three_planes_of_thin_volumes_go_on_as_each_needs(
+    flat: Path, values: np.ndarray, tmp_path: Path, part: tuple[slice, ...]
+) -> None:
+    small = np.ascontiguousarray(values[0][part])
+    np.save(tmp_path / "thin.npy", small)
+    vitrail.predict(flat, tmp_path / "thin.npy", out=tmp_path / "thin.zarr", planes="zyx", chunk=8)
+    model = vitrail.load(flat)
+
+    def along(axis: int) -> np.ndarray:
+        every = [model.predict(plane[None], write="probabilities") for plane in np.moveaxis(small, axis, 0)]
+        return np.log(np.stack(every, axis=axis + 1))  # logits but for a number of each voxel
+
+    expected = np.mean([along(axis) for axis in range(3)], axis=0).argmax(axis=0)
+    np.testing.assert_array_equal(np.asarray(zarr.open_group(str(tmp_path / "thin.zarr"), mode="r")["s0"]), expected)
+    np.testing.assert_array_equal(model.predict(small, planes="zyx"), expected)
 
 
 def test_features_beyond_the_last_whole_patch_are_left_out(place: Path, values: np.ndarray, tmp_path: Path) -> None:
