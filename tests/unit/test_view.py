@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,47 @@ def test_flat_images_are_a_stack_and_their_labels_may_be_few(tmp_path: Path) -> 
     assert (put_together(again[1]) == found).all()
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_labels_are_those_of_the_slice_or_image_that_is_shown(tmp_path: Path, alike: bool) -> None:
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    images = [np.full((40, 50 + (0 if alike else number)), number, np.uint8) for number in range(6)]
+    drawn = (2,) if alike else (2, 4)
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / "images" / f"{number}.png")
+        if number in drawn:
+            Image.fromarray(np.full_like(image, number)).save(tmp_path / "labels" / f"{number}.png")
+    if alike:  # one slice of six: the labels lie in it alone
+        shown, labels = gather([str(tmp_path)])
+        assert shown.levels[0].shape == labels.levels[0].shape == (6, 40, 50)
+        assert [int(part.max()) for part in put_together(labels)] == [0, 0, 2, 0, 0, 0]
+    for item in ("4", "4.png") if not alike else ("2", "2.png"):
+        shown, labels = gather([str(tmp_path)], item=item)
+        assert shown.levels[0].shape == labels.levels[0].shape
+        assert (put_together(shown) == put_together(labels)).all()
+    (shown,) = gather([str(tmp_path)], item="1")
+    assert (put_together(shown) == 1).all()
+    assert any("the item that is shown has no labels" in note for note in shown.notes)
+
+
+def test_labels_may_be_floats_and_are_one_number_a_voxel(tmp_path: Path) -> None:
+    values = np.float32([[np.nan, -3, 0], [1, 2, np.inf]])
+    np.save(tmp_path / "drawn.npy", values)
+    (layer,) = gather([], labels=[str(tmp_path / "drawn.npy")])
+    assert put_together(layer).tolist() == [[0, 0, 0], [1, 2, 0]]
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "colours.png")
+    with pytest.raises(UserError, match=r"colours.png have 3 channels; give labels of one whole number"):
+        gather([], labels=[str(tmp_path / "colours.png")])
+
+
+def test_places_in_meters_are_compared_by_voxels() -> None:
+    level = serving_level((20, 20, 20), (8e-9,) * 3)
+    layers = [Layer(name, "image", ("z", "y", "x"), "meter", (level,), np.dtype("u1"), ("v",)) for name in "ab"]
+    assert not far_apart(layers)
+    moved = replace(level, origin=(0.0, 0.0, 21 * 8e-9))
+    assert far_apart([layers[0], replace(layers[1], levels=(moved,))])
+
+
 def test_one_image_has_two_axes_and_colours_are_mixed(tmp_path: Path) -> None:
     image = np.random.default_rng(1).integers(0, 255, (40, 50, 3)).astype(np.uint8)
     Image.fromarray(image).save(tmp_path / "a.png")
@@ -278,6 +320,20 @@ def test_a_damaged_chunk_is_told_and_the_rest_is_shown(volume: Path, client: Non
     assert 200 in answers
     assert len(told) == 1
     assert "em.zarr" in told[0]
+
+
+def test_whatever_a_library_says_of_a_chunk_is_told(
+    volume: Path, client: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> bytes:
+        raise RuntimeError("no such filter")
+
+    layers, told = gather([str(volume)]), []
+    monkeypatch.setattr(Layer, "chunk", broken)
+    with Server(layers) as server:
+        server.tell = told.append
+        assert ask(server, f"/{server.token}/data/0/0/c/0/0/0")[0] == 500
+    assert told == ["em.zarr: no such filter"]
 
 
 def test_mistakes_are_answered_by_sentences(

@@ -228,7 +228,7 @@ class Tiling:
 
 
 def _pillars(seen: Sequence[Extent], cut: Cut) -> list[Pillar]:
-    """Cut an item into pillars; `seen` is the item as each source has it, which may go on beyond its end (padded.py)."""
+    """Cut an item into pillars; `seen` is the item as each source has it, perhaps beyond its end (padded.py)."""
     cells = cut.cells([min(sizes) for sizes in zip(*(extent.shape for extent in seen), strict=True)])
     views = []
     for extent in seen:

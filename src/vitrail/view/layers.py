@@ -102,8 +102,8 @@ class Layer:
 
 def as_sent(values: np.ndarray, dtype: np.dtype, *, labels: bool) -> np.ndarray:
     """Return values in the type in which they are sent; labels below 0 are none."""
-    if labels and values.dtype.kind == "i":
-        values = np.maximum(values, 0)
+    if labels and values.dtype.kind in "if":
+        values = np.maximum(np.nan_to_num(values, posinf=0), 0)
     if dtype.kind != "f":
         return values.astype(dtype, copy=False)
     with np.errstate(over="ignore"):  # of float64, which are drawn as the largest of float32
@@ -138,7 +138,8 @@ def open_path(path: str, *, settings: Mapping[str, Any] | None = None, item: str
         for name in list_labels(group):
             below = entry_of(cls, {"path": str(group / "labels" / name)})
             with without_labels():
-                layers.append(image_layer(below, below.open(), name=f"{base(path)}: {name}", labels=True))
+                opened, name = below.open(), f"{base(path)}: {name}"
+                layers.append(image_layer(below, opened, name=name, labels=len(opened.variables) == 1))
     return layers
 
 
@@ -153,7 +154,12 @@ def open_entry(config: Any, *, names: Sequence[str] = (), item: str | None = Non
     layers = [image_layer(plain, image, item=item)]
     labelled = config.open()
     if label_dtype(labelled) is not None:
-        layers.append(label_layer(config, labelled, image, names=names, item=item))
+        layer = label_layer(config, labelled, image, names=names, item=item)
+        if layer is None:
+            note = f"{base(config.path)}: the item that is shown has no labels in {strip(str(config.labels))}"
+            layers[0] = replace(layers[0], notes=(*layers[0].notes, note))
+        else:
+            layers.append(layer)
     return layers
 
 
@@ -169,6 +175,11 @@ def image_layer(
 ) -> Layer:
     """Make a layer of what a source reads; whole numbers of few values are labels, if `labels` does not say."""
     name = name or base(config.path)
+    if labels and len(source.variables) > 1:
+        raise UserError(
+            f"labels {strip(config.path)} have {len(source.variables)} channels; give labels of one whole "
+            "number a voxel, or name the path without --labels"
+        )
     stack, number, notes = choose_item(source, item, strip(config.path))
     levels, axes = levels_of(config, source, number, stack, labels=False)
     sample = sample_of(levels[-1])
@@ -186,13 +197,20 @@ def image_layer(
 
 def label_layer(
     config: Any, source: Source, image: Source, *, names: Sequence[str] = (), item: str | None = None
-) -> Layer:
-    """Make a layer of the labels that a source has beside its images; items without labels have none to show."""
-    name = f"{base(config.path)}: labels"
-    stack, number, notes = choose_item(source, item, strip(config.path))
+) -> Layer | None:
+    """Make a layer of the labels that a source has of the item that is shown, or of slices; None where it has none."""
+    name, notes = f"{base(config.path)}: labels", notes_of(source)
+    stack, shown, _ = choose_item(image, item, strip(config.path))
+    number = 0
     if stack:
         levels, axes = labels_in_stack(source, image)
     else:
+        wanted = image.items[shown].name  # of all images; fewer may have labels
+        found = range(len(source.items)) if len(source.items) < len(image.items) else [shown]
+        chosen = next((n for n in found if source.items[n].name == wanted), None)
+        if chosen is None:
+            return None
+        number = chosen
         levels, axes = levels_of(config, source, number, stack, labels=True)
     named = dict(label_names(source)) or dict(enumerate(names))
     dtype = sent_type(np.dtype(label_dtype(source)), labels=True)
@@ -209,7 +227,7 @@ def labels_of(
     named: Mapping[int, str],
     notes: Sequence[str],
 ) -> Layer:
-    seen = {int(value) for value in np.unique(sample)}
+    seen = {int(value) for value in np.unique(as_sent(sample, dtype, labels=True))}
     # Only what is listed is drawn, so a list of what was met in the sample alone would hide the rest.
     classes = sorted(number for number in {*named, *seen} if number > 0) if named else []
     few = bool(named) or (len(seen) <= MOST_VALUES and max(seen, default=0) <= HIGHEST)
@@ -492,10 +510,11 @@ def far_apart(layers: Sequence[Layer]) -> list[str]:
         }
 
     first, told = box(layers[0]), []
+    least = {axis: TOLERANCE * size for axis, size in zip(layers[0].axes, layers[0].levels[0].spacing, strict=True)}
     for layer in layers[1:]:
         own = box(layer)
         if any(
-            own[axis][0] >= first[axis][1] - TOLERANCE or own[axis][1] <= first[axis][0] + TOLERANCE
+            own[axis][0] >= first[axis][1] - least[axis] or own[axis][1] <= first[axis][0] + least[axis]
             for axis in own
             if axis in first
         ):
