@@ -298,6 +298,27 @@ def test_voxels_that_none_hides_are_as_they_were_read(place: Path, values: np.nd
     assert ((found < 100) | (found > 150)).mean() > 0.05
 
 
+def test_reconstructions_are_of_the_variables_that_are_given(place: Path, values: np.ndarray, tmp_path: Path) -> None:
+    both = np.concatenate([values, 500 + values / 2]).astype(np.float32)
+    for name, order in (("ab", [0, 1]), ("ba", [1, 0]), ("b", [1])):
+        np.save(tmp_path / f"{name}.npy", both[order])
+    entry = [{"path": str(tmp_path / "ab.npy"), "axes": "czyx", "variables": ["a", "b"]}]
+    kinds = {"kind": "variables", "of": {"b": {"kind": "log", "scale": 100.0}}}
+    changes = {"data__train": entry, "data__valid": entry, "data__normalize": kinds}
+    run = train_run(tmp_path, place / "em.zarr", "named", **changes, model__encoder__variables={"known": ["a", "b"]})
+    means = {}
+    for name in ("ab", "ba", "b"):
+        settings = ["axes=czyx", f"variables=[{','.join(name)}]"]
+        vitrail.predict(run, tmp_path / f"{name}.npy", out=tmp_path / f"{name}.zarr", settings=settings)
+        group = zarr.open_group(str(tmp_path / f"{name}.zarr"), mode="r")
+        omero: Any = dict(group.attrs)["ome"]
+        assert [channel["label"] for channel in omero["omero"]["channels"]] == list(name)
+        means[name] = [float(channel.mean()) for channel in np.asarray(group["s0"])]
+    assert means["ab"] == pytest.approx([float(channel.mean()) for channel in both], rel=0.1)
+    assert means["ba"] == pytest.approx(means["ab"][::-1], rel=1e-3)
+    assert means["b"] == pytest.approx(means["ab"][1:], rel=0.1)
+
+
 def test_statistics_of_volumes_are_of_what_there_is(place: Path, values: np.ndarray, tmp_path: Path) -> None:
     from vitrail.infer.eyes import Eyes
     from vitrail.infer.predict import Opened
