@@ -23,6 +23,7 @@ from vitrail.credentials import strip
 from vitrail.data.files.places import find_place
 from vitrail.data.formats.ngff import read_multiscale
 from vitrail.data.grid import GridConfig, GridSource, Window, without_labels
+from vitrail.data.look.found import pair_of_folders
 from vitrail.data.look.inspect import LetThrough, entry_of, open_source
 from vitrail.data.source import Source, label_dtype, label_names, notes_of
 from vitrail.data.sources import guess_kind
@@ -122,7 +123,8 @@ def sent_type(dtype: np.dtype, *, labels: bool) -> np.dtype:
 def open_path(path: str, *, settings: Mapping[str, Any] | None = None, item: str | None = None) -> list[Layer]:
     """Open what lies at a path: one layer, and one for each group of labels inside an OME-Zarr."""
     given = dict(settings or {})
-    kind = given.pop("kind", None) or guess_kind(path)
+    pair = None if "labels" in given else pair_of_folders(path)
+    kind = given.pop("kind", None) or guess_kind(pair[0] if pair else path)
     cls: Any = kinds.find("source", kind, key="kind")
     if "labels" in given:
         return open_entry(entry_of(cls, {"path": path, **given}), item=item)
