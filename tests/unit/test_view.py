@@ -201,6 +201,19 @@ def test_labels_are_those_of_the_slice_or_image_that_is_shown(tmp_path: Path, al
     assert any("the item that is shown has no labels" in note for note in shown.notes)
 
 
+def test_instances_that_predict_writes_are_labels(tmp_path: Path) -> None:
+    from vitrail.data.formats.ngff import create_group, create_level, describe_pyramid, write_chunks
+
+    values = np.arange(20 * 30, dtype=np.uint32).reshape(1, 20, 30)
+    block = describe_pyramid("instances", (1.0,) * 3, None, 1) | {"image-label": {}}
+    create_level(create_group(tmp_path / "found.ome.zarr", block), "s0", values.shape, values.shape, values.dtype)
+    box = tuple(slice(0, n) for n in values.shape)
+    write_chunks(tmp_path / "found.ome.zarr" / "s0", values.shape, box, values, 1)
+    (layer,) = gather([str(tmp_path / "found.ome.zarr")])
+    assert (layer.kind, layer.few, layer.classes) == ("labels", False, ())
+    assert (put_together(layer) == values).all()
+
+
 def test_labels_may_be_floats_and_are_one_number_a_voxel(tmp_path: Path) -> None:
     values = np.float32([[np.nan, -3, 0], [1, 2, np.inf]])
     np.save(tmp_path / "drawn.npy", values)

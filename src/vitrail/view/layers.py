@@ -185,9 +185,9 @@ def image_layer(
     stack, number, notes = choose_item(source, item, strip(config.path))
     levels, axes = levels_of(config, source, number, stack, labels=False)
     sample = sample_of(levels[-1])
-    named = names_of(config)
+    told, named = names_of(config)
     if labels is None:
-        labels = are_classes(source, sample, name, named)
+        labels = are_classes(source, sample, name, told=told)
     dtype = sent_type(source.dtype, labels=labels)
     unit = source.items[number].unit
     if labels:
@@ -421,23 +421,24 @@ def range_of(values: np.ndarray) -> tuple[float, float]:
     return find_range([values[None].astype(np.float32)])
 
 
-def names_of(config: Any) -> dict[int, str]:
-    """Return the names of classes that an OME-Zarr of labels tells."""
+def names_of(config: Any) -> tuple[bool, dict[int, str]]:
+    """Return whether an OME-Zarr says that it holds labels, and the names of classes that it tells."""
     if config.kind != "ome_zarr":
-        return {}
+        return False, {}
     try:
-        return name_labels(read_multiscale(config.path))
+        found = read_multiscale(config.path)
+        return "image-label" in found.attributes, name_labels(found)
     except (BadData, UserError, OSError):
-        return {}
+        return False, {}
 
 
-def are_classes(source: Source, sample: np.ndarray, name: str, named: Mapping[int, str]) -> bool:
-    """Tell whether a store of whole numbers holds classes rather than grey values."""
+def are_classes(source: Source, sample: np.ndarray, name: str, *, told: bool) -> bool:
+    """Tell whether a store of whole numbers holds labels rather than grey values; `told`: it says so itself."""
     if source.dtype.kind not in "biu" or len(source.variables) > 1:
         return False
     values = np.unique(sample)
     words = {word for part in name.lower().split(".") for word in part.replace("_", "-").split("-")}
-    if named or (words & WORDS and len(values) <= HIGHEST):
+    if told or (words & WORDS and len(values) <= HIGHEST):
         return True
     return 1 < len(values) <= MOST_VALUES and int(values.max()) < HIGHEST
 
