@@ -254,6 +254,19 @@ def test_of_many_channels_one_is_sent_at_a_time(tmp_path: Path) -> None:
     assert told["localDimensions"] == {"c'": [1, ""]}
 
 
+def test_of_very_many_channels_little_is_read_at_once(tmp_path: Path) -> None:
+    shape = (1024, 400, 400)  # 655 MB, of which nothing was written
+    zarr.create_array(
+        str(tmp_path / "features.zarr"), shape=shape, chunks=(1024, 16, 16), dtype="float32", fill_value=0
+    )
+    tracemalloc.start()
+    (layer,) = gather([str(tmp_path / "features.zarr")], settings={"axes": "cyx"})
+    layer.chunk(0, (1000, 0, 0))
+    assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    tracemalloc.stop()
+    assert layer.channel_chunks == 1024
+
+
 def test_labels_that_number_things_and_are_signed(tmp_path: Path) -> None:
     values = np.arange(40 * 50, dtype=np.int16).reshape(40, 50) - 3
     np.save(tmp_path / "cells.npy", values)

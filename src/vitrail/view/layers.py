@@ -38,6 +38,7 @@ from vitrail.report.views import find_range
 AXES = ("z", "y", "x")
 CHUNK = {2: 512, 3: 64}  # voxels along an axis of what is sent at once
 SENT = 2**18  # voxels of a chunk that is sent, about
+MOST_READ = 2**24  # values of all channels that are read at once
 SAMPLE = {2: 1024, 3: 96}  # voxels along an axis of the window that tells the contrast
 MOST_VALUES = 24  # in a sample of classes; what has more is an image, or numbers things
 HIGHEST = 64  # class of a store that nothing calls labels
@@ -184,7 +185,7 @@ def image_layer(
         )
     stack, number, notes = choose_item(source, item, strip(config.path))
     levels, axes = levels_of(config, source, number, stack, labels=False)
-    sample = sample_of(levels[-1])
+    sample = sample_of(levels[-1], len(source.variables))
     told, named = names_of(config)
     if labels is None:
         labels = are_classes(source, sample, name, told=told)
@@ -322,7 +323,7 @@ def level_of(source: Any, item: int, *, labels: bool) -> Level:
         found.shape,
         tuple(map(float, found.spacing)),
         tuple(origin or (0.0,) * len(found.shape)),
-        sent_chunk(found.shape, found.chunk),
+        sent_chunk(found.shape, found.chunk, 1 if labels else len(source.variables)),
         read,
     )
 
@@ -389,16 +390,13 @@ def canonical(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes) if set(axes) <= set(AXES) and len(set(axes)) == len(axes) else AXES[-len(axes) :]
 
 
-def sent_chunk(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...]:
-    """Choose what is sent at once: what is stored together, but neither tiny nor huge."""
-    side = CHUNK[len(shape)]
+def sent_chunk(shape: Sequence[int], stored: Sequence[int], channels: int = 1) -> tuple[int, ...]:
+    """Choose what is sent at once: what is stored together, but neither tiny nor huge; all channels are read for it."""
+    side, most = CHUNK[len(shape)], min(SENT, MOST_READ // channels)
     if all(c == 1 for c in stored):  # any window can be read alone
-        return tuple(min(n, side) for n in shape)
-    chunk = [min(n, c) for n, c in zip(shape, stored, strict=True)]
-    while math.prod(chunk) > SENT:
-        longest = max(range(len(chunk)), key=lambda axis: chunk[axis])
-        chunk[longest] = -(-chunk[longest] // 2)
-    while 4 * math.prod(chunk) < SENT:
+        return tuple(halved([min(n, side) for n in shape], most))
+    chunk = halved([min(n, c) for n, c in zip(shape, stored, strict=True)], most)
+    while 4 * math.prod(chunk) < most:
         growing = [axis for axis in range(len(chunk)) if chunk[axis] < min(shape[axis], side)]
         if not growing:
             break
@@ -407,11 +405,20 @@ def sent_chunk(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def sample_of(level: Level) -> np.ndarray:
+def halved(sides: list[int], most: int) -> list[int]:
+    """Return sides of which the longest are halved until a box has so many voxels at most."""
+    while math.prod(sides) > max(1, most):
+        longest = max(range(len(sides)), key=lambda axis: sides[axis])
+        sides[longest] = -(-sides[longest] // 2)
+    return sides
+
+
+def sample_of(level: Level, channels: int = 1) -> np.ndarray:
     """Read the middle of a level, [C, *spatial]."""
-    most = SAMPLE[len(level.shape)]
-    box = tuple(slice((n - min(n, most)) // 2, (n + min(n, most)) // 2) for n in level.shape)
-    return level.read(box)
+    sides = halved([min(n, SAMPLE[len(level.shape)]) for n in level.shape], MOST_READ // channels)
+    return level.read(
+        tuple(slice((n - side) // 2, (n - side) // 2 + side) for n, side in zip(level.shape, sides, strict=True))
+    )
 
 
 def range_of(values: np.ndarray) -> tuple[float, float]:
