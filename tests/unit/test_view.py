@@ -141,6 +141,14 @@ def test_units_are_brought_together() -> None:
     made = together([fine, other])
     assert made[1].levels[0].spacing == pytest.approx((8.0,) * 3)
     assert [layer.name for layer in made] == ["a", "a (2)"]
+    longer: Any = replace(serving_level((5, 4, 4), (0.004,) * 3), origin=(1.0, 0.0, 0.0))
+    found: Any = Layer(
+        "c", "labels", ("z", "y", "x"), None, (serving_level((5, 4, 4), (1.0,) * 3),), np.dtype("u1"), ()
+    )
+    *_, placed = together([fine, replace(other, name="b", levels=(longer,)), found])  # as the one of its own size
+    assert placed.levels[0].spacing == pytest.approx((4.0,) * 3)
+    assert placed.levels[0].origin == pytest.approx((1000.0, 0.0, 0.0))
+    assert not placed.notes
 
 
 def serving_level(shape: tuple[int, ...], spacing: tuple[float, ...]) -> Any:
@@ -376,6 +384,7 @@ def test_mistakes_are_answered_by_sentences(
         ([str(tmp_path / "nowhere.zarr")], "does not exist"),
         ([str(tmp_path / "broken.tif")], "broken.tif"),
         ([str(volume), "--item", "9"], "--item 9: .* has 1 items"),
+        ([str(volume), "--item", "9" * 5000], "has 1 items"),
         ([str(volume), "--set", "levl=1"], "has no such key"),
     ):
         with pytest.raises(SystemExit) as ended:

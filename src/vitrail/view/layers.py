@@ -244,7 +244,7 @@ def choose_item(source: Source, item: str | None, path: str) -> tuple[bool, int,
         names = [each.name for each in items]
         if item in names:
             return False, names.index(item), notes
-        if item.isdecimal() and int(item) < len(items):
+        if item.isdecimal() and len(item) < 12 and int(item) < len(items):
             return False, int(item), notes
         raise UserError(
             f"--item {item}: {path} has {len(items)} items, such as {names[0]!r}; give such a name or a number from 0"
@@ -425,7 +425,8 @@ def range_of(values: np.ndarray) -> tuple[float, float]:
     """Return the values that are drawn black and white; shares keep their range from 0 to 1."""
     if values.dtype.kind == "f" and values.size and values.min() >= 0 and 0.5 < values.max() <= 1:
         return 0.0, 1.0
-    return find_range([values[None].astype(np.float32)])
+    with np.errstate(over="ignore"):  # of float64, as in what is sent
+        return find_range([values[None].astype(np.float32)])
 
 
 def names_of(config: Any) -> tuple[bool, dict[int, str]]:
@@ -461,13 +462,22 @@ def together(layers: Sequence[Layer]) -> list[Layer]:
     for layer in layers:
         made = layer
         if layer.unit != unit and reference is not None:
-            made = _converted(layer, unit, reference)
+            made = _converted(layer, unit, _alike(layer, layers, unit) or reference)
         taken = {other.name for other in placed}
         name, number = made.name, 2
         while name in taken:
             name, number = f"{made.name} ({number})", number + 1
         placed.append(replace(made, name=name))
     return placed
+
+
+def _alike(layer: Layer, layers: Sequence[Layer], unit: str | None) -> Layer | None:
+    """Return the first layer of as many voxels whose places are known, in a unit."""
+    for other in layers:
+        ratio = None if other.unit is None else unit_ratio(other.unit, unit)
+        if ratio is not None and other.axes == layer.axes and other.levels[0].shape == layer.levels[0].shape:
+            return other if ratio == 1 else _converted(other, unit, other)
+    return None
 
 
 def _converted(layer: Layer, unit: str | None, reference: Layer) -> Layer:
