@@ -153,6 +153,33 @@ def test_planes_larger_than_memory_are_written_piece_by_piece(
     assert max(taken) <= 3000
 
 
+def test_chunks_of_features_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.infer import files
+    from vitrail.infer.eyes import Form
+    from vitrail.infer.places import Frame
+
+    values = np.random.default_rng(0).normal(size=(24, 6, 7, 9)).astype(np.float32)
+    taken = np.zeros(values.shape, int)
+
+    class Stored:
+        shape = values.shape
+
+        def __getitem__(self, box: Any) -> np.ndarray:
+            whole = tuple(slice(b.start // 4 * 4, -(-b.stop // 4) * 4) for b in box[1:])
+            taken[(slice(None), *whole)] += 1  # as a chunk of all channels is decoded as a whole
+            return values[box]
+
+    form = Form("embeddings", "patches", tuple(map(str, range(24))), values.dtype, 24)
+    frame = Frame("a", values.shape[1:], ("z", "y", "x"), (1.0,) * 3, None, None, None)
+    for largest in (files.LARGEST_PIECE, 24 * 4**3 * 4):
+        monkeypatch.setattr(files, "LARGEST_PIECE", largest)
+        taken[:] = 0
+        with open(tmp_path / "a.npy", "wb") as file:
+            files.write_file(file, "npy", ".npy", "a.npy", files.Filling(Stored(), form, frame, 4, lambda: None))
+        np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), values)
+        assert taken.max() == 1
+
+
 def test_a_region_keeps_its_place_where_the_file_tells_none(place: Path, values: np.ndarray, tmp_path: Path) -> None:
     nibabel = pytest.importorskip("nibabel")
     np.save(tmp_path / "em.npy", values[0])
