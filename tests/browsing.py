@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,18 @@ FLAGS = [
 
 
 def find_browser() -> str:
-    """Return the path of a Chromium; a test that has none is left out."""
-    found = next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
+    """Return the path of a Chromium that starts; a test that has none is left out."""
+    paths = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    found = next((path for path in paths if path and starts(path)), None)
     if found is None:
         pytest.skip("no Chromium is here, to open the page with")
     return found
+
+
+@cache
+def starts(path: str) -> bool:
+    """Tell whether a program is there, and no script that merely says how it is installed, as some systems have."""
+    return subprocess.run([path, "--version"], capture_output=True).returncode == 0
 
 
 class Refused(Exception):
@@ -59,6 +65,13 @@ class Browser:
         self.out, self.into = mine[1], theirs[0]
         self.number, self.rest = 0, b""
         self.messages: list[dict[str, Any]] = []
+        try:
+            self._begin(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, size: tuple[int, int]) -> None:
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(each for each in targets if each["type"] == "page")
         self.session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]

@@ -149,6 +149,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "torchfrtrace runs/demo-mae3d/flight-recorder --prefix nccl_rank_": "needs what a hang on GPUs has left",
     },
+    "docs/tutorials/instances.md": {'pip install -c constraints.txt -e ".[instances]"': NETWORK},
     "docs/view.md": {'pip install -c constraints.txt -e ".[view]"': NETWORK},
     "docs/coming-from/torchditan.md": {
         "vitrail bench dit.yaml --sweep model.patch=8,4,2 --sweep data.batch=16/rank,64/rank,256/rank "
@@ -160,16 +161,6 @@ NOT_RUN: dict[str, dict[str, str]] = {
     "docs/coming-from/vit-fsdp-study.md": {
         "vitrail launch slurm study.yaml --machine frontier --nodes 4 --time 25m --account abc123 --submit": SLURM,
     },
-}
-ENDLESS = "goes on until Ctrl-C; tests of the view run it"
-NOT_RUN["docs/tutorials/own_slices.md"] = {"vitrail view runs/tissue-segment tissue-classes.ome.zarr": ENDLESS}
-NOT_RUN["docs/view.md"] = {
-    'pip install -c constraints.txt -e ".[view]"': NETWORK,
-    "vitrail view data/em.zarr": ENDLESS,
-    "vitrail view data/em.zarr em-classes.ome.zarr": ENDLESS,
-    "vitrail view runs/demo-unetr3d em-classes.ome.zarr": ENDLESS,
-    "vitrail view scan.h5 --set key=raw --labels drawn.tif": ENDLESS,
-    "vitrail view data/em.zarr --port 8765 --no-browser --json": ENDLESS,
 }
 # Pages that take a few seconds of the processor; all others are run by make test-slow.
 QUICK = [f"docs/{name}.md" for name in ("augment", "formats", "install", "launch", "logging", "models", "plugins")]

@@ -1,6 +1,7 @@
 """The page of several runs: where it goes, what it refuses, and that it says what the runs have logged."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,12 +15,13 @@ from test_report import LINES, START, VALUES, end_line, eval_line, make_run, tra
 
 from vitrail.cli import main
 from vitrail.errors import UserError
-from vitrail.report import compare, compare_summary, write_comparison
+from vitrail.report import compare, compare_summary, write_comparison, write_report
 from vitrail.report.compare import default_page, find_differences, name_runs
 from vitrail.report.compare_plots import MOST_RUNS, Track, axes_of, seen
 from vitrail.report.metrics import merge_lines
 
-RECIPE = "run: {{name: {name}, steps: {steps}}}\ndata: {{batch: {batch}}}\noptimizer: {{kind: adamw, lr: {lr}}}\n"
+RECIPE = "run: {{name: {name}, steps: {steps}}}\noptimizer: {{kind: adamw, lr: {lr}}}\n"
+RECIPE += "data: {{batch: {batch}, valid: [{{path: x}}]}}\n"
 
 
 def dice_line(step: int, dice: float, spread: float | None = 0.02) -> dict[str, Any]:
@@ -169,6 +171,8 @@ def test_a_page_replaces_only_its_own(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"not replaced|the page of .* itself"):
             write_comparison(runs, runs[0] / name)
         assert (runs[0] / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="File name too long"):
+        write_comparison(runs, tmp_path / ("x" * 300))
     assert write_comparison(runs, tmp_path / "new" / "x.html").is_file()
 
 
@@ -178,8 +182,39 @@ def test_other_runs_of_the_same_names_have_another_page(tmp_path: Path) -> None:
     apart = {default_page([tmp_path / "p" / "a", tmp_path / other / "b"]) for other in "pqr"}
     assert len(apart) == 3
     assert {path.parent for path in apart} == {tmp_path / "p"}
-    long = default_page([tmp_path / ("n" * 100 + str(place)) for place in range(9)])
-    assert len(long.name) < 150
+    joined = {default_page([tmp_path / a, tmp_path / b]) for a, b in (("a+b", "c"), ("a", "b+c"))}
+    assert len(joined) == 2
+    for letter in "n字":
+        long = default_page([tmp_path / (letter * 80 + str(place)) for place in range(9)])
+        assert len(os.fsencode(long.name)) < 150
+
+
+def test_a_run_whose_score_is_not_finite_is_compared(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, dice, spread=None) for name, dice in (("a", 0.8), ("b", 0.9), ("c", 0.7))]
+    lost = [write_run(tmp_path / f"lost{n}", float("nan"), spread=None) for n in range(3)]
+    facts = compare_summary([lost[0], *runs[:2]])
+    assert facts["headline"] == "Mean Dice: b 0.9, a 0.8, lost0 not finite"
+    assert facts["verdict"].startswith("Higher is better, and b is best")
+    assert [value["best"] for value in facts["scores"][0]["values"]] == [False, False, True]
+    assert "to 0.7 (c)" in compare_summary([*runs, *lost])["headline"]
+    facts = compare_summary([*lost, runs[0]])
+    assert (facts["headline"], facts["verdict"]) == ("Mean Dice of 4 runs: lost0, lost1 and lost2 not finite", "")
+    assert "not finite" in page_of(*lost, out=tmp_path / "x.html").text
+
+
+def test_of_runs_with_the_best_score_none_is_said_to_be_it(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, dice) for name, dice in (("a", 0.9), ("b", 0.5), ("c", 0.9))]
+    verdict = compare_summary(runs)["verdict"]
+    assert verdict == "Higher is better, and a and c are best, with the same score."
+
+
+def test_legends_name_every_run_in_a_few_letters(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, name=long) for name, long in (("a", "_a"), ("b", "b" * 300))]
+    text = write_comparison(runs, tmp_path / "x.html").read_text()
+    chart = json.loads(re.findall(r"json\">(.*?)</script>", text, re.DOTALL)[0])
+    names = [line["name"] for line in chart["panels"][0]["lines"]]
+    assert names[0].strip() == "_a"
+    assert 20 < len(names[1]) < 50
 
 
 def test_the_page_of_one_run_takes_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +240,29 @@ def test_what_does_not_compare_is_said(tmp_path: Path) -> None:
     )
     loss = next(score for score in facts["scores"] if score["metric"] == "loss")
     assert not any(value["best"] for value in loss["values"])
+
+
+def test_pictures_of_training_samples_are_called_so(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, picture=["x"]) for name in ("a", "b")]
+    for run in runs:
+        recipe = (run / "recipe.yaml").read_text()
+        (run / "recipe.yaml").write_text(recipe.replace("valid:", "train:"))
+    assert "All show the same training samples." in page_of(*runs, out=tmp_path / "x.html").text
+    (runs[0] / "recipe.yaml").write_text(recipe.replace("valid: [{path: x}]", "train: [{path: y}]"))
+    assert compare_summary(runs)["same_samples"] is False
+
+
+def test_errors_of_what_was_hidden_otherwise_are_not_ranked(tmp_path: Path) -> None:
+    runs = []
+    for name, ratio in (("a", 0.5), ("b", 0.75)):
+        text = f"run: {{name: {name}}}\nmodel: {{mask: {{ratio: {ratio}}}}}\n"
+        lines = [START, train_line(10), eval_line(10, mse=10 + 10 * ratio), end_line(10)]
+        runs.append(make_run(tmp_path / name, lines, text))
+    facts = compare_summary(runs)
+    assert facts["scores"][0]["metric"] == "mse_over_variance"
+    assert facts["verdict"] == ""
+    assert not any(value["best"] for score in facts["scores"] for value in score["values"])
+    assert "Errors of what is hidden do not compare: the runs differ in model.mask.ratio." in facts["notes"]
 
 
 def test_runs_without_a_score_in_common_have_curves(tmp_path: Path) -> None:
@@ -261,6 +319,18 @@ def test_any_values_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     theirs = make_run(tmp_path / "b", [*lines, train_line(10)])
     (theirs / "environment.json").write_text(json.dumps(environment))
     json.dumps(compare_summary([ours, theirs]), allow_nan=False)
+    assert write_comparison([ours, theirs]).is_file()
+
+
+def test_values_nested_deep_are_left_out_of_both_pages(tmp_path: Path) -> None:
+    ours, theirs = (write_run(tmp_path / name) for name in ("a", "b"))
+    nested = "[" * 700 + "]" * 700
+    with (theirs / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"event": "picture", "step": 40, "path": "pictures/a.png", "samples": {nested}}}\n')
+    (theirs / "environment.json").write_text(f'{{"packages": {nested}}}')
+    page = Page(write_report(theirs).read_text()).text
+    assert "environment.json cannot be read: it is nested too deep." in page
+    assert "holds 1 line" in page
     assert write_comparison([ours, theirs]).is_file()
 
 

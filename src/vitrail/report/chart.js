@@ -46,7 +46,7 @@
     const rough = (high - low) / most || 1, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
     const out = [];
-    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) out.push(Number((n * step).toPrecision(12)));
+    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9 && out.length < 99; n++) out.push(Number((n * step).toPrecision(12)));
     return out;
   };
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -50,8 +51,9 @@ _LOSSES = ("loss", "mse", "mse_over_variance", "fid", "kid")  # metrics that are
 _SCORES = ("dice_", "iou_", "mean_dice", "mean_iou", "accuracy", "top5")  # and when larger
 _HELD_OUT = ("data.valid", "data.crop", "data.fit", "data.tiles", "eval.tiles", "run.seed")  # choose held-out samples
 _LOSS_OF = ("objective.", "data.normalize", "model.mask")  # keys that give a loss another meaning
+_ERRORS, _ERROR_OF = ("mse", "mse_over_variance"), ("model.mask",)  # and that of what is hidden
 _MACHINE = ("vitrail", "commit", "modified", "python", "packages", "cuda", "hip", "host", "platform", "cpu", "devices")
-_LONGEST = 120  # characters of the name of a page
+_LONGEST = 120  # bytes of the name of a page, of the 255 that a system allows
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def write_comparison(runs: Sequence[str | Path], out: str | Path | None = None, 
     now = time.time() if now is None else now
     found = _read_all(runs, now)
     path = default_page([run.path for run in found]) if out is None else Path(out)
-    _check_page(path)
+    with writing(path):
+        _check_page(path)
     html = load_template("compare.html").render(_gather(found, path, now))
     with writing(path):
         return write_output(path, html.encode("utf-8", errors="replace"), parents=True)
@@ -86,9 +89,11 @@ def default_page(runs: Sequence[Path]) -> Path:
     first, places = runs[0], [run.resolve() for run in runs]
     folder = first.parent if first.name not in ("", "..") else places[0].parent
     name = "compare-" + "+".join(place.name for place in places)
-    if len(name) > _LONGEST or len({place.parent for place in places}) > 1:  # other runs may have the same names
+    short = os.fsdecode(os.fsencode(name)[:_LONGEST])
+    # Other runs may have the same names, or ones that are the same when they are put together.
+    if short != name or name.count("+") >= len(runs) or len({place.parent for place in places}) > 1:
         digest = hashlib.blake2b("\0".join(map(str, places)).encode(errors="replace"), digest_size=4).hexdigest()
-        name = f"{name[:_LONGEST]}-{digest}"
+        name = f"{short}-{digest}"
     return folder / f"{name}.html"
 
 
@@ -226,11 +231,11 @@ def list_scores(runs: Sequence[_Run], differ: dict[str, Any]) -> list[dict[str, 
     evals = [run.facts["eval"] or {} for run in runs]
     names = dict.fromkeys(str(name) for found in evals for name in found.get("metrics", {}))
     first = choose_metric([run.facts for run in runs])
-    meant_alike = not _asked_apart(differ, _LOSS_OF)
+    unlike = {"loss": _asked_apart(differ, _LOSS_OF)} | dict.fromkeys(_ERRORS, _asked_apart(differ, _ERROR_OF))
     scores = []
     for name in sorted(names, key=lambda name: name != first):
         larger = _is_better_larger(name, [run.facts for run in runs])
-        if name == "loss" and not meant_alike:
+        if unlike.get(name):
             larger = None
         values = [_value_of(found, name) for found in evals]
         known = [value["value"] for value in values if value["value"] is not None]
@@ -279,18 +284,23 @@ def judge(names: Sequence[str], scores: Sequence[dict[str, Any]]) -> tuple[str, 
     if chosen is None:
         return f"{len(names)} runs, which have no score in common", ""
     label = chosen["label"][:1].upper() + chosen["label"][1:]
+    pairs = list(zip(names, chosen["values"], strict=True))
+    without = [pair for pair in pairs if pair[1]["value"] is None]  # what is not finite, as after a divergence
     ranked = sorted(
-        zip(names, chosen["values"], strict=True),
+        (pair for pair in pairs if pair[1]["value"] is not None),
         key=lambda pair: pair[1]["value"] * (-1 if chosen["larger_is_better"] else 1),
     )
     if len(names) <= 3:
-        headline = f"{label}: " + ", ".join(f"{name} {plain(value['value'])}" for name, value in ranked)
+        shown = [f"{name} {plain(value['value'])}" for name, value in ranked]
+        headline = f"{label}: {', '.join(shown + [f'{name} not finite' for name, _ in without])}"
+    elif len(ranked) < 2:
+        headline = f"{label} of {len(names)} runs: {_some([name for name, _ in without])} not finite"
     else:
         (best, top), (last, least) = ranked[0], ranked[-1]
         headline = (
             f"{label} of {len(names)} runs: from {plain(top['value'])} ({best}) to {plain(least['value'])} ({last})"
         )
-    if chosen["larger_is_better"] is None:
+    if chosen["larger_is_better"] is None or len(ranked) < 2:
         return headline, ""
     return headline, _tell_sure(ranked, "Higher" if chosen["larger_is_better"] else "Lower")
 
@@ -300,6 +310,9 @@ def _tell_sure(ranked: Sequence[tuple[str, dict[str, Any]]], better: str) -> str
     (name, best), *others = ranked
     if all(value["value"] == best["value"] for _, value in others):
         return "All have the same score."
+    equal = [other for other, value in others if value["value"] == best["value"]]
+    if equal:
+        return f"{better} is better, and {_some([name, *equal])} are best, with the same score."
     words = f"{better} is better, and {name} is best"
     if best["low"] is None or any(value["low"] is None for _, value in others):
         return f"{words}; how sure that is cannot be told, since not all runs have an interval."
@@ -334,14 +347,21 @@ def tell_samples(runs: Sequence[_Run], names: Sequence[str], differ: dict[str, A
     """Tell whether the pictures of the runs show the same held-out samples, and say so."""
     shown = [_last_picture(run) or {} for run in runs]
     listed = [picture.get("samples") for picture in shown if picture]
-    apart = _asked_apart(differ, _HELD_OUT)
+    held_out = any(map(_holds_out, runs))  # else pictures are of training samples
+    source = "data.valid" if held_out else "data.train"
+    apart = _asked_apart(differ, (source, *_HELD_OUT[1:]))
     if all(isinstance(samples, list) and samples for samples in listed):
-        apart = [key for key in apart if key.startswith("data.valid")]
+        apart = [key for key in apart if key.startswith(source)]
         if any(samples != listed[0] for samples in listed):
             apart = apart or ["what was drawn"]
     if apart:
         return False, f"The samples are not the same: the runs differ in {_some(apart)}."
-    return True, "All show the same held-out samples."
+    return True, f"All show the same {'held-out' if held_out else 'training'} samples."
+
+
+def _holds_out(run: _Run) -> bool:
+    data = run.recipe.get("data")
+    return isinstance(data, dict) and bool(data.get("valid"))
 
 
 def _last_picture(run: _Run) -> dict[str, Any] | None:
@@ -360,6 +380,7 @@ def _find_notes(
             yield f"{name}: {verdict}."
     for meant, keys in (
         ("Losses do not compare", _LOSS_OF),
+        ("Errors of what is hidden do not compare", _ERROR_OF),
         ("Scores are not of the same held-out data", _HELD_OUT[:5]),
     ):
         if apart := _asked_apart(differ, keys):

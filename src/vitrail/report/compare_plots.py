@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.report.bench_plots import COLOURS, name_bars
-from vitrail.report.figures import FAINT, make_figure, put_legend
+from vitrail.report.figures import FAINT, make_figure, put_legend, shorten_middle
 from vitrail.report.metrics import Line, name_metric, select, series
 from vitrail.report.plots import make_axes, scale_losses, smooth, thin
 from vitrail.report.units import number_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_RUNS = 2 * len(COLOURS)  # each colour once as a whole line and once dashed
 _MOST_METRICS = 8  # with a curve each
+_MOST_LETTERS = 48  # of a name in a legend
 _LONG = 20  # logged losses from which on a curve is smoothed
 _OF_CLASSES = ("dice_", "iou_")  # metrics of single classes, which are in the table alone
 _TIMES = ((1.0, "seconds", 300.0), (60.0, "minutes", 3 * 3600.0), (3600.0, "hours", float("inf")))
@@ -163,7 +164,7 @@ def draw_curve(curve: Curve, tracks: Sequence[Track], over: str) -> Figure | Non
         few = len(places) == 1
         style: Any = {"color": track.colour, "linestyle": "--" if track.dashed else "-", "linewidth": 1.5}
         style |= {"marker": "o", "markersize": 3.5} if few or (curve.dots and len(places) < 60) else {}
-        ax.plot(*thin(places, [curve.scale * value for value in values]), label=track.name, **style)
+        ax.plot(*thin(places, [curve.scale * value for value in values]), label=_entry(track), **style)
     if curve.log:
         scale_losses(ax, values)
     if curve.zero:
@@ -171,6 +172,11 @@ def draw_curve(curve: Curve, tracks: Sequence[Track], over: str) -> Figure | Non
     ax.set_ylabel(curve.label, parse_math=False)
     put_legend(ax, place="best", size=7 if len(found) < 6 else 6, columns=1 if len(found) < 6 else 2)
     return figure
+
+
+def _entry(track: Track) -> str:
+    """Return the words of a run in a legend; a line whose name begins with an underscore would get none."""
+    return shorten_middle(f" {track.name}" if track.name.startswith("_") else track.name, _MOST_LETTERS)
 
 
 def draw_scores(names: Sequence[str], values: Sequence[dict[str, Any]], label: str) -> Figure | None:

@@ -22,6 +22,7 @@ from vitrail.report.units import number_of
 
 Line = dict[str, Any]
 _LONGEST = 4 * 2**20  # bytes of a line; what is longer was not written by a run
+_DEEPEST = 64  # lists and mappings in each other; what is deeper was not written by a run
 _MOST_HALVES = 16  # torn lines before a whole one that are tried
 _SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 _LARGEST = 8 * 2**20  # bytes of one picture that goes into the page
@@ -141,11 +142,23 @@ def _parse_line(raw: str, first: str, named: str) -> tuple[Line | None, bool]:
         except (ValueError, RecursionError):
             line = None
         if isinstance(line, dict) and isinstance(line.get(named), str):
-            return line, start == 0
+            deep = raw.count("[") + raw.count("{") > _DEEPEST and is_deep(line)
+            return (None, False) if deep else (line, start == 0)
         start = raw.find(f'{{"{first}"', start + 1)
         if start < 0:
             break
     return None, False
+
+
+def is_deep(value: Any) -> bool:
+    """Tell whether a value is nested deeper than any that a run writes, too deep to be gone through by recursion."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inside for one in values]
+        if not level:
+            return False
+    return True
 
 
 def merge_lines(lines: Iterable[Line]) -> list[Line]:
@@ -201,7 +214,8 @@ def split_sessions(lines: Sequence[Line]) -> list[list[Line]]:
 def read_json(path: Path) -> tuple[Any, str | None]:
     """Return the content of a JSON file (None where there is no file), and a sentence when it cannot be read."""
     try:
-        return parse_json(strip(read_plain(path).decode("utf-8"))), None
+        found = parse_json(strip(read_plain(path).decode("utf-8")))
+        return (None, f"{path.name} cannot be read: it is nested too deep.") if is_deep(found) else (found, None)
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError) as error:
