@@ -47,6 +47,42 @@ def test_stars_leave_out_what_has_no_labels(slices: Path) -> None:
         ImageFolderConfig(path=path, labels=labels).open()
 
 
+def test_folders_of_volumes_and_of_their_labels_are_found_by_all_verbs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.cli import main
+    from vitrail.training import new
+    from vitrail.view.show import gather
+
+    values = np.random.default_rng(0).integers(0, 255, (20, 30, 40)).astype(np.uint8)
+    for folder, array in (("images", values), ("labels", (values > 99).astype(np.uint8))):
+        (tmp_path / "all" / folder).mkdir(parents=True)
+        for number in range(2):
+            np.save(tmp_path / "all" / folder / f"{number}.npy", array)
+    layers = gather([str(tmp_path / "all")])
+    assert [(layer.kind, layer.levels[0].shape) for layer in layers] == [
+        ("image", (20, 30, 40)),
+        ("labels", (20, 30, 40)),
+    ]
+    made = {"text": "a: 1", "notes": [], "held_out": ""}
+    monkeypatch.setattr(new, "new_recipe", lambda *_, **__: made)
+    with pytest.raises(SystemExit) as ended:
+        main(["new", str(tmp_path / "all"), "--task", "segment", "--out", str(tmp_path / "r.yaml"), "--json"])
+    assert ended.value.code == 0
+    assert (tmp_path / "r.yaml").is_file()
+
+
+def test_a_folder_that_has_no_labels_at_all_is_left_out(tmp_path: Path) -> None:
+    for place in ("images/a/0.png", "images/b/1.png", "drawn/a/0.png"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 1).save(tmp_path / place)
+    keys = {"path": str(tmp_path / "images"), "labels": str(tmp_path / "drawn")}
+    source = ImageFolderConfig(**keys, unlabelled="leave_out").open()
+    assert [item.name for item in source.items] == ["a/0.png"]
+    with pytest.raises(UserError, match=r"drawn"):
+        ImageFolderConfig(**keys).open()
+
+
 def test_classes_of_images_stay_with_them(tmp_path: Path) -> None:
     for group, number in (("a", 0), ("a", 1), ("b", 2)):
         for folder in ("images", "drawn"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 from predicting import SHAPE, UNETR, train_run, train_segmentation, write_em
 
 import vitrail
@@ -152,6 +153,33 @@ def test_planes_larger_than_memory_are_written_piece_by_piece(
     assert max(taken) <= 3000
 
 
+def test_chunks_of_features_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.infer import files
+    from vitrail.infer.eyes import Form
+    from vitrail.infer.places import Frame
+
+    values = np.random.default_rng(0).normal(size=(24, 6, 7, 9)).astype(np.float32)
+    taken = np.zeros(values.shape, int)
+
+    class Stored:
+        shape = values.shape
+
+        def __getitem__(self, box: Any) -> np.ndarray:
+            whole = tuple(slice(b.start // 4 * 4, -(-b.stop // 4) * 4) for b in box[1:])
+            taken[(slice(None), *whole)] += 1  # as a chunk of all channels is decoded as a whole
+            return values[box]
+
+    form = Form("embeddings", "patches", tuple(map(str, range(24))), values.dtype, 24)
+    frame = Frame("a", values.shape[1:], ("z", "y", "x"), (1.0,) * 3, None, None, None)
+    for largest in (files.LARGEST_PIECE, 24 * 4**3 * 4):
+        monkeypatch.setattr(files, "LARGEST_PIECE", largest)
+        taken[:] = 0
+        with open(tmp_path / "a.npy", "wb") as file:
+            files.write_file(file, "npy", ".npy", "a.npy", files.Filling(Stored(), form, frame, 4, lambda: None))
+        np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), values)
+        assert taken.max() == 1
+
+
 def test_a_region_keeps_its_place_where_the_file_tells_none(place: Path, values: np.ndarray, tmp_path: Path) -> None:
     nibabel = pytest.importorskip("nibabel")
     np.save(tmp_path / "em.npy", values[0])
@@ -258,6 +286,24 @@ def test_data_smaller_than_a_crop_are_mirrored_and_cut(place: Path, values: np.n
         vitrail.predict(place / "seg", tmp_path / "tiny.npy", out=tmp_path / "f.zarr", write="embeddings")
 
 
+@pytest.mark.parametrize("part", [np.s_[:9], np.s_[:, :10], np.s_[:9, :10, :11]])
+def test_three_planes_of_thin_volumes_go_on_as_each_needs(
+    flat: Path, values: np.ndarray, tmp_path: Path, part: tuple[slice, ...]
+) -> None:
+    small = np.ascontiguousarray(values[0][part])
+    np.save(tmp_path / "thin.npy", small)
+    vitrail.predict(flat, tmp_path / "thin.npy", out=tmp_path / "thin.zarr", planes="zyx", chunk=8)
+    model = vitrail.load(flat)
+
+    def along(axis: int) -> np.ndarray:
+        every = [model.predict(plane[None], write="probabilities") for plane in np.moveaxis(small, axis, 0)]
+        return np.log(np.stack(every, axis=axis + 1))  # logits but for a number of each voxel
+
+    expected = np.mean([along(axis) for axis in range(3)], axis=0).argmax(axis=0)
+    np.testing.assert_array_equal(np.asarray(zarr.open_group(str(tmp_path / "thin.zarr"), mode="r")["s0"]), expected)
+    np.testing.assert_array_equal(model.predict(small, planes="zyx"), expected)
+
+
 def test_features_beyond_the_last_whole_patch_are_left_out(place: Path, values: np.ndarray, tmp_path: Path) -> None:
     model = vitrail.load(place / "seg")
     part = values[0, :18, :17, :19]
@@ -277,6 +323,27 @@ def test_voxels_that_none_hides_are_as_they_were_read(place: Path, values: np.nd
     patches = (found == part[0]).reshape(4, 4, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5).reshape(64, -1)
     assert patches.all(axis=1).sum() == 16  # a quarter of the patches is seen
     assert ((found < 100) | (found > 150)).mean() > 0.05
+
+
+def test_reconstructions_are_of_the_variables_that_are_given(place: Path, values: np.ndarray, tmp_path: Path) -> None:
+    both = np.concatenate([values, 500 + values / 2]).astype(np.float32)
+    for name, order in (("ab", [0, 1]), ("ba", [1, 0]), ("b", [1])):
+        np.save(tmp_path / f"{name}.npy", both[order])
+    entry = [{"path": str(tmp_path / "ab.npy"), "axes": "czyx", "variables": ["a", "b"]}]
+    kinds = {"kind": "variables", "of": {"b": {"kind": "log", "scale": 100.0}}}
+    changes = {"data__train": entry, "data__valid": entry, "data__normalize": kinds}
+    run = train_run(tmp_path, place / "em.zarr", "named", **changes, model__encoder__variables={"known": ["a", "b"]})
+    means = {}
+    for name in ("ab", "ba", "b"):
+        settings = ["axes=czyx", f"variables=[{','.join(name)}]"]
+        vitrail.predict(run, tmp_path / f"{name}.npy", out=tmp_path / f"{name}.zarr", settings=settings)
+        group = zarr.open_group(str(tmp_path / f"{name}.zarr"), mode="r")
+        omero: Any = dict(group.attrs)["ome"]
+        assert [channel["label"] for channel in omero["omero"]["channels"]] == list(name)
+        means[name] = [float(channel.mean()) for channel in np.asarray(group["s0"])]
+    assert means["ab"] == pytest.approx([float(channel.mean()) for channel in both], rel=0.1)
+    assert means["ba"] == pytest.approx(means["ab"][::-1], rel=1e-3)
+    assert means["b"] == pytest.approx(means["ab"][1:], rel=0.1)
 
 
 def test_statistics_of_volumes_are_of_what_there_is(place: Path, values: np.ndarray, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,14 @@ def test_units_are_brought_together() -> None:
     made = together([fine, other])
     assert made[1].levels[0].spacing == pytest.approx((8.0,) * 3)
     assert [layer.name for layer in made] == ["a", "a (2)"]
+    longer: Any = replace(serving_level((5, 4, 4), (0.004,) * 3), origin=(1.0, 0.0, 0.0))
+    found: Any = Layer(
+        "c", "labels", ("z", "y", "x"), None, (serving_level((5, 4, 4), (1.0,) * 3),), np.dtype("u1"), ()
+    )
+    *_, placed = together([fine, replace(other, name="b", levels=(longer,)), found])  # as the one of its own size
+    assert placed.levels[0].spacing == pytest.approx((4.0,) * 3)
+    assert placed.levels[0].origin == pytest.approx((1000.0, 0.0, 0.0))
+    assert not placed.notes
 
 
 def serving_level(shape: tuple[int, ...], spacing: tuple[float, ...]) -> Any:
@@ -177,6 +186,60 @@ def test_flat_images_are_a_stack_and_their_labels_may_be_few(tmp_path: Path) -> 
     assert (put_together(again[1]) == found).all()
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_labels_are_those_of_the_slice_or_image_that_is_shown(tmp_path: Path, alike: bool) -> None:
+    for folder in ("images", "labels"):
+        (tmp_path / folder).mkdir()
+    images = [np.full((40, 50 + (0 if alike else number)), number, np.uint8) for number in range(6)]
+    drawn = (2,) if alike else (2, 4)
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / "images" / f"{number}.png")
+        if number in drawn:
+            Image.fromarray(np.full_like(image, number)).save(tmp_path / "labels" / f"{number}.png")
+    if alike:  # one slice of six: the labels lie in it alone
+        shown, labels = gather([str(tmp_path)])
+        assert shown.levels[0].shape == labels.levels[0].shape == (6, 40, 50)
+        assert [int(part.max()) for part in put_together(labels)] == [0, 0, 2, 0, 0, 0]
+    for item in ("4", "4.png") if not alike else ("2", "2.png"):
+        shown, labels = gather([str(tmp_path)], item=item)
+        assert shown.levels[0].shape == labels.levels[0].shape
+        assert (put_together(shown) == put_together(labels)).all()
+    (shown,) = gather([str(tmp_path)], item="1")
+    assert (put_together(shown) == 1).all()
+    assert any("the item that is shown has no labels" in note for note in shown.notes)
+
+
+def test_instances_that_predict_writes_are_labels(tmp_path: Path) -> None:
+    from vitrail.data.formats.ngff import create_group, create_level, describe_pyramid, write_chunks
+
+    values = np.arange(20 * 30, dtype=np.uint32).reshape(1, 20, 30)
+    block = describe_pyramid("instances", (1.0,) * 3, None, 1) | {"image-label": {}}
+    create_level(create_group(tmp_path / "found.ome.zarr", block), "s0", values.shape, values.shape, values.dtype)
+    box = tuple(slice(0, n) for n in values.shape)
+    write_chunks(tmp_path / "found.ome.zarr" / "s0", values.shape, box, values, 1)
+    (layer,) = gather([str(tmp_path / "found.ome.zarr")])
+    assert (layer.kind, layer.few, layer.classes) == ("labels", False, ())
+    assert (put_together(layer) == values).all()
+
+
+def test_labels_may_be_floats_and_are_one_number_a_voxel(tmp_path: Path) -> None:
+    values = np.float32([[np.nan, -3, 0], [1, 2, np.inf]])
+    np.save(tmp_path / "drawn.npy", values)
+    (layer,) = gather([], labels=[str(tmp_path / "drawn.npy")])
+    assert put_together(layer).tolist() == [[0, 0, 0], [1, 2, 0]]
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "colours.png")
+    with pytest.raises(UserError, match=r"colours.png have 3 channels; give labels of one whole number"):
+        gather([], labels=[str(tmp_path / "colours.png")])
+
+
+def test_places_in_meters_are_compared_by_voxels() -> None:
+    level = serving_level((20, 20, 20), (8e-9,) * 3)
+    layers = [Layer(name, "image", ("z", "y", "x"), "meter", (level,), np.dtype("u1"), ("v",)) for name in "ab"]
+    assert not far_apart(layers)
+    moved = replace(level, origin=(0.0, 0.0, 21 * 8e-9))
+    assert far_apart([layers[0], replace(layers[1], levels=(moved,))])
+
+
 def test_one_image_has_two_axes_and_colours_are_mixed(tmp_path: Path) -> None:
     image = np.random.default_rng(1).integers(0, 255, (40, 50, 3)).astype(np.uint8)
     Image.fromarray(image).save(tmp_path / "a.png")
@@ -197,6 +260,19 @@ def test_of_many_channels_one_is_sent_at_a_time(tmp_path: Path) -> None:
     assert (put_together(layer) == values.astype(np.float32)).all()
     told = state([layer], "http://127.0.0.1:1/t")["layers"][0]
     assert told["localDimensions"] == {"c'": [1, ""]}
+
+
+def test_of_very_many_channels_little_is_read_at_once(tmp_path: Path) -> None:
+    shape = (1024, 400, 400)  # 655 MB, of which nothing was written
+    zarr.create_array(
+        str(tmp_path / "features.zarr"), shape=shape, chunks=(1024, 16, 16), dtype="float32", fill_value=0
+    )
+    tracemalloc.start()
+    (layer,) = gather([str(tmp_path / "features.zarr")], settings={"axes": "cyx"})
+    layer.chunk(0, (1000, 0, 0))
+    assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    tracemalloc.stop()
+    assert layer.channel_chunks == 1024
 
 
 def test_labels_that_number_things_and_are_signed(tmp_path: Path) -> None:
@@ -280,6 +356,20 @@ def test_a_damaged_chunk_is_told_and_the_rest_is_shown(volume: Path, client: Non
     assert "em.zarr" in told[0]
 
 
+def test_whatever_a_library_says_of_a_chunk_is_told(
+    volume: Path, client: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> bytes:
+        raise RuntimeError("no such filter")
+
+    layers, told = gather([str(volume)]), []
+    monkeypatch.setattr(Layer, "chunk", broken)
+    with Server(layers) as server:
+        server.tell = told.append
+        assert ask(server, f"/{server.token}/data/0/0/c/0/0/0")[0] == 500
+    assert told == ["em.zarr: no such filter"]
+
+
 def test_mistakes_are_answered_by_sentences(
     volume: Path, client: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +384,7 @@ def test_mistakes_are_answered_by_sentences(
         ([str(tmp_path / "nowhere.zarr")], "does not exist"),
         ([str(tmp_path / "broken.tif")], "broken.tif"),
         ([str(volume), "--item", "9"], "--item 9: .* has 1 items"),
+        ([str(volume), "--item", "9" * 5000], "has 1 items"),
         ([str(volume), "--set", "levl=1"], "has no such key"),
     ):
         with pytest.raises(SystemExit) as ended:

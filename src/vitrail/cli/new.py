@@ -43,7 +43,10 @@ def new(
     at FILE is never replaced. The path of the recipe is printed.
     """
     load_plugins(plugin)
-    check_input(path, kind)
+    from vitrail.data.look.found import pair_of_folders
+
+    pair = pair_of_folders(path)
+    check_input(pair[0] if pair else path, kind)
     from vitrail.data.look.inspect import read_settings
     from vitrail.disk import write_output
     from vitrail.training.new import check_target, new_recipe

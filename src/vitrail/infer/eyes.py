@@ -117,8 +117,11 @@ class Eyes:
                 "of features; give the run of a vit, mae, unetr or sap"
             )
 
-    def form(self, write: str | None, dtype: str | None, stored: np.dtype) -> Form:
-        """Return the form of what is asked for; refused where this network cannot give it."""
+    def form(self, write: str | None, dtype: str | None, stored: np.dtype, given: Sequence[str] = ()) -> Form:
+        """Return the form of what is asked for; refused where this network cannot give it.
+
+        `given` are the variables of the data, where they may be fewer than those of the run, or in another order.
+        """
         offers, kind = self.offers, self.recipe.objective.kind
         if not offers:
             more = (
@@ -136,22 +139,23 @@ class Eyes:
             raise UserError("dtype: 'uint8' holds no features; choose float32 or float16")
         if dtype not in (None, "float32", "float16", "uint8"):
             raise UserError(f"dtype: {dtype!r} is not known; choose float32, float16 or uint8")
-        given = np.dtype(dtype or "float32")
+        wanted = np.dtype(dtype or "float32")
         number = len(self.names)
         if chosen == "embeddings":
             width = encoder_of(self.config).width
-            return Form(chosen, "patches", tuple(f"feature {n}" for n in range(width)), given, width)
+            return Form(chosen, "patches", tuple(f"feature {n}" for n in range(width)), wanted, width)
         if chosen == "reconstructions":
-            names = self.variables
-            return Form(chosen, "voxels", names if len(names) > 1 else None, stored, 2 * len(names))
+            names = tuple(given or self.variables)
+            channels = names if len(self.variables) > 1 else None
+            return Form(chosen, "voxels", channels, stored, 2 * len(names))
         if chosen == "instances":
             return Form(chosen, "voxels", None, NUMBERS, number)
         if chosen == "affinities":
-            return Form(chosen, "voxels", self.names, given, number)
+            return Form(chosen, "voxels", self.names, wanted, number)
         if not isinstance(self.objective, VoxelObjective):
             return Form(chosen, "item", self.names, np.dtype(np.float32), number)
         if chosen == "probabilities":
-            return Form(chosen, "voxels", self.names, given, number)
+            return Form(chosen, "voxels", self.names, wanted, number)
         return Form(chosen, "voxels", None, np.dtype(np.uint8 if number <= 256 else np.uint16), number)
 
     # ------------------------------------------------------------ what it sees
@@ -331,7 +335,7 @@ def finish(
         return values.argmax(dim=0).to(kind).cpu().numpy().astype(form.dtype, copy=False)
     if form.write == "reconstructions":
         told, hidden = values.chunk(2)
-        made = restore.restore((told / hidden.clamp(min=1e-12)).unsqueeze(0), eyes.variables)[0]
+        made = restore.restore((told / hidden.clamp(min=1e-12)).unsqueeze(0), form.channels or eyes.variables)[0]
         found = as_stored(made.cpu().numpy(), form.dtype)
         seen = (hidden == 0).cpu().numpy()
         if given is not None and seen.any():

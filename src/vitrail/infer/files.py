@@ -56,20 +56,24 @@ class Filling:
     def pieces(self, *, in_order: bool = False) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield boxes of all axes and their values, in any order or in that of the bytes of a file."""
         space = self.shape[-len(self.frame.axes) :]
-        sides = self._planes(space) if in_order else self._chunks(space)
-        for channel in [()] if self.channels is None else [(slice(n, n + 1),) for n in range(self.channels)]:
+        # Chunks of features hold all of their channels, and are decoded once where the order of the file allows it.
+        deep = 1 if in_order or self.channels is None or self.form.write != "embeddings" else self.channels
+        sides = self._planes(space) if in_order else self._chunks(space, deep)
+        for channel in (
+            [()] if self.channels is None else [(slice(n, n + deep),) for n in range(0, self.channels, deep)]
+        ):
             for start in product(*(range(0, n, side) for n, side in zip(space, sides, strict=True))):
                 box = tuple(slice(s, min(s + side, n)) for s, side, n in zip(start, sides, space, strict=True))
                 yield (*channel, *box), np.ascontiguousarray(self.values[(*channel, *box)])
                 self.tick()
 
-    def _chunks(self, space: Sequence[int]) -> list[int]:
-        """Return the sides of a box of whole chunks: one along the first axis, of the others as many as fit."""
+    def _chunks(self, space: Sequence[int], deep: int) -> list[int]:
+        """Return the sides of a box of whole chunks of some channels: one along the first axis, else what fits."""
         if self.chunk is None:
             return list(space)
         sides = [min(self.chunk, n) for n in space]
         for axis in range(len(space) - 1, 0, -1):
-            room = LARGEST_PIECE // (math.prod(sides) * self.form.dtype.itemsize)
+            room = LARGEST_PIECE // (math.prod(sides) * deep * self.form.dtype.itemsize)
             sides[axis] = min(space[axis], self.chunk * max(1, room))
             if sides[axis] < space[axis]:
                 break

@@ -175,7 +175,7 @@ class Opened:
             across = self._planes(source, planes)
             self.configs = [dataclasses.replace(self.config, slices=axis) for axis in across] or [self.config]
             sources = [config.open() for config in self.configs] if across else [source]
-        self.form: Form = eyes.form(write, dtype, stored_type(source.dtype))
+        self.form: Form = eyes.form(write, dtype, stored_type(source.dtype), source.variables)
         self.plain = sources[0]  # of items as they are
         if pad and eyes.recipe.data.fit is None:
             wide = [padded(source, eyes.crop) for source in sources]

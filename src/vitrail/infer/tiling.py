@@ -148,17 +148,17 @@ class Tiling:
     """All tiles and rows of some items, each of which one or several sources see."""
 
     def __init__(self, views: Sequence[Sequence[Extent]], cut: Cut):
-        """`views` are the items of each source, in the same order."""
+        """`views` are the items of each source, in the same order; only as much of one counts as all of them have."""
         self.cut, self.extents = cut, [extent for view in views for extent in view]
-        known: dict[tuple[int, ...], int] = {}
+        known: dict[tuple[tuple[int, ...], ...], int] = {}
         self.kinds: list[list[Pillar]] = []  # pillars of items of each shape
         which = []
         for same in zip(*views, strict=True):
-            shape = same[0].shape
-            if shape not in known:
-                known[shape] = len(self.kinds)
+            shapes = tuple(extent.shape for extent in same)
+            if shapes not in known:
+                known[shapes] = len(self.kinds)
                 self.kinds.append(_pillars(same, cut))
-            which.append(known[shape])
+            which.append(known[shapes])
         self.which = np.array(which)
         self.tile_ends, self.row_ends = (
             np.cumsum(np.array([sum(size) for size in sizes])[self.which])
@@ -228,13 +228,12 @@ class Tiling:
 
 
 def _pillars(seen: Sequence[Extent], cut: Cut) -> list[Pillar]:
-    """Cut an item into pillars; `seen` is the item as each source has it."""
-    shape = seen[0].shape
-    cells = cut.cells(shape)
+    """Cut an item into pillars; `seen` is the item as each source has it, perhaps beyond its end (padded.py)."""
+    cells = cut.cells([min(sizes) for sizes in zip(*(extent.shape for extent in seen), strict=True)])
     views = []
     for extent in seen:
         starts = []
-        for axis, (size, window) in enumerate(zip(shape, extent.window, strict=True)):
+        for axis, (size, window) in enumerate(zip(extent.shape, extent.window, strict=True)):
             cell = 1 if cut.cell is None else cut.cell[axis]
             starts.append(tile_starts(size // cell, window // cell, cut.overlap if window > 1 else 0.0) * cell)
         views.append(View(extent.source, extent.window, tuple(starts)))

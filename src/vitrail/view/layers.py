@@ -23,6 +23,7 @@ from vitrail.credentials import strip
 from vitrail.data.files.places import find_place
 from vitrail.data.formats.ngff import read_multiscale
 from vitrail.data.grid import GridConfig, GridSource, Window, without_labels
+from vitrail.data.look.found import pair_of_folders
 from vitrail.data.look.inspect import LetThrough, entry_of, open_source
 from vitrail.data.source import Source, label_dtype, label_names, notes_of
 from vitrail.data.sources import guess_kind
@@ -37,6 +38,7 @@ from vitrail.report.views import find_range
 AXES = ("z", "y", "x")
 CHUNK = {2: 512, 3: 64}  # voxels along an axis of what is sent at once
 SENT = 2**18  # voxels of a chunk that is sent, about
+MOST_READ = 2**24  # values of all channels that are read at once
 SAMPLE = {2: 1024, 3: 96}  # voxels along an axis of the window that tells the contrast
 MOST_VALUES = 24  # in a sample of classes; what has more is an image, or numbers things
 HIGHEST = 64  # class of a store that nothing calls labels
@@ -102,8 +104,8 @@ class Layer:
 
 def as_sent(values: np.ndarray, dtype: np.dtype, *, labels: bool) -> np.ndarray:
     """Return values in the type in which they are sent; labels below 0 are none."""
-    if labels and values.dtype.kind == "i":
-        values = np.maximum(values, 0)
+    if labels and values.dtype.kind in "if":
+        values = np.maximum(np.nan_to_num(values, posinf=0), 0)
     if dtype.kind != "f":
         return values.astype(dtype, copy=False)
     with np.errstate(over="ignore"):  # of float64, which are drawn as the largest of float32
@@ -122,7 +124,8 @@ def sent_type(dtype: np.dtype, *, labels: bool) -> np.dtype:
 def open_path(path: str, *, settings: Mapping[str, Any] | None = None, item: str | None = None) -> list[Layer]:
     """Open what lies at a path: one layer, and one for each group of labels inside an OME-Zarr."""
     given = dict(settings or {})
-    kind = given.pop("kind", None) or guess_kind(path)
+    pair = None if "labels" in given else pair_of_folders(path)
+    kind = given.pop("kind", None) or guess_kind(pair[0] if pair else path)
     cls: Any = kinds.find("source", kind, key="kind")
     if "labels" in given:
         return open_entry(entry_of(cls, {"path": path, **given}), item=item)
@@ -138,7 +141,8 @@ def open_path(path: str, *, settings: Mapping[str, Any] | None = None, item: str
         for name in list_labels(group):
             below = entry_of(cls, {"path": str(group / "labels" / name)})
             with without_labels():
-                layers.append(image_layer(below, below.open(), name=f"{base(path)}: {name}", labels=True))
+                opened, name = below.open(), f"{base(path)}: {name}"
+                layers.append(image_layer(below, opened, name=name, labels=len(opened.variables) == 1))
     return layers
 
 
@@ -153,7 +157,12 @@ def open_entry(config: Any, *, names: Sequence[str] = (), item: str | None = Non
     layers = [image_layer(plain, image, item=item)]
     labelled = config.open()
     if label_dtype(labelled) is not None:
-        layers.append(label_layer(config, labelled, image, names=names, item=item))
+        layer = label_layer(config, labelled, image, names=names, item=item)
+        if layer is None:
+            note = f"{base(config.path)}: the item that is shown has no labels in {strip(str(config.labels))}"
+            layers[0] = replace(layers[0], notes=(*layers[0].notes, note))
+        else:
+            layers.append(layer)
     return layers
 
 
@@ -169,12 +178,17 @@ def image_layer(
 ) -> Layer:
     """Make a layer of what a source reads; whole numbers of few values are labels, if `labels` does not say."""
     name = name or base(config.path)
+    if labels and len(source.variables) > 1:
+        raise UserError(
+            f"labels {strip(config.path)} have {len(source.variables)} channels; give labels of one whole "
+            "number a voxel, or name the path without --labels"
+        )
     stack, number, notes = choose_item(source, item, strip(config.path))
     levels, axes = levels_of(config, source, number, stack, labels=False)
-    sample = sample_of(levels[-1])
-    named = names_of(config)
+    sample = sample_of(levels[-1], len(source.variables))
+    told, named = names_of(config)
     if labels is None:
-        labels = are_classes(source, sample, name, named)
+        labels = are_classes(source, sample, name, told=told)
     dtype = sent_type(source.dtype, labels=labels)
     unit = source.items[number].unit
     if labels:
@@ -186,13 +200,20 @@ def image_layer(
 
 def label_layer(
     config: Any, source: Source, image: Source, *, names: Sequence[str] = (), item: str | None = None
-) -> Layer:
-    """Make a layer of the labels that a source has beside its images; items without labels have none to show."""
-    name = f"{base(config.path)}: labels"
-    stack, number, notes = choose_item(source, item, strip(config.path))
+) -> Layer | None:
+    """Make a layer of the labels that a source has of the item that is shown, or of slices; None where it has none."""
+    name, notes = f"{base(config.path)}: labels", notes_of(source)
+    stack, shown, _ = choose_item(image, item, strip(config.path))
+    number = 0
     if stack:
         levels, axes = labels_in_stack(source, image)
     else:
+        wanted = image.items[shown].name  # of all images; fewer may have labels
+        found = range(len(source.items)) if len(source.items) < len(image.items) else [shown]
+        chosen = next((n for n in found if source.items[n].name == wanted), None)
+        if chosen is None:
+            return None
+        number = chosen
         levels, axes = levels_of(config, source, number, stack, labels=True)
     named = dict(label_names(source)) or dict(enumerate(names))
     dtype = sent_type(np.dtype(label_dtype(source)), labels=True)
@@ -209,7 +230,7 @@ def labels_of(
     named: Mapping[int, str],
     notes: Sequence[str],
 ) -> Layer:
-    seen = {int(value) for value in np.unique(sample)}
+    seen = {int(value) for value in np.unique(as_sent(sample, dtype, labels=True))}
     # Only what is listed is drawn, so a list of what was met in the sample alone would hide the rest.
     classes = sorted(number for number in {*named, *seen} if number > 0) if named else []
     few = bool(named) or (len(seen) <= MOST_VALUES and max(seen, default=0) <= HIGHEST)
@@ -223,7 +244,7 @@ def choose_item(source: Source, item: str | None, path: str) -> tuple[bool, int,
         names = [each.name for each in items]
         if item in names:
             return False, names.index(item), notes
-        if item.isdecimal() and int(item) < len(items):
+        if item.isdecimal() and len(item) < 12 and int(item) < len(items):
             return False, int(item), notes
         raise UserError(
             f"--item {item}: {path} has {len(items)} items, such as {names[0]!r}; give such a name or a number from 0"
@@ -302,7 +323,7 @@ def level_of(source: Any, item: int, *, labels: bool) -> Level:
         found.shape,
         tuple(map(float, found.spacing)),
         tuple(origin or (0.0,) * len(found.shape)),
-        sent_chunk(found.shape, found.chunk),
+        sent_chunk(found.shape, found.chunk, 1 if labels else len(source.variables)),
         read,
     )
 
@@ -369,16 +390,13 @@ def canonical(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes) if set(axes) <= set(AXES) and len(set(axes)) == len(axes) else AXES[-len(axes) :]
 
 
-def sent_chunk(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...]:
-    """Choose what is sent at once: what is stored together, but neither tiny nor huge."""
-    side = CHUNK[len(shape)]
+def sent_chunk(shape: Sequence[int], stored: Sequence[int], channels: int = 1) -> tuple[int, ...]:
+    """Choose what is sent at once: what is stored together, but neither tiny nor huge; all channels are read for it."""
+    side, most = CHUNK[len(shape)], min(SENT, MOST_READ // channels)
     if all(c == 1 for c in stored):  # any window can be read alone
-        return tuple(min(n, side) for n in shape)
-    chunk = [min(n, c) for n, c in zip(shape, stored, strict=True)]
-    while math.prod(chunk) > SENT:
-        longest = max(range(len(chunk)), key=lambda axis: chunk[axis])
-        chunk[longest] = -(-chunk[longest] // 2)
-    while 4 * math.prod(chunk) < SENT:
+        return tuple(halved([min(n, side) for n in shape], most))
+    chunk = halved([min(n, c) for n, c in zip(shape, stored, strict=True)], most)
+    while 4 * math.prod(chunk) < most:
         growing = [axis for axis in range(len(chunk)) if chunk[axis] < min(shape[axis], side)]
         if not growing:
             break
@@ -387,37 +405,48 @@ def sent_chunk(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def sample_of(level: Level) -> np.ndarray:
+def halved(sides: list[int], most: int) -> list[int]:
+    """Return sides of which the longest are halved until a box has so many voxels at most."""
+    while math.prod(sides) > max(1, most):
+        longest = max(range(len(sides)), key=lambda axis: sides[axis])
+        sides[longest] = -(-sides[longest] // 2)
+    return sides
+
+
+def sample_of(level: Level, channels: int = 1) -> np.ndarray:
     """Read the middle of a level, [C, *spatial]."""
-    most = SAMPLE[len(level.shape)]
-    box = tuple(slice((n - min(n, most)) // 2, (n + min(n, most)) // 2) for n in level.shape)
-    return level.read(box)
+    sides = halved([min(n, SAMPLE[len(level.shape)]) for n in level.shape], MOST_READ // channels)
+    return level.read(
+        tuple(slice((n - side) // 2, (n - side) // 2 + side) for n, side in zip(level.shape, sides, strict=True))
+    )
 
 
 def range_of(values: np.ndarray) -> tuple[float, float]:
     """Return the values that are drawn black and white; shares keep their range from 0 to 1."""
     if values.dtype.kind == "f" and values.size and values.min() >= 0 and 0.5 < values.max() <= 1:
         return 0.0, 1.0
-    return find_range([values[None].astype(np.float32)])
+    with np.errstate(over="ignore"):  # of float64, as in what is sent
+        return find_range([values[None].astype(np.float32)])
 
 
-def names_of(config: Any) -> dict[int, str]:
-    """Return the names of classes that an OME-Zarr of labels tells."""
+def names_of(config: Any) -> tuple[bool, dict[int, str]]:
+    """Return whether an OME-Zarr says that it holds labels, and the names of classes that it tells."""
     if config.kind != "ome_zarr":
-        return {}
+        return False, {}
     try:
-        return name_labels(read_multiscale(config.path))
+        found = read_multiscale(config.path)
+        return "image-label" in found.attributes, name_labels(found)
     except (BadData, UserError, OSError):
-        return {}
+        return False, {}
 
 
-def are_classes(source: Source, sample: np.ndarray, name: str, named: Mapping[int, str]) -> bool:
-    """Tell whether a store of whole numbers holds classes rather than grey values."""
+def are_classes(source: Source, sample: np.ndarray, name: str, *, told: bool) -> bool:
+    """Tell whether a store of whole numbers holds labels rather than grey values; `told`: it says so itself."""
     if source.dtype.kind not in "biu" or len(source.variables) > 1:
         return False
     values = np.unique(sample)
     words = {word for part in name.lower().split(".") for word in part.replace("_", "-").split("-")}
-    if named or (words & WORDS and len(values) <= HIGHEST):
+    if told or (words & WORDS and len(values) <= HIGHEST):
         return True
     return 1 < len(values) <= MOST_VALUES and int(values.max()) < HIGHEST
 
@@ -433,13 +462,22 @@ def together(layers: Sequence[Layer]) -> list[Layer]:
     for layer in layers:
         made = layer
         if layer.unit != unit and reference is not None:
-            made = _converted(layer, unit, reference)
+            made = _converted(layer, unit, _alike(layer, layers, unit) or reference)
         taken = {other.name for other in placed}
         name, number = made.name, 2
         while name in taken:
             name, number = f"{made.name} ({number})", number + 1
         placed.append(replace(made, name=name))
     return placed
+
+
+def _alike(layer: Layer, layers: Sequence[Layer], unit: str | None) -> Layer | None:
+    """Return the first layer of as many voxels whose places are known, in a unit."""
+    for other in layers:
+        ratio = None if other.unit is None else unit_ratio(other.unit, unit)
+        if ratio is not None and other.axes == layer.axes and other.levels[0].shape == layer.levels[0].shape:
+            return other if ratio == 1 else _converted(other, unit, other)
+    return None
 
 
 def _converted(layer: Layer, unit: str | None, reference: Layer) -> Layer:
@@ -492,10 +530,11 @@ def far_apart(layers: Sequence[Layer]) -> list[str]:
         }
 
     first, told = box(layers[0]), []
+    least = {axis: TOLERANCE * size for axis, size in zip(layers[0].axes, layers[0].levels[0].spacing, strict=True)}
     for layer in layers[1:]:
         own = box(layer)
         if any(
-            own[axis][0] >= first[axis][1] - TOLERANCE or own[axis][1] <= first[axis][0] + TOLERANCE
+            own[axis][0] >= first[axis][1] - least[axis] or own[axis][1] <= first[axis][0] + least[axis]
             for axis in own
             if axis in first
         ):

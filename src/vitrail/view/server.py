@@ -156,8 +156,8 @@ class Server:
                 content = layer.chunk(level, [int(word) for word in places])
         except IndexError:
             return None
-        except (UserError, OSError, ValueError) as error:
-            told = f"{layer.name}: {error}"
+        except Exception as error:  # whatever a library says of a damaged file
+            told = f"{layer.name}: {str(error) or type(error).__name__}"
             if told not in self.problems and len(self.problems) < 20:
                 self.problems.append(told)
                 self.tell(told)

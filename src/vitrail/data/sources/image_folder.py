@@ -497,6 +497,8 @@ class ImageFolderConfig(ImagesConfig):
         found: dict[str, str] = {}
         for group, members in groups.items():
             place = join(labels, group) if group else labels
+            if group and self.unlabelled == "leave_out" and file_type(place) is None:
+                continue  # none of this folder has labels
             inside = {n.rpartition(".")[0]: n for n in list_files(place) if is_image(n) or n.endswith(".npy")}
             stems = {name: base_name(name).rpartition(".")[0] for name in members}
             pairs = pair_names(list(stems.values()), list(inside))
