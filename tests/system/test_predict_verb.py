@@ -163,7 +163,7 @@ def test_commands_of_the_page_work(place: Path, tmp_path: Path, monkeypatch: pyt
 
     page = (ROOT / "docs/predict.md").read_text(encoding="utf-8")
     lines = [line for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) for line in block.splitlines()]
-    calls = [shlex.split(line) for line in lines if line.startswith("vitrail predict")]
+    calls = [shlex.split(line) for line in lines if line.startswith("vitrail predict runs/demo-unetr3d ")]
     assert len(calls) > 4
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

@@ -59,8 +59,8 @@ def test_commands_of_the_page_work(
 
 def test_wrong_input_is_a_sentence(tmp_path: Path) -> None:
     for words, sentence in (
-        (["probe", tmp_path / "none"], "no checkpoint here"),
-        (["embed", tmp_path / "none", tmp_path, "--out", tmp_path / "f.zarr"], "no checkpoint here"),
+        (["probe", tmp_path / "none"], "give the folder of a run"),
+        (["embed", tmp_path / "none", tmp_path, "--out", tmp_path / "f.zarr"], "give the folder of a run"),
     ):
         code, output = vitrail(*words)
         assert code == 2, output
