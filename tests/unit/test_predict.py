@@ -465,7 +465,7 @@ def test_refusals_are_sentences(place: Path, values: np.ndarray, tmp_path: Path)
         ("'reconstructions' is nothing that objective 'segment' gives", {"write": "reconstructions"}),
         ("overlap: 1.0 must be", {"overlap": 1.0}),
         ("flips: 'q' names 'q'", {"flips": "q"}),
-        ("is of probabilities and embeddings", {"dtype": "uint8"}),
+        ("is of probabilities, affinities and embeddings", {"dtype": "uint8"}),
         ("planes: .* leave it out", {"planes": "z"}),
         ("no checkpoint of step 7", {"checkpoint": 7}),
         ("has no such key", {"settings": ["levels=1"]}),

@@ -69,7 +69,7 @@ def put_together(layer: Layer, level: int = 0) -> np.ndarray:
 
 
 def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     content = answer.read()
@@ -419,11 +419,11 @@ def test_it_runs_until_it_is_interrupted_and_writes_nothing(volume: Path) -> Non
             lines.append(process.stdout.readline())
             assert lines[-1], "it ended"
         found = json.loads("".join(lines))
-        connection = http.client.HTTPConnection("127.0.0.1", found["port"], timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", found["port"], timeout=600)
         connection.request("GET", "/" + found["address"].split("/", 3)[3] + "v/page/")
         assert b"<script" in connection.getresponse().read()
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=600)
     assert process.returncode == 0
     assert "Traceback" not in error
     assert "ssh -N -L" in error or "Ctrl-C" in error
