@@ -58,11 +58,11 @@ def test_the_page_leads_from_slices_to_the_browser(tmp_path: Path, monkeypatch: 
         told = json.loads("".join(lines))
         assert [layer["kind"] for layer in told["layers"]] == ["image", "labels", "labels"]
         assert all(layer["levels"][0] == [30, 64, 64] for layer in told["layers"])
-        connection = http.client.HTTPConnection("127.0.0.1", told["port"], timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", told["port"], timeout=600)
         connection.request("GET", "/" + told["address"].split("/", 3)[3] + "data/2/0/c/0/0/0")
         chunk = np.frombuffer(connection.getresponse().read(), np.uint8)
         assert chunk.size == np.prod([30, 64, 64])
         assert (chunk.reshape(30, 64, 64) == found[:]).all()
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(600)
     assert process.returncode == 0
