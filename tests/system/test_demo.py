@@ -120,7 +120,8 @@ def test_the_page_of_instances_works_in_order(tmp_path: Path, monkeypatch: pytes
     shorter = {"generate": ["--shape", "32,36,160"], "train": [*KEYS, "--quiet"], "predict": ["--quiet"]}
     for line in re.sub(r"^cat .*?^EOF\n", "", text, flags=re.M | re.S).splitlines():
         name, *words = shlex.split(line)
-        assert name == "vitrail"
+        if name != "vitrail":  # pip, which has been run
+            continue
         with pytest.raises(SystemExit) as ended:
             cli.main(words + [word for verb, more in shorter.items() if verb in words[:2] for word in more])
         assert not ended.value.code, line
