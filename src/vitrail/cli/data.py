@@ -78,13 +78,12 @@ def generate(
 
     with told(out):
         check_free(out, force=force, tell=note)  # before the work
-    sizes = read_sizes(shape or ("30,256,256" if kind == "slices" else "128,128,192"))
+    shape = shape or ("30,256,256" if kind == "slices" else "128,128,192")
+    sizes = read_sizes(shape)
     from vitrail.foreign import memory_bytes
 
     if math.prod(sizes) > memory_bytes():  # of image and labels, a byte each; more while they are made
-        raise UserError(
-            f"--shape {','.join(map(str, sizes))}: a volume so large does not fit into the memory here; make it smaller"
-        )
+        raise UserError(f"--shape {shape}: a volume so large does not fit into the memory here; make it smaller")
     from vitrail.data.generate import generate_em, write_ome_zarr, write_slices
 
     if kind == "slices":
